@@ -1,0 +1,126 @@
+// Element types, and their magnitudes as integers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace hvd_sparse {
+
+// The numbers stand in the payload header: never change one.
+enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3 };
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float BitsToFloat(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t FloatToBits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float ToFloat(BFloat16 value) { return BitsToFloat(static_cast<uint32_t>(value.bits) << 16); }
+
+inline float ToFloat(Float16 value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t exponent = (value.bits >> 10) & 0x1fu;
+  const uint32_t mantissa = value.bits & 0x3ffu;
+  if (exponent == 0) {  // zero or denormal: mantissa * 2^-24 is exact
+    const float magnitude = static_cast<float>(mantissa) * BitsToFloat(0x33800000u);
+    return BitsToFloat(sign | FloatToBits(magnitude));
+  }
+  const uint32_t wide = exponent == 0x1fu ? 0xffu : exponent + 112u;
+  return BitsToFloat(sign | (wide << 23) | (mantissa << 13));
+}
+
+inline float ToFloat(float value) { return value; }
+
+// Magnitudes are compared as the integers that their bits spell: the same order as the numbers', exact for every type,
+// faster for the 16-bit ones, and untouched by a host that flushes denormals to zero. NaN is above infinity.
+inline uint32_t MagnitudeBits(float value) { return FloatToBits(value) & 0x7fffffffu; }
+inline uint16_t MagnitudeBits(Float16 value) { return value.bits & 0x7fffu; }
+inline uint16_t MagnitudeBits(BFloat16 value) { return value.bits & 0x7fffu; }
+inline uint64_t MagnitudeBits(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffffffffffffull;
+}
+
+template <typename T>
+using BitsOf = decltype(MagnitudeBits(T{}));
+
+inline double MagnitudeFromBits(float, uint32_t bits) { return BitsToFloat(bits); }
+inline double MagnitudeFromBits(Float16, uint16_t bits) { return ToFloat(Float16{bits}); }
+inline double MagnitudeFromBits(BFloat16, uint16_t bits) { return ToFloat(BFloat16{bits}); }
+inline double MagnitudeFromBits(double, uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <typename T>
+constexpr BitsOf<T> kInfinityBits = 0;
+template <>
+inline constexpr uint32_t kInfinityBits<float> = 0x7f800000u;
+template <>
+inline constexpr uint64_t kInfinityBits<double> = 0x7ff0000000000000ull;
+template <>
+inline constexpr uint16_t kInfinityBits<Float16> = 0x7c00u;
+template <>
+inline constexpr uint16_t kInfinityBits<BFloat16> = 0x7f80u;
+
+// The smallest magnitude of type T that is at least `threshold` (>= 0, not NaN).
+template <typename T>
+BitsOf<T> SmallestReaching(double threshold) {
+  BitsOf<T> low = 0;
+  BitsOf<T> high = kInfinityBits<T>;
+  while (low < high) {
+    const BitsOf<T> middle = static_cast<BitsOf<T>>(low + (high - low) / 2);
+    if (MagnitudeFromBits(T{}, middle) >= threshold) {
+      high = middle;
+    } else {
+      low = static_cast<BitsOf<T>>(middle + 1);
+    }
+  }
+  return low;
+}
+
+inline int64_t ItemSize(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return 4;
+    case DType::kFloat64: return 8;
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+  }
+  return 0;
+}
+
+// A read-only one-dimensional array of any element type.
+struct Array {
+  const void* data;
+  int64_t size;
+  DType dtype;
+};
+
+// Calls function(const T* data) with the array's element type.
+template <typename Function>
+auto Dispatch(const Array& array, Function&& function) {
+  switch (array.dtype) {
+    case DType::kFloat64: return function(static_cast<const double*>(array.data));
+    case DType::kFloat16: return function(static_cast<const Float16*>(array.data));
+    case DType::kBFloat16: return function(static_cast<const BFloat16*>(array.data));
+    case DType::kFloat32: break;
+  }
+  return function(static_cast<const float*>(array.data));
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,8 @@
+// Functions marked so are compiled for several x86-64 levels and chosen when the library is loaded.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HVD_SPARSE_PORTABLE)
+#define HVD_SPARSE_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define HVD_SPARSE_MULTIVERSION
+#endif

@@ -1,0 +1,191 @@
+#include "payload.h"
+
+#include <cstring>
+#include <string>
+
+#include "checksum.h"
+#include "quantize.h"
+#include "run_length.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "payloads are little-endian, and this code copies the host's own byte order"
+#endif
+
+namespace hvd_sparse {
+namespace {
+
+constexpr uint32_t kMagic = 0x53445648u;  // "HVDS"
+constexpr uint8_t kVersion = 1;
+
+struct Header {
+  uint32_t magic;
+  uint8_t version;
+  uint8_t coding;
+  uint8_t dtype;
+  uint8_t zero;
+  uint64_t n;
+  uint64_t entries;
+  uint32_t checksum;
+  uint32_t zero_too;
+};
+static_assert(sizeof(Header) == 32 && offsetof(Header, checksum) == 24, "the header is part of the wire format");
+
+struct Offsets {
+  int64_t counts, full, runs, values, end;
+};
+
+int64_t PadTo(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+Offsets Layout(const PayloadFormat& format) {
+  const int64_t blocks = BlockCount(format.n);
+  Offsets at{};
+  at.counts = sizeof(Header);
+  at.full = at.counts + 2 * blocks;
+  at.runs = PadTo(at.full + (format.k >= kBlock ? (blocks + 7) / 8 : 0), 2);
+  at.values = PadTo(at.runs + 2 * format.k, ItemSize(format.dtype));
+  at.end = PadTo(at.values + ItemSize(format.dtype) * format.k, 8);
+  return at;
+}
+
+uint32_t Checksum(const uint8_t* payload, int64_t size) {
+  constexpr size_t kField = offsetof(Header, checksum);
+  constexpr uint32_t kZero = 0;
+  uint32_t crc = Crc32(payload, kField);
+  crc = Crc32(&kZero, sizeof kZero, crc);
+  return Crc32(payload + kField + sizeof kZero, static_cast<size_t>(size) - kField - sizeof kZero, crc);
+}
+
+void WriteValues(const void* values, int64_t k, DType dtype, uint8_t* out) {
+  if (dtype == DType::kFloat32 || dtype == DType::kFloat64) {
+    std::memcpy(out, values, static_cast<size_t>(k * ItemSize(dtype)));
+    return;
+  }
+  const auto* wide = static_cast<const float*>(values);
+  for (int64_t j = 0; j < k; ++j) {
+    const uint16_t bits = dtype == DType::kFloat16 ? ToFloat16(wide[j]).bits : ToBFloat16(wide[j]).bits;
+    std::memcpy(out + 2 * j, &bits, sizeof bits);
+  }
+}
+
+template <typename Number>
+Status Expect(const char* what, Number expected, Number received) {
+  if (expected == received) return Status::Ok();
+  return Status::CorruptPayload(std::string("payload ") + what + " is " + std::to_string(received) + ", expected " +
+                                std::to_string(expected));
+}
+
+Status CheckHeader(const PayloadFormat& format, const Header& header) {
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("magic", kMagic, header.magic));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("version", kVersion, header.version));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("coding", static_cast<uint8_t>(format.coding), header.coding));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("value dtype", static_cast<uint8_t>(format.dtype), header.dtype));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("reserved field", uint32_t{0}, header.zero | header.zero_too));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("element count n", static_cast<uint64_t>(format.n), header.n));
+  if (header.entries == 0) return Status::Ok();
+  return Expect("entries", static_cast<uint64_t>(format.k), header.entries);
+}
+
+void ReadCounts(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, std::vector<uint32_t>* counts) {
+  counts->resize(static_cast<size_t>(BlockCount(format.n)));
+  for (size_t block = 0; block < counts->size(); ++block) {
+    uint16_t count;
+    std::memcpy(&count, payload + at.counts + 2 * block, sizeof count);
+    (*counts)[block] = count;
+    if (format.k >= kBlock && (payload[at.full + block / 8] >> (block % 8) & 1) != 0) (*counts)[block] += kBlock;
+  }
+}
+
+}  // namespace
+
+Status PayloadSize(const PayloadFormat& format, int64_t* size) {
+  if (format.k < 1 || format.k > format.n) {
+    return Status::InvalidArgument("k must be in [1, n = " + std::to_string(format.n) + "], got " +
+                                   std::to_string(format.k));
+  }
+  *size = Layout(format).end;
+  return Status::Ok();
+}
+
+Status Pack(const PayloadFormat& format, const int64_t* indices, const void* values, int64_t entries,
+            uint8_t* payload) {
+  int64_t size;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  if (entries != format.k && entries != 0) {
+    return Status::InvalidArgument("a payload holds k = " + std::to_string(format.k) + " entries or none, got " +
+                                   std::to_string(entries));
+  }
+  const Offsets at = Layout(format);
+  std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(format.n)));
+  std::vector<uint16_t> runs(static_cast<size_t>(entries));
+  HVD_SPARSE_RETURN_IF_ERROR(EncodeRunLength(indices, entries, format.n, counts.data(), runs.data()));
+
+  std::memset(payload, 0, static_cast<size_t>(size));
+  for (size_t block = 0; block < counts.size(); ++block) {
+    const auto count = static_cast<uint16_t>(counts[block]);
+    std::memcpy(payload + at.counts + 2 * block, &count, sizeof count);
+    if (counts[block] == kBlock && format.k >= kBlock) payload[at.full + block / 8] |= 1u << (block % 8);
+  }
+  if (entries > 0) {
+    std::memcpy(payload + at.runs, runs.data(), runs.size() * sizeof runs[0]);
+    WriteValues(values, entries, format.dtype, payload + at.values);
+  }
+  Header header{kMagic, kVersion, static_cast<uint8_t>(format.coding), static_cast<uint8_t>(format.dtype), 0,
+                static_cast<uint64_t>(format.n), static_cast<uint64_t>(entries), 0, 0};
+  std::memcpy(payload, &header, sizeof header);
+  header.checksum = Checksum(payload, size);
+  std::memcpy(payload, &header, sizeof header);
+  return Status::Ok();
+}
+
+Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view) {
+  int64_t expected;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &expected));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("size in bytes", expected, size));
+  Header header;
+  std::memcpy(&header, payload, sizeof header);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckHeader(format, header));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("checksum", Checksum(payload, size), header.checksum));
+  const Offsets at = Layout(format);
+  view->entries = static_cast<int64_t>(header.entries);
+  ReadCounts(format, at, payload, &view->counts);
+  view->runs.resize(static_cast<size_t>(view->entries));
+  if (view->entries > 0) std::memcpy(view->runs.data(), payload + at.runs, view->runs.size() * sizeof(uint16_t));
+  view->values = payload + at.values;
+  return ValidateRunLength(view->counts.data(), view->runs.data(), view->entries, format.n);
+}
+
+float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
+  const uint8_t* at = view.values + j * ItemSize(dtype);
+  switch (dtype) {
+    case DType::kFloat64: {
+      double value;
+      std::memcpy(&value, at, sizeof value);
+      return static_cast<float>(value);
+    }
+    case DType::kFloat16: {
+      Float16 value;
+      std::memcpy(&value, at, sizeof value);
+      return ToFloat(value);
+    }
+    case DType::kBFloat16: {
+      BFloat16 value;
+      std::memcpy(&value, at, sizeof value);
+      return ToFloat(value);
+    }
+    case DType::kFloat32: break;
+  }
+  float value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values) {
+  DecodeRunLength(view.counts.data(), view.runs.data(), format.n, indices);
+  if (format.dtype == DType::kFloat64) {
+    std::memcpy(values, view.values, static_cast<size_t>(view.entries) * sizeof(double));
+    return;
+  }
+  for (int64_t j = 0; j < view.entries; ++j) static_cast<float*>(values)[j] = ValueAt(view, format.dtype, j);
+}
+
+}  // namespace hvd_sparse

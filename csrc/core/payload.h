@@ -1,0 +1,51 @@
+// What travels: header | block counts | run lengths | values. Its size is a pure function of (n, k, coding, dtype),
+// so that equal settings on all ranks give equal sizes, and one collective without a size exchange.
+//
+// Little-endian. Header, 32 bytes:
+//    0  u32  magic "HVDS"          4  u8  version    5  u8  coding    6  u8  value dtype    7  u8  zero
+//    8  u64  n, elements          16  u64 entries: k, or 0 for an empty contribution of the same size
+//   24  u32  CRC-32 of the payload with this field zero                                    28  u32 zero
+// Then, padded with zero bytes: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that
+// hold 65,536 entries, to a multiple of 2; u16 run lengths[k], to a multiple of the value's size; values[k], to 8.
+#pragma once
+
+#include <vector>
+
+#include "dtype.h"
+#include "status.h"
+
+namespace hvd_sparse {
+
+enum class Coding : uint8_t { kRunLength = 0 };
+
+struct PayloadFormat {
+  int64_t n = 0;
+  int64_t k = 0;
+  Coding coding = Coding::kRunLength;
+  DType dtype = DType::kFloat32;  // of the values on the wire
+};
+
+// In bytes. InvalidArgument unless 0 < k <= n.
+Status PayloadSize(const PayloadFormat& format, int64_t* size);
+
+// Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float32, or float64 for that wire dtype.
+Status Pack(const PayloadFormat& format, const int64_t* indices, const void* values, int64_t entries, uint8_t* payload);
+
+// A payload that has been checked: whatever it holds, reading it through this stays inside payload and tensor.
+struct PayloadView {
+  int64_t entries = 0;
+  std::vector<uint32_t> counts;
+  std::vector<uint16_t> runs;
+  const uint8_t* values = nullptr;
+};
+
+// Checks every byte that decoding relies on: size, header against `format`, checksum, counts, runs.
+Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
+
+// Writes `view.entries` indices, and values as float32 (float64 for that wire dtype).
+void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
+
+// The j-th value as float32.
+float ValueAt(const PayloadView& view, DType dtype, int64_t j);
+
+}  // namespace hvd_sparse

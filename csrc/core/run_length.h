@@ -1,0 +1,25 @@
+// 16-bit run lengths of zeros (DGC, section 3.1), in blocks of 65,536 elements so that a run never overflows.
+#pragma once
+
+#include <cstdint>
+
+#include "status.h"
+
+namespace hvd_sparse {
+
+constexpr int64_t kBlock = 65536;
+
+inline int64_t BlockCount(int64_t n) { return (n + kBlock - 1) / kBlock; }
+inline int64_t BlockLength(int64_t n, int64_t block) { return n - block * kBlock < kBlock ? n - block * kBlock : kBlock; }
+
+// `indices`: k of [0, n), strictly ascending. Writes counts[BlockCount(n)], the entries of each block, and runs[k],
+// the zeros between an entry and the one before it in its block (or the block's start).
+Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* counts, uint16_t* runs);
+
+// Checks, without writing anything, that counts sum to k and that no run leaves its block. `counts` may be anything.
+Status ValidateRunLength(const uint32_t* counts, const uint16_t* runs, int64_t k, int64_t n);
+
+// Writes indices[k]; the input must have been validated.
+void DecodeRunLength(const uint32_t* counts, const uint16_t* runs, int64_t n, int64_t* indices);
+
+}  // namespace hvd_sparse

@@ -1,0 +1,104 @@
+#include "threshold.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "random.h"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr int kDigitBits = 11;
+constexpr int64_t kGrain = int64_t{1} << 18;
+
+// NaN counts as zero.
+template <typename T>
+inline BitsOf<T> OrderedBits(T value) {
+  const BitsOf<T> bits = MagnitudeBits(value);
+  return bits <= kInfinityBits<T> ? bits : 0;
+}
+
+// Counts the digit at `shift` of every element whose higher digits are those of `prefix`.
+template <typename T>
+std::vector<int64_t> Histogram(const T* data, int64_t n, int shift, BitsOf<T> prefix,
+                               const ParallelFor& parallel_for) {
+  constexpr uint64_t kDigitMask = (uint64_t{1} << kDigitBits) - 1;
+  const auto above = prefix >> shift >> kDigitBits;
+  std::vector<int64_t> total(size_t{1} << kDigitBits, 0);
+  std::mutex mutex;
+  parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> local(size_t{1} << kDigitBits, 0);
+    for (int64_t i = begin; i < end; ++i) {
+      const auto bits = OrderedBits(data[i]);
+      if ((bits >> shift >> kDigitBits) == above) ++local[(bits >> shift) & kDigitMask];
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    for (size_t digit = 0; digit < total.size(); ++digit) total[digit] += local[digit];
+  });
+  return total;
+}
+
+template <typename T>
+double ExactThreshold(const T* data, int64_t n, int64_t k, const ParallelFor& parallel_for) {
+  using Bits = BitsOf<T>;
+  Bits prefix = 0;
+  int64_t rank = k;  // the rank-th largest among those that share the prefix
+  for (int shift = static_cast<int>(sizeof(Bits) * 8 + kDigitBits - 1) / kDigitBits * kDigitBits; shift > 0;) {
+    shift -= kDigitBits;
+    const std::vector<int64_t> counts = Histogram<T>(data, n, shift, prefix, parallel_for);
+    size_t digit = counts.size() - 1;
+    while (rank > counts[digit]) rank -= counts[digit--];
+    prefix = static_cast<Bits>(prefix | static_cast<Bits>(digit) << shift);
+  }
+  return MagnitudeFromBits(T{}, prefix);
+}
+
+int64_t SampleSize(int64_t n, const ThresholdParams& params) {
+  constexpr int64_t kTailSamples = 32;  // fewer in the tail than this make the estimate a lottery
+  constexpr int64_t kSmallest = 1024;
+  const auto fraction = static_cast<int64_t>(std::ceil(params.sample_fraction * static_cast<double>(n)));
+  const int64_t tail = static_cast<int64_t>((static_cast<__int128>(kTailSamples) * n + params.k - 1) / params.k);
+  return std::min(n, std::max({fraction, tail, kSmallest}));
+}
+
+template <typename T>
+double SampledThreshold(const T* data, int64_t n, int64_t size, const ThresholdParams& params) {
+  std::vector<BitsOf<T>> sample(static_cast<size_t>(size));
+  int64_t start = 0;
+  for (int64_t j = 0; j < size; ++j) {
+    const auto stop = static_cast<int64_t>(static_cast<__int128>(j + 1) * n / size);
+    const auto step = Hash(params.seed, static_cast<uint64_t>(j)) % static_cast<uint64_t>(stop - start);
+    sample[static_cast<size_t>(j)] = OrderedBits(data[start + static_cast<int64_t>(step)]);
+    start = stop;
+  }
+  const auto wide = (2 * static_cast<__int128>(params.k) * size + n) / (2 * static_cast<__int128>(n));
+  const int64_t rank = std::max<int64_t>(1, static_cast<int64_t>(wide));
+  std::nth_element(sample.begin(), sample.begin() + (rank - 1), sample.end(), std::greater<>());
+  return MagnitudeFromBits(T{}, sample[static_cast<size_t>(rank - 1)]);
+}
+
+}  // namespace
+
+Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
+                       double* threshold) {
+  if (params.k < 1 || params.k > values.size) {
+    return Status::InvalidArgument("k must be in [1, " + std::to_string(values.size) + "], the number of values; got " +
+                                   std::to_string(params.k));
+  }
+  if (!(params.sample_fraction > 0 && params.sample_fraction <= 1)) {
+    return Status::InvalidArgument("sample_fraction must be in (0, 1], got " + std::to_string(params.sample_fraction));
+  }
+  const int64_t size = SampleSize(values.size, params);
+  const bool exact = params.method == ThresholdMethod::kExact || 2 * size >= values.size;
+  *threshold = Dispatch(values, [&](const auto* data) {
+    return exact ? ExactThreshold(data, values.size, params.k, parallel_for)
+                 : SampledThreshold(data, values.size, size, params);
+  });
+  return Status::Ok();
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,223 @@
+// torch.ops.hvd_sparse.*: check tensors, call the core, raise. CPU tensors; nothing of Python, Horovod or MPI here.
+// TORCH_CHECK_VALUE raises ValueError, for what a caller or the network got wrong.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#include "../core/finite.h"
+#include "../core/payload.h"
+#include "../core/quantize.h"
+#include "../core/reduce.h"
+#include "../core/run_length.h"
+#include "../core/select.h"
+#include "../core/threshold.h"
+
+namespace hvd_sparse {
+namespace {
+
+using at::Tensor;
+
+void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
+  at::parallel_for(begin, end, grain, body);
+}
+
+void Raise(const char* op, const Status& status) { TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message); }
+
+void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name, " must be a CPU tensor, got ",
+                    tensor.device());
+  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "hvd_sparse.", op, ": ", name, " must be ", dtype, ", got ",
+                    tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "hvd_sparse.", op, ": ", name, " must be contiguous");
+}
+
+// `contiguous` must outlive the array.
+Array AsArray(const char* op, const Tensor& contiguous) {
+  DType dtype = DType::kFloat32;
+  switch (contiguous.scalar_type()) {
+    case at::kFloat: break;
+    case at::kDouble: dtype = DType::kFloat64; break;
+    case at::kHalf: dtype = DType::kFloat16; break;
+    case at::kBFloat16: dtype = DType::kBFloat16; break;
+    default:
+      TORCH_CHECK_VALUE(false, "hvd_sparse.", op, ": values must be float32, float64, float16 or bfloat16, got ",
+                        contiguous.scalar_type());
+  }
+  return {contiguous.const_data_ptr(), contiguous.numel(), dtype};
+}
+
+DType ParseDType(const char* op, const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "float64") return DType::kFloat64;
+  if (name == "float16") return DType::kFloat16;
+  TORCH_CHECK_VALUE(name == "bfloat16", "hvd_sparse.", op,
+                    ": value_dtype must be float32, float64, float16 or bfloat16, got ", name);
+  return DType::kBFloat16;
+}
+
+PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std::string& coding, const std::string& dtype) {
+  TORCH_CHECK_VALUE(coding == "run_length", "hvd_sparse.", op, ": coding must be run_length, got ", coding);
+  return {n, k, Coding::kRunLength, ParseDType(op, dtype)};
+}
+
+Tensor FromIndices(const std::vector<int64_t>& indices) {
+  Tensor result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
+  std::copy(indices.begin(), indices.end(), result.mutable_data_ptr<int64_t>());
+  return result;
+}
+
+Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& method, double fraction, int64_t seed) {
+  TORCH_CHECK_VALUE(method == "exact" || method == "sampled",
+                    "hvd_sparse.select_threshold: method must be exact or sampled, got ", method);
+  const Tensor flat = values.contiguous();
+  const auto kind = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
+  double threshold = 0;
+  Raise("select_threshold", SelectThreshold(AsArray("select_threshold", flat),
+                                            {k, kind, fraction, static_cast<uint64_t>(seed)}, TorchParallelFor,
+                                            &threshold));
+  return at::scalar_tensor(threshold, at::kDouble);
+}
+
+std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
+  const Tensor flat = values.contiguous().view(-1);
+  Selection selection;
+  Raise("select_top_k", SelectTopK(AsArray("select_top_k", flat), {k, threshold_hint, static_cast<uint64_t>(seed)},
+                                   TorchParallelFor, &selection));
+  const Tensor indices = FromIndices(selection.indices);
+  Tensor info = at::empty({2}, at::kDouble);
+  info.mutable_data_ptr<double>()[0] = selection.threshold;
+  info.mutable_data_ptr<double>()[1] = static_cast<double>(selection.passed);
+  return {indices, flat.index_select(0, indices), info};
+}
+
+std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double threshold) {
+  const Tensor flat = values.contiguous().view(-1);
+  std::vector<int64_t> found;
+  Raise("filter_threshold", FilterThreshold(AsArray("filter_threshold", flat), threshold, TorchParallelFor, &found));
+  const Tensor indices = FromIndices(found);
+  return {indices, flat.index_select(0, indices)};
+}
+
+Tensor AllFiniteOp(const Tensor& values) {
+  const Tensor flat = values.contiguous();
+  return at::scalar_tensor(AllFinite(AsArray("all_finite", flat), TorchParallelFor), at::kBool);
+}
+
+std::tuple<Tensor, Tensor> EncodeRunLengthOp(const Tensor& indices, int64_t n) {
+  CheckTensor("encode_run_length", "indices", indices, at::kLong);
+  TORCH_CHECK_VALUE(n >= 0, "hvd_sparse.encode_run_length: n must be >= 0, got ", n);
+  std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(n)));
+  Tensor runs = at::empty({indices.numel()}, at::kUInt16);
+  Raise("encode_run_length", EncodeRunLength(indices.const_data_ptr<int64_t>(), indices.numel(), n, counts.data(),
+                                             static_cast<uint16_t*>(runs.data_ptr())));
+  return {FromIndices({counts.begin(), counts.end()}), runs};
+}
+
+Tensor DecodeRunLengthOp(const Tensor& counts, const Tensor& runs, int64_t n) {
+  CheckTensor("decode_run_length", "counts", counts, at::kLong);
+  CheckTensor("decode_run_length", "runs", runs, at::kUInt16);
+  TORCH_CHECK_VALUE(n >= 0 && counts.numel() == BlockCount(n),
+                    "hvd_sparse.decode_run_length: counts must have one entry a block of n, got ", counts.numel());
+  std::vector<uint32_t> narrow(static_cast<size_t>(counts.numel()));
+  for (size_t block = 0; block < narrow.size(); ++block) {
+    const int64_t count = counts.const_data_ptr<int64_t>()[block];
+    narrow[block] = static_cast<uint32_t>(count < 0 || count > kBlock ? kBlock + 1 : count);
+  }
+  const auto* run = static_cast<const uint16_t*>(runs.const_data_ptr());
+  Raise("decode_run_length", ValidateRunLength(narrow.data(), run, runs.numel(), n));
+  Tensor indices = at::empty({runs.numel()}, at::kLong);
+  DecodeRunLength(narrow.data(), run, n, indices.mutable_data_ptr<int64_t>());
+  return indices;
+}
+
+int64_t PayloadSizeOp(int64_t n, int64_t k, const std::string& coding, const std::string& value_dtype) {
+  int64_t size = 0;
+  Raise("payload_size", PayloadSize(ParseFormat("payload_size", n, k, coding, value_dtype), &size));
+  return size;
+}
+
+void PackOp(const Tensor& indices, const Tensor& values, int64_t n, int64_t k, Tensor out, const std::string& coding,
+            const std::string& value_dtype) {
+  const PayloadFormat format = ParseFormat("pack", n, k, coding, value_dtype);
+  CheckTensor("pack", "indices", indices, at::kLong);
+  CheckTensor("pack", "values", values, format.dtype == DType::kFloat64 ? at::kDouble : at::kFloat);
+  CheckTensor("pack", "out", out, at::kByte);
+  TORCH_CHECK_VALUE(indices.numel() == values.numel(), "hvd_sparse.pack: ", indices.numel(), " indices but ",
+                    values.numel(), " values");
+  int64_t size = 0;
+  Raise("pack", PayloadSize(format, &size));
+  TORCH_CHECK_VALUE(out.numel() == size, "hvd_sparse.pack: out must have ", size, " bytes, got ", out.numel());
+  Raise("pack", Pack(format, indices.const_data_ptr<int64_t>(), values.const_data_ptr(), indices.numel(),
+                     out.mutable_data_ptr<uint8_t>()));
+}
+
+std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k, const std::string& coding,
+                                    const std::string& value_dtype) {
+  const PayloadFormat format = ParseFormat("unpack", n, k, coding, value_dtype);
+  CheckTensor("unpack", "payload", payload, at::kByte);
+  PayloadView view;
+  Raise("unpack", Validate(format, payload.const_data_ptr<uint8_t>(), payload.numel(), &view));
+  Tensor indices = at::empty({view.entries}, at::kLong);
+  Tensor values = at::empty({view.entries}, format.dtype == DType::kFloat64 ? at::kDouble : at::kFloat);
+  Unpack(format, view, indices.mutable_data_ptr<int64_t>(), values.data_ptr());
+  return {indices, values};
+}
+
+void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                      const std::string& coding, const std::string& value_dtype) {
+  const PayloadFormat format = ParseFormat("reduce_payloads", n, k, coding, value_dtype);
+  CheckTensor("reduce_payloads", "gathered", gathered, at::kByte);
+  CheckTensor("reduce_payloads", "out", out, at::kFloat);
+  int64_t size = 0;
+  Raise("reduce_payloads", PayloadSize(format, &size));
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && size <= gathered.size(1) - offset,
+                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", size,
+                    " bytes at offset ", offset, ", got ", gathered.sizes());
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.reduce_payloads: out must have ", n, " elements, got ", out.numel());
+  Raise("reduce_payloads",
+        ReducePayloads(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                       static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
+}
+
+Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype) {
+  CheckTensor("quantize", "values", values, at::kFloat);
+  Tensor result = at::empty_like(values);
+  Quantize(values.const_data_ptr<float>(), values.numel(), ParseDType("quantize", value_dtype),
+           result.mutable_data_ptr<float>());
+  return result;
+}
+
+}  // namespace
+}  // namespace hvd_sparse
+
+TORCH_LIBRARY(hvd_sparse, m) {
+  m.def("select_threshold(Tensor values, int k, str method, float sample_fraction, int seed) -> Tensor");
+  m.def("select_top_k(Tensor values, int k, int seed, float threshold_hint) -> (Tensor, Tensor, Tensor)");
+  m.def("filter_threshold(Tensor values, float threshold) -> (Tensor, Tensor)");
+  m.def("all_finite(Tensor values) -> Tensor");
+  m.def("encode_run_length(Tensor indices, int n) -> (Tensor, Tensor)");
+  m.def("decode_run_length(Tensor counts, Tensor runs, int n) -> Tensor");
+  m.def("payload_size(int n, int k, str coding, str value_dtype) -> int", &hvd_sparse::PayloadSizeOp);
+  m.def("pack(Tensor indices, Tensor values, int n, int k, Tensor(a!) out, str coding, str value_dtype) -> ()");
+  m.def("unpack(Tensor payload, int n, int k, str coding, str value_dtype) -> (Tensor, Tensor)");
+  m.def(
+      "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
+      "str value_dtype) -> ()");
+  m.def("quantize(Tensor values, str value_dtype) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
+  m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
+  m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
+  m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);
+  m.impl("all_finite", &hvd_sparse::AllFiniteOp);
+  m.impl("encode_run_length", &hvd_sparse::EncodeRunLengthOp);
+  m.impl("decode_run_length", &hvd_sparse::DecodeRunLengthOp);
+  m.impl("pack", &hvd_sparse::PackOp);
+  m.impl("unpack", &hvd_sparse::UnpackOp);
+  m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("quantize", &hvd_sparse::QuantizeOp);
+}

@@ -1,0 +1,159 @@
+"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors.
+
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+and damaged payloads raise ValueError. Values may be float32, float64, float16 or bfloat16 and of any shape: they are
+read flattened, in row-major order. A seed is any integer that fits 64 bits.
+"""
+
+import torch
+
+from hvd_sparse.library import find_library
+from hvd_sparse.wire import BLOCK
+
+torch.ops.load_library(find_library("torch"))
+_ops = torch.ops.hvd_sparse
+
+
+def _signed(seed: int) -> int:
+    """A seed as the signed 64-bit integer that operators take."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def select_top_k(
+    values: torch.Tensor, k: int, seed: int = 0, threshold_hint: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Select exactly the k elements of largest magnitude.
+
+    Ties are broken by a seeded hash of the index. The hint, a guess at the threshold, changes the cost but never the
+    result. Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how
+    many elements reached the hint (fewer than k: it was too high, and the data were read again).
+    """
+    return _ops.select_top_k(values, k, _signed(seed), threshold_hint)
+
+
+def filter_threshold(values: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select every element whose magnitude is at least `threshold`: ascending indices int64[m], values[m]."""
+    return _ops.filter_threshold(values, threshold)
+
+
+def select_threshold(
+    values: torch.Tensor, k: int, method: str = "exact", sample_fraction: float = 0.005, seed: int = 0
+) -> torch.Tensor:
+    """Return, as a float64 scalar tensor, a threshold that k elements reach: "exact", or "sampled" (DGC, section 5)."""
+    return _ops.select_threshold(values, k, method, sample_fraction, _signed(seed))
+
+
+def all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return, as a bool scalar tensor, whether every element is a finite float32."""
+    return _ops.all_finite(values)
+
+
+def encode_run_length(indices: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode strictly ascending indices int64[k] of [0, n): block counts int64[blocks], run lengths uint16[k]."""
+    return _ops.encode_run_length(indices, n)
+
+
+def decode_run_length(counts: torch.Tensor, runs: torch.Tensor, n: int) -> torch.Tensor:
+    """Decode what `encode_run_length` gave: ascending indices int64[k]."""
+    return _ops.decode_run_length(counts, runs, n)
+
+
+def payload_size(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> int:
+    """Return the size in bytes of the payload of k of n elements."""
+    return _ops.payload_size(n, k, coding, value_dtype)
+
+
+def pack(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    n: int,
+    k: int,
+    out: torch.Tensor,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> None:
+    """Write the payload of k entries, or of none, into `out`, uint8[payload_size]."""
+    _ops.pack(indices, values, n, k, out, coding, value_dtype)
+
+
+def unpack(
+    payload: torch.Tensor, n: int, k: int, coding: str = "run_length", value_dtype: str = "float32"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
+    return _ops.unpack(payload, n, k, coding, value_dtype)
+
+
+def reduce_payloads(
+    gathered: torch.Tensor,
+    offset: int,
+    n: int,
+    k: int,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> None:
+    """Set `out`, float32[n], to scale times the sum, in rank order, of the payloads at gathered[:, offset:].
+
+    `gathered`: uint8[ranks, bytes]. Every payload is checked before `out` is touched.
+    """
+    _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype)
+
+
+def quantize(values: torch.Tensor, value_dtype: str) -> torch.Tensor:
+    """Return the float32 values that survive the wire as `value_dtype`."""
+    return _ops.quantize(values, value_dtype)
+
+
+def _register_fakes() -> None:
+    """Tell torch.compile and fake tensors the shapes of the results."""
+    fake = torch.library.register_fake
+
+    def empty(values, shape, dtype=None):
+        return values.new_empty(shape, dtype=dtype or values.dtype)
+
+    @fake("hvd_sparse::select_top_k")
+    def _(values, k, seed, threshold_hint):
+        return empty(values, (k,), torch.int64), empty(values, (k,)), empty(values, (2,), torch.float64)
+
+    @fake("hvd_sparse::filter_threshold")
+    def _(values, threshold):
+        count = torch.library.get_ctx().new_dynamic_size()
+        return empty(values, (count,), torch.int64), empty(values, (count,))
+
+    @fake("hvd_sparse::select_threshold")
+    def _(values, k, method, sample_fraction, seed):
+        return empty(values, (), torch.float64)
+
+    @fake("hvd_sparse::all_finite")
+    def _(values):
+        return empty(values, (), torch.bool)
+
+    @fake("hvd_sparse::encode_run_length")
+    def _(indices, n):
+        return empty(indices, (-(-n // BLOCK),)), empty(indices, indices.shape, torch.uint16)
+
+    @fake("hvd_sparse::decode_run_length")
+    def _(counts, runs, n):
+        return empty(counts, runs.shape)
+
+    @fake("hvd_sparse::pack")
+    def _(indices, values, n, k, out, coding, value_dtype):
+        return None
+
+    @fake("hvd_sparse::unpack")
+    def _(payload, n, k, coding, value_dtype):
+        count = torch.library.get_ctx().new_dynamic_size()
+        wide = torch.float64 if value_dtype == "float64" else torch.float32
+        return empty(payload, (count,), torch.int64), empty(payload, (count,), wide)
+
+    @fake("hvd_sparse::reduce_payloads")
+    def _(gathered, offset, n, k, out, scale, coding, value_dtype):
+        return None
+
+    @fake("hvd_sparse::quantize")
+    def _(values, value_dtype):
+        return torch.empty_like(values)
+
+
+_register_fakes()

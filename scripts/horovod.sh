@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Build Horovod 0.28.1 from its PyPI source and install it; the wheel is kept in a per-user cache.
+# Three edits make the unmodified release compile against today's frameworks; none changes what it does:
+#   C++14 -> C++17                torch >= 2.1 needs it; Horovod made the same change after 0.28.1
+#   without xla_mpi_ops.cc        TensorFlow moved the XLA headers it includes; it serves HOROVOD_ENABLE_XLA_OPS alone
+#   run path relative to itself   the cached wheel then works in any virtual environment
+. "$(dirname "$0")/step.sh"
+
+VERSION=0.28.1
+key=$(
+    python - <<'PY'
+import sys, sysconfig
+from importlib.metadata import version
+print("-".join([sys.implementation.cache_tag, sysconfig.get_platform(), "torch" + version("torch"),
+                "tensorflow" + version("tensorflow")]))
+PY
+)-mpi.$MPI.$(mpirun --version | sed -n 's/.* \([0-9][0-9.]*\).*/\1/p' | head -n 1)-recipe$(cksum <"$0" | cut -d' ' -f1)
+wheels=$CACHE/horovod-$VERSION-$key
+
+fetch() {
+    pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION"
+    tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1
+}
+
+patch_source() {
+    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt
+    sed -i '/xla_mpi_ops\.cc/d' "$source"/horovod/tensorflow/CMakeLists.txt
+    sed -i '1i set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' "$source"/CMakeLists.txt
+}
+
+build() {
+    HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+        MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source"
+    mkdir -p "$wheels"
+    mv "$source"/dist/horovod-*.whl "$wheels/"
+}
+
+if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
+    source=$(mktemp -d)
+    trap 'rm -rf "$source"' EXIT
+    step "Horovod $VERSION: source" fetch
+    patch_source
+    step "Horovod $VERSION: build, once per set of versions (about 5 minutes on 2 cores)" build ||
+        fail "Horovod did not build" "read the log above; MPI=system builds against the system's MPI instead"
+fi
+step "Horovod $VERSION: install (${wheels/#$HOME/\~})" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl

@@ -1,0 +1,33 @@
+# Sourced by the other scripts: what every set-up step needs.
+#   step TITLE COMMAND...   say what runs, keep its output in a log, say how long it took
+#   fail WHAT HOW           stop: what is missing, how to get it
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$ROOT/.venv}
+PYTHON=${PYTHON:-python3}
+MPI=${MPI:-wheel}
+CACHE=${HVD_SPARSE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_sparse}
+LOGS=$ROOT/build/logs
+export PATH="$VENV/bin:$PATH"
+# The MPI of the wheel is relocated: its own commands must be told where it lies.
+[ "$MPI" = wheel ] && export OPAL_PREFIX="$VENV"
+
+fail() {
+    printf '\nhvd_sparse set-up stopped: %s\n  -> %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+step() {
+    local title=$1 log start=$SECONDS
+    shift
+    mkdir -p "$LOGS"
+    log=$LOGS/$(printf '%s' "$title" | tr -cs 'A-Za-z0-9.' '-').log
+    printf '==> %s ... ' "$title"
+    if ! "$@" >"$log" 2>&1; then
+        printf 'failed after %d s; the end of %s:\n' $((SECONDS - start)) "${log#"$ROOT"/}"
+        tail -n 30 "$log"
+        return 1
+    fi
+    printf '%d s\n' $((SECONDS - start))
+}

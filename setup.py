@@ -1,0 +1,94 @@
+"""Build and install hvd_sparse: ask the installed frameworks for their flags, call CMake.
+
+Environment:
+    HVD_SPARSE_WITH_TORCH=1      make a missing PyTorch an error
+    HVD_SPARSE_WITHOUT_TORCH=1   leave the PyTorch ops out
+    MAKEFLAGS                    passed on, such as -j8
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def framework_wanted(name: str, module: str) -> bool:
+    """Whether to build for a framework: where it is installed, unless the environment says otherwise."""
+    if os.environ.get(f"HVD_SPARSE_WITHOUT_{name}") == "1":
+        return False
+    found = importlib.util.find_spec(module) is not None
+    if os.environ.get(f"HVD_SPARSE_WITH_{name}") == "1" and not found:
+        sys.exit(
+            f"HVD_SPARSE_WITH_{name}=1, but {sys.executable} has no {module}. Install it first, "
+            "and build with: pip install --no-build-isolation ."
+        )
+    return found
+
+
+def torch_options() -> list[str]:
+    """What CMake must know to compile against the installed PyTorch."""
+    import torch
+    from torch.utils import cpp_extension
+
+    return [
+        "-DHVD_SPARSE_TORCH=ON",
+        "-DTORCH_INCLUDE_DIRS=" + ";".join(cpp_extension.include_paths()),
+        f"-DTORCH_LIBRARY_DIR={Path(torch.__file__).parent / 'lib'}",
+        f"-DTORCH_DEFINITIONS=_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+
+
+class CMakeBuild(build_ext):
+    """Build every native library with one CMake run, into hvd_sparse/lib of the package."""
+
+    def run(self):
+        """Configure and build; the libraries land in build_lib, or in the source tree for an editable install."""
+        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
+        build = Path(self.build_temp).resolve()
+        configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
+        if framework_wanted("TORCH", "torch"):
+            configure += torch_options()
+        else:
+            print("hvd_sparse: PyTorch is not installed here: its ops are left out", file=sys.stderr)
+        build.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")
+        try:
+            subprocess.run(configure, check=True)
+            subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
+        except FileNotFoundError:
+            sys.exit("hvd_sparse needs CMake 3.18 or newer to build: pip install cmake")
+
+    def get_outputs(self):
+        """The files that belong to the installation."""
+        return [str(path) for path in (Path(self.build_lib) / "hvd_sparse" / "lib").glob("*.so")]
+
+
+def version() -> str:
+    """The version, read without importing the package."""
+    text = (ROOT / "hvd_sparse" / "_version.py").read_text()
+    return re.search(r'__version__ = "(.+)"', text).group(1)
+
+
+setup(
+    name="hvd_sparse",
+    version=version(),
+    description="Sparse gradient compression for Horovod: DGC, Gradient Dropping and their peers",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["hvd_sparse", "hvd_sparse.*"]),
+    python_requires=">=3.10",
+    install_requires=["numpy"],
+    extras_require={"test": ["pytest", "hypothesis", "mpi4py"], "examples": ["scikit-learn", "matplotlib", "tqdm"]},
+    ext_modules=[Extension("hvd_sparse.lib", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    zip_safe=False,
+)
