@@ -1,0 +1,41 @@
+"""`python -m hvd_sparse --check-build`: what was built, in the manner of `horovodrun --check-build`."""
+
+import argparse
+import importlib.util
+
+from hvd_sparse import __version__
+from hvd_sparse.library import FRAMEWORKS, is_built
+from hvd_sparse.wire import CODINGS
+
+TITLES = {"torch": "PyTorch"}
+
+
+def check_build() -> str:
+    """Return the table of what was built and what is installed beside it."""
+
+    def box(present: bool) -> str:
+        return "[X]" if present else "[ ]"
+
+    lines = [f"hvd_sparse v{__version__}:", "", "Operators built:"]
+    lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
+    lines += ["", "Beside it:"]
+    lines += [
+        f"    {box(importlib.util.find_spec(module) is not None)} {module}" for module in ("horovod", *FRAMEWORKS, "mpi4py")
+    ]
+    lines += ["", "Codings:"] + [f"    [X] {coding}" for coding in CODINGS]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m hvd_sparse", description="Sparse gradient compression for Horovod")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--check-build", action="store_true", help="show what was built")
+    if parser.parse_args().check_build:
+        print(check_build())
+    else:
+        parser.print_help()
+
+
+if __name__ == "__main__":
+    main()

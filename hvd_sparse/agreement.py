@@ -1,0 +1,34 @@
+"""Do all ranks mean the same? What each would do, as text; compared before the first exchange of payloads."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+DIGEST_BYTES = 32
+
+
+def digest(lines: Iterable[str]) -> bytes:
+    """Return 32 bytes that stand for the lines."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
+    """Say how the ranks' descriptions, a list of lines a rank, differ from that of rank 0."""
+    reasons = []
+    for rank, lines in enumerate(descriptions):
+        only_first = [line for line in descriptions[0] if line not in lines]
+        only_here = [line for line in lines if line not in descriptions[0]]
+        if only_first or only_here:
+            reasons.append(f"rank {rank} has {_some(only_here)} where rank 0 has {_some(only_first)}")
+    if not reasons:
+        reasons.append("the same lines stand in another order")
+    return (
+        "hvd_sparse: the ranks do not agree on model or settings: " + "; ".join(reasons) + ". Build the same model and "
+        "the same compression on every rank."
+    )
+
+
+def _some(lines: list[str], most: int = 3) -> str:
+    if not lines:
+        return "nothing"
+    shown = ", ".join(f"'{line}'" for line in lines[:most])
+    return shown + (f" and {len(lines) - most} more" if len(lines) > most else "")

@@ -1,0 +1,140 @@
+"""Density over the steps of training: constant, or warming up from dense to sparse.
+
+Warm-up is that of Deep Gradient Compression, section 3.3: the density starts at 25 % and falls by a constant factor
+each stage (sparsity 75, 93.75, 98.4375, 99.6, 99.9 %), so that the early, fast-changing gradients are kept.
+
+Difference from the paper: it counts epochs, this module counts optimizer steps, as the compressor knows no epochs;
+any final density follows the same geometric law, not only 0.1 %.
+"""
+
+import abc
+import math
+import operator
+from dataclasses import dataclass
+
+from hvd_sparse.wire import checked_density
+
+STAGE_TOLERANCE = 0.05  # a stage this close to the final density is not worth having: 0.25**5 = 0.000977 is 0.001
+
+
+class Schedule(abc.ABC):
+    """A density for every optimizer step. Derive from it, with both methods, for a schedule of your own."""
+
+    @abc.abstractmethod
+    def density(self, step: int) -> float:
+        """Return the density in (0, 1] at this optimizer step, counted from 0. Must be the same on every rank."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return the settings as a plain string, equal on two ranks if and only if the schedules are equal."""
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The same density at every step. Raises ValueError unless it is in (0, 1], TypeError unless it is a number."""
+
+    value: float
+
+    def __post_init__(self):
+        object.__setattr__(self, "value", checked_density("density", self.value))
+
+    def density(self, step: int) -> float:
+        """Return the one density; ValueError for a negative step."""
+        checked_step(step)
+        return self.value
+
+    def describe(self) -> str:
+        """Return the settings as a plain string."""
+        return f"constant({self.value!r})"
+
+
+@dataclass(frozen=True)
+class WarmUp(Schedule):
+    """Density falling geometrically to `final` over the first `steps` optimizer steps.
+
+    The stages are initial * factor**i while more than 5 % above `final`; they share `steps` evenly, and `final` holds
+    from step `steps` on. A `final` of at least `initial` has no stage: it is constant. With fewer steps than stages,
+    stages are skipped. Raises ValueError unless final and initial are in (0, 1], factor in (0, 1) and steps >= 1;
+    TypeError for values that are not numbers. Source: Deep Gradient Compression, section 3.3.
+    """
+
+    final: float
+    steps: int
+    initial: float = 0.25
+    factor: float = 0.25
+
+    def __post_init__(self):
+        object.__setattr__(self, "final", checked_density("density", self.final))
+        object.__setattr__(self, "initial", checked_density("initial", self.initial))
+        object.__setattr__(self, "factor", checked_density("factor", self.factor))
+        object.__setattr__(self, "steps", checked_count("steps", self.steps))
+        if self.factor == 1.0:
+            raise ValueError("factor must be below 1, or the density never falls; got 1.0")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}; for no warm-up use Constant({self.final!r})")
+
+    @property
+    def stages(self) -> tuple[float, ...]:
+        """Densities of the warm-up in order, without the final one; empty if `final` is not below `initial`."""
+        floor = self.final * (1.0 + STAGE_TOLERANCE)
+        if self.initial <= floor:
+            return ()
+        most = math.ceil(math.log(floor / self.initial) / math.log(self.factor)) + 1
+        densities = (self.initial * self.factor**i for i in range(most))
+        return tuple(density for density in densities if density > floor)
+
+    def density(self, step: int) -> float:
+        """Return the density of the stage that holds this step; ValueError for a negative step."""
+        step = checked_step(step)
+        stages = self.stages
+        if step >= self.steps or not stages:
+            return self.final
+        return stages[step * len(stages) // self.steps]
+
+    def describe(self) -> str:
+        """Return the settings as a plain string."""
+        return f"warm_up(final={self.final!r}, steps={self.steps}, initial={self.initial!r}, factor={self.factor!r})"
+
+
+def make_schedule(density, warmup=None) -> Schedule:
+    """Return the schedule that the arguments `density` and `warmup` of a compressor mean.
+
+    density: a number in (0, 1], or a Schedule (then warmup must be None). warmup: None or 0 for none; an int above 0,
+    the optimizer steps of a `WarmUp`; or a Schedule, which is returned as it is. Raises ValueError or TypeError
+    saying what to pass instead.
+    """
+    if isinstance(density, Schedule):
+        if warmup is not None:
+            raise ValueError(f"warmup must be None when density is a Schedule, got {warmup!r}: put it in the Schedule")
+        return density
+    density = checked_density("density", density)
+    if isinstance(warmup, Schedule):
+        return warmup
+    if warmup is None:
+        return Constant(density)
+    if isinstance(warmup, bool) or not hasattr(type(warmup), "__index__"):
+        raise TypeError(
+            f"warmup must be None, a number of optimizer steps (an int; for epochs, multiply by the steps of an epoch)"
+            f" or a Schedule, got {warmup!r} of type {type(warmup).__name__}"
+        )
+    steps = operator.index(warmup)
+    if steps < 0:
+        raise ValueError(f"warmup must be at least 0 optimizer steps, got {steps}; use None or 0 for no warm-up")
+    return WarmUp(density, steps) if steps else Constant(density)
+
+
+def checked_count(name: str, value) -> int:
+    """Return value as an int; TypeError if a bool or no integer."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(
+            f"{name} must be a whole number of optimizer steps (an int), got {value!r} of type {type(value).__name__}"
+        )
+    return operator.index(value)
+
+
+def checked_step(step: int) -> int:
+    """Return step as an int; ValueError if negative, TypeError if no integer."""
+    number = checked_count("step", step)
+    if number < 0:
+        raise ValueError(f"step must be at least 0, got {number}")
+    return number

@@ -1,0 +1,253 @@
+"""`hvd.DistributedOptimizer(..., compression=Compression.dgc(...))`: what Horovod calls, on an unmodified Horovod.
+
+`compress` starts a named allgather of the payload and hands Horovod a small token for its own allreduce; `decompress`
+waits, sums the payloads of all ranks in rank order, and scales by what became of the token, so that op=Sum, Average
+and gradient_predivide_factor mean what they always do.
+"""
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterable
+
+import horovod.torch as hvd
+import torch
+
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.exchange import Exchange
+from hvd_sparse.torch.model_scope import ModelScope
+from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.scope import Entry
+from hvd_sparse.torch.state import gather_state, restore_state
+from hvd_sparse.torch.tensor_scope import TensorScope
+from hvd_sparse.traffic import Traffic
+
+SCOPES = {"tensor": TensorScope, "model": ModelScope}
+REDUCTIONS = "op must be hvd.Average or hvd.Sum"
+
+
+class SparseCompressor:
+    """A compressor with a memory, for one optimizer.
+
+    algorithm: one of `hvd_sparse.algorithms`. named_parameters: those of the optimizer. process_set: the optimizer's.
+    Errors: ValueError and TypeError for wrong arguments, models or settings that differ between ranks, and reductions
+    other than Sum and Average, on every rank; RuntimeError for hvd.join(). A gradient that is not finite on any rank
+    voids the step: every gradient becomes NaN on every rank (a loss scaler then skips the step), nothing of it enters
+    a memory, nothing that was to be sent is lost.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], process_set=None
+    ):
+        self.algorithm = algorithm
+        self._parameters = Parameters(named_parameters)
+        self._exchange = Exchange(process_set)
+        self._traffic = Traffic()
+        self._scope = SCOPES[algorithm.scope](algorithm, self._parameters, self._exchange, self._traffic)
+        self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
+        self._step = 0
+        self._open: set[str] = set()  # compressed, not yet decompressed
+        self._under_way = self._finished = self._overflowed = self._agreed = False
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
+        """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
+        with self._lock, torch.no_grad():
+            if not self._agreed:
+                self._agree()
+            with self._traffic.timed("compress"):
+                if not self._under_way or self._finished:
+                    self._begin()
+                name = self._parameters.find(tensor, self._scope.entries)
+                if name in self._scope.entries:  # the step was given up: its optimizer never stepped
+                    self._begin()
+                frozen = not self._parameters[name].requires_grad
+                finite = frozen or bool(ops.all_finite(tensor))
+                entry = Entry(name, tensor, finite, frozen)
+                carried = self._scope.add(entry)
+                self._open.add(name)
+                return carried, entry
+
+    def decompress(self, tensor: torch.Tensor, ctx: Entry | None) -> torch.Tensor:
+        """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
+        if ctx is None:
+            return tensor
+        with self._lock, torch.no_grad():
+            if self._scope.entries.get(ctx.name) is not ctx:
+                raise RuntimeError(
+                    f"hvd_sparse: the gradient of {ctx.name} was compressed before reset() or load_state_dict(); call "
+                    "these between optimizer steps"
+                )
+            if not self._finished:
+                self._finish()
+            with self._traffic.timed("decompress"):
+                result = self._result(tensor, ctx)
+            self._open.discard(ctx.name)
+            if not self._open:
+                self._end()
+            return result
+
+    def stats(self) -> dict:
+        """Return what travelled from this rank.
+
+        {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
+        step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
+        collectives were handed: payloads, dense tensors, tokens, votes), ratio, density (elements sent over all),
+        seconds {"compress", "exchange", "decompress"}.
+        """
+        norms = [
+            float(torch.linalg.vector_norm(memory.buffers["residual"])) ** 2
+            for memory in self._scope.memories.values()
+            if "residual" in memory.buffers
+        ]
+        return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
+
+    def state_dict(self, summed: bool = False) -> dict:
+        """Return the step and every buffer, as copies, between optimizer steps.
+
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
+        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
+        ranks can continue from.
+        """
+        return gather_state(self._scope.memories, self._step, self._exchange, summed)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
+
+        Pending exchanges are dropped. ValueError if the state belongs to other parameters, to another method, or is
+        one rank's own and the number of ranks has changed.
+        """
+        with self._lock:
+            self._step = restore_state(self._scope.memories, state, self._exchange)
+            self._drop()
+            if os.environ.get("HOROVOD_ELASTIC") == "1":  # the other ranks may be new ones
+                self._forget()
+
+    def reset(self) -> None:
+        """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed."""
+        with self._lock:
+            for memory in self._scope.memories.values():
+                for buffer in memory.buffers.values():
+                    buffer.zero_()
+            self._step = 0
+            self._traffic = self._scope.traffic = Traffic()
+            self._drop()
+            self._forget()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
+        with self._lock:
+            for memory in self._scope.memories.values():
+                for buffer in memory.buffers.values():
+                    buffer.mul_(factor)
+
+    def _agree(self) -> None:
+        ranks = self._exchange.size()
+        self._check_optimizer()
+        self._exchange.agree([f"ranks = {ranks}", *self.algorithm.describe(), *self._parameters.describe()])
+        self._agreed = True
+
+    def _begin(self) -> None:
+        self._drop()
+        self._parameters.restart()
+        self._scope.begin(self._step)
+        self._under_way, self._finished = True, False
+
+    def _finish(self) -> None:
+        with self._traffic.timed("compress"):
+            self._scope.finish()
+        with self._traffic.timed("exchange"):
+            self._overflowed = self._scope.overflowed()
+        self._finished = True
+
+    def _end(self) -> None:
+        self._scope.end()
+        self._traffic.end_step()
+        self._step += 1
+        self._under_way = False
+
+    def _drop(self) -> None:
+        """Give up the step under way."""
+        self._scope.entries = {}
+        self._open.clear()
+        self._traffic.drop_step()
+        self._under_way = self._finished = False
+
+    def _forget(self) -> None:
+        self._scope.forget()
+        self._agreed = False
+
+    def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
+        gradient = entry.gradient
+        if self._overflowed:
+            return torch.full(gradient.shape, float("nan"), dtype=gradient.dtype)
+        scale = reduction_scale(carried, self._exchange.size()) if entry.carries_token else 1.0
+        result = self._scope.result(entry, carried, scale)
+        return gradient if result.data_ptr() == gradient.data_ptr() else result.to(gradient.dtype).view(gradient.shape)
+
+    def _check_optimizer(self) -> None:
+        """Look at the optimizer that calls: refuse other reductions, warn of a second momentum."""
+        optimizer = _calling_optimizer(self)
+        if optimizer is None:
+            return
+        if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
+            raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
+        outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
+        if getattr(self.algorithm, "momentum", 0.0) > 0.0 and outer > 0.0:
+            warnings.warn(
+                f"the optimizer has momentum={outer:g} and Compression.{self.algorithm.name} has "
+                f"momentum={self.algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "
+                "compression's is the one that knows what was delayed",
+                stacklevel=2,
+            )
+
+
+def reduction_scale(token: torch.Tensor, ranks: int) -> float:
+    """Return what the sum over ranks is to be multiplied with, as the token, sent as [1, rank + 1], tells.
+
+    Sum makes [N, N (N + 1) / 2] of it, Average a multiple of that; Min, Max and Product do not: ValueError.
+    Rounding of a predivide factor is snapped off.
+    """
+    ones, ids = token.tolist()
+    if abs(ids - ones * (ranks + 1) / 2) > 1e-4 * abs(ids):
+        raise ValueError(f"hvd_sparse: {REDUCTIONS}; the reduction turned the token into {[ones, ids]}")
+    scale = ones / ranks
+    for exact in (1.0, 1.0 / ranks):
+        if abs(scale - exact) <= 1e-6 * exact:
+            return exact
+    return scale
+
+
+def _calling_optimizer(compressor: SparseCompressor, depth: int = 8):
+    """Return the Horovod optimizer that called compress, None if something else did."""
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "_compression", None) is compressor:
+            return caller
+        frame = frame.f_back
+    return None
+
+
+class Compression:
+    """The compressors, under the names that Horovod's own have: `Compression.dgc(model.named_parameters(), ...)`.
+
+    Every method takes named_parameters, process_set and the shared arguments of `hvd_sparse.algorithms.Algorithm`.
+    Build a compressor of its own for each optimizer, in the same order on every rank.
+    """
+
+    none = hvd.Compression.none
+    fp16 = hvd.Compression.fp16
+
+    @staticmethod
+    def gradient_dropping(named_parameters, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
+        """Gradient Dropping (Aji and Heafield, 2017); see `GradientDropping`. Momentum stays in the optimizer."""
+        return SparseCompressor(GradientDropping(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def dgc(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
+        return SparseCompressor(DeepGradientCompression(density=density, **settings), named_parameters, process_set)

@@ -1,0 +1,105 @@
+"""Named, asynchronous collectives on Horovod, unmodified.
+
+Names come from the compressor's ordinal and from fixed bucket numbers, never from the order of calls within a step:
+hooks run in another order on every rank.
+"""
+
+from collections import Counter
+from time import monotonic, sleep
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_sparse.agreement import DIGEST_BYTES, digest, explain_difference
+
+AGREE_SECONDS = 600
+_ordinals: Counter = Counter()
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, waiting for it the first time."""
+        if self._result is None:
+            self._result = _synchronize(self._handle)
+        return self._result
+
+    def wait_at_most(self, seconds: float, what: str) -> None:
+        """Raise RuntimeError if the other ranks have not taken part after so long."""
+        deadline = monotonic() + seconds
+        while not hvd.poll(self._handle):
+            if monotonic() > deadline:
+                raise RuntimeError(
+                    f"hvd_sparse: the other ranks did not take part in {what} within {seconds:.0f} s. Every rank must "
+                    "build its compressions in the same order, and call reset() or load_state_dict() like the others"
+                )
+            sleep(0.0005)
+
+
+class Exchange:
+    """The collectives of one compressor over one process set.
+
+    Compressors are numbered as they are built: build them in the same order on every rank.
+    """
+
+    def __init__(self, process_set=None):
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self.process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")
+        ranks = self.process_set.ranks
+        members = "all" if self.process_set is hvd.global_process_set or ranks is None else "-".join(map(str, ranks))
+        self._prefix = f"hvd_sparse.{members}.{_ordinals[members]}"
+        _ordinals[members] += 1
+
+    def size(self) -> int:
+        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
+        size = self.process_set.size() if hvd.is_initialized() else None
+        if size is None:
+            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
+        return size
+
+    def rank(self) -> int:
+        """Return this process's rank within the process set."""
+        return self.process_set.rank()
+
+    def allgather(self, name: str, payload: torch.Tensor) -> Pending:
+        """Start gathering uint8[bytes], equal sizes on all ranks; the result is uint8[ranks * bytes]."""
+        return Pending(hvd.allgather_async(payload, name=f"{self._prefix}.{name}", process_set=self.process_set))
+
+    def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
+        """Start summing a tensor over the ranks, in place."""
+        return Pending(
+            hvd.allreduce_async_(tensor, name=f"{self._prefix}.{name}", op=hvd.Sum, process_set=self.process_set)
+        )
+
+    def agree(self, lines: list[str]) -> None:
+        """Raise ValueError on every rank, naming the difference, unless all ranks pass the same lines. Blocks."""
+        own = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8)
+        gathering = self.allgather("agree.digest", own)
+        gathering.wait_at_most(AGREE_SECONDS, "the first exchange of this compression")
+        digests = gathering.wait().view(-1, DIGEST_BYTES)
+        if bool((digests == digests[0]).all()):
+            return
+        text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
+        length = torch.tensor([text.numel()], dtype=torch.int64)
+        lengths = Pending(hvd.allgather_async(length, f"{self._prefix}.agree.length", self.process_set)).wait()
+        texts = self.allgather("agree.text", text).wait().split(lengths.tolist())
+        raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
+
+
+def _synchronize(handle) -> torch.Tensor:
+    try:
+        return hvd.synchronize(handle)
+    except HorovodInternalError as error:
+        if "Join" in str(error):
+            raise RuntimeError(
+                "hvd_sparse does not work with hvd.join(): Horovod cannot gather from a rank that has joined. Give every "
+                "rank the same number of steps (drop or repeat the last batches). Horovod said: " + str(error)
+            ) from error
+        raise

@@ -1,0 +1,154 @@
+"""scope="model": one selection in all tensors, when the last gradient is ready."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch.exchange import Pending
+from hvd_sparse.torch.memory import ResidualMemory, make_memory, whole_clip_factor
+from hvd_sparse.torch.scope import Entry, Scope, Selection
+from hvd_sparse.wire import top_k_count
+
+
+@dataclass
+class Group:
+    """Tensors that share one selection, laid out by sorted name; the small ones follow in one dense message."""
+
+    sparse: tuple[str, ...]
+    dense: tuple[str, ...]
+    offsets: dict[str, int]
+    n: int
+    memory: ResidualMemory  # of all the sparse tensors; theirs are slices of it
+    hint: ThresholdHint = field(default_factory=ThresholdHint)
+    selection: Selection | None = None
+    buffer: torch.Tensor | None = None
+    gathered: Pending | None = None
+    summed: Pending | None = None
+    result: torch.Tensor | None = None
+
+
+class ModelScope(Scope):
+    """One selection in all tensors: a global threshold, and clipping by the norm of the whole local gradient."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._groups: dict[tuple, Group] = {}
+        self._group_of: dict[str, Group] = {}
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        super().begin(step)
+        self._group_of = {}
+
+    def end(self) -> None:
+        """End a step that is complete."""
+        super().end()
+        for group in self._groups.values():
+            group.result = None
+
+    def finish(self) -> None:
+        """Select and start whatever was not complete when the last gradient came."""
+        late = self._late()
+        if not self._sealed and self.expected:  # a tensor is missing: the others make their own selection
+            late = [self.entries[name] for name in sorted(self.entries)]
+        self._sealed = True
+        if late:
+            self._start(late, "late")
+
+    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Cut a tensor out of the whole model's sum."""
+        group = self._group_of.get(entry.name)
+        if group is None:  # frozen
+            return torch.zeros(entry.gradient.numel())
+        if group.result is None:
+            self._complete(group, scale)
+        return group.result.narrow(0, group.offsets[entry.name], entry.gradient.numel())
+
+    def _take(self, entry: Entry) -> torch.Tensor:
+        if not self._clips_model() and not self.is_dense(entry.name) and entry.usable:
+            memory = self.memories[entry.name]
+            memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
+        return self.token()
+
+    def _seal(self) -> None:
+        self._sealed = True
+        self._start([self.entries[name] for name in self.expected], "model")
+
+    def _start(self, entries: list[Entry], name: str) -> None:
+        """Select in the given tensors together, and send."""
+        self._vote(f"{name}.vote", entries)
+        group = self._group([entry.name for entry in entries if not entry.frozen])
+        self._group_of.update(dict.fromkeys((*group.sparse, *group.dense), group))
+        group.selection = group.gathered = group.summed = group.result = None
+        factors = self._clip(entries)
+        if self._clips_model():
+            for entry in entries:
+                if entry.usable and entry.name in group.sparse:
+                    self.memories[entry.name].accumulate(entry.gradient, factors[entry.name])
+        if group.sparse:
+            k = top_k_count(group.n, self.density)
+            if group.buffer is None or group.buffer.numel() != self._payload_size(group.n, k):
+                group.buffer = torch.zeros(self._payload_size(group.n, k), dtype=torch.uint8)
+            group.selection = self._select(group.memory.residual, k, group.hint)
+            self._pack(group.selection, group.n, k, group.buffer)
+            group.gathered = self.exchange.allgather(name, group.buffer)
+            self.traffic.count(payload_bytes=group.buffer.numel())
+        if group.dense:
+            parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
+            small = torch.cat(parts)
+            group.summed = self.exchange.allreduce(f"{name}.dense", small)
+            self.traffic.count(payload_bytes=small.numel() * small.element_size(), sent=small.numel())
+
+    def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
+        if not entry.usable:
+            return torch.zeros(entry.gradient.numel())
+        return self.memories[entry.name].take_all(entry.gradient, factor).reshape(-1).to(torch.float32)
+
+    def _clips_model(self) -> bool:
+        return getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
+
+    def _clip(self, entries: list[Entry]) -> dict[str, float]:
+        """Return each tensor's clipping factor: by its own norm, or all by the norm of the whole local gradient."""
+        ranks = self.exchange.size()
+        if not self._clips_model():
+            return {
+                entry.name: self.memories[entry.name].clip_factor(entry.gradient, ranks) if entry.usable else 1.0
+                for entry in entries
+                if self.is_dense(entry.name)
+            }
+        usable = [entry.gradient for entry in entries if entry.usable]
+        return dict.fromkeys((entry.name for entry in entries), whole_clip_factor(self.algorithm, ranks, usable))
+
+    def _group(self, names: list[str]) -> Group:
+        """Return the layout of these tensors; their memories move into it."""
+        dense = tuple(name for name in names if self.is_dense(name))
+        sparse = tuple(name for name in names if not self.is_dense(name))
+        if (sparse, dense) in self._groups:
+            return self._groups[sparse, dense]
+        offsets, n = {}, 0
+        for name in (*sparse, *dense):
+            offsets[name] = n
+            n += self.parameters[name].numel()
+        n_sparse = sum(self.parameters[name].numel() for name in sparse)
+        memory = make_memory(self.algorithm, torch.empty(1).expand(n_sparse))
+        for name in sparse:
+            for kind in memory.BUFFERS:
+                part = memory.buffer(kind).narrow(0, offsets[name], self.parameters[name].numel())
+                self.memories[name].adopt(kind, part)
+        self._groups = {(sparse, dense): Group(sparse, dense, offsets, n_sparse, memory)}
+        return self._groups[sparse, dense]
+
+    def _complete(self, group: Group, scale: float) -> None:
+        """Wait for a group's messages; decode them into one fresh tensor; clear the memory of what was sent."""
+        group.result = torch.empty(group.n + sum(self.parameters[name].numel() for name in group.dense))
+        if group.gathered is not None:
+            with self.traffic.timed("exchange"):
+                gathered = group.gathered.wait()
+            k = top_k_count(group.n, self.density)
+            self._reduce(gathered, 0, group.n, k, group.result.narrow(0, 0, group.n), scale)
+            group.memory.clear(group.selection.indices, group.selection.left)
+        if group.summed is not None:
+            with self.traffic.timed("exchange"):
+                summed = group.summed.wait()
+            torch.mul(summed, scale, out=group.result.narrow(0, group.n, summed.numel()))

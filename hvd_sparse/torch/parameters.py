@@ -1,0 +1,100 @@
+"""Which parameter does a gradient belong to? Horovod hands the gradient over without its name."""
+
+from collections.abc import Container, Iterable
+
+import torch
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Parameters:
+    """The named parameters of one compressor.
+
+    named_parameters: (name, Parameter) pairs. A tied weight that stands under several names keeps its first one.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]):
+        self._by_name: dict[str, torch.nn.Parameter] = {}
+        seen: set[int] = set()
+        for pair in list(named_parameters):
+            name, parameter = _checked_pair(pair)
+            if name in self._by_name:
+                raise ValueError(f"named_parameters must have unique names, got {name!r} twice")
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                self._by_name[name] = parameter
+        if not self._by_name:
+            raise ValueError("named_parameters is empty; pass model.named_parameters() (an iterator serves only once)")
+        self._names = list(self._by_name)
+        self._follows: dict[str | None, str] = {}
+        self._last: str | None = None
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter:
+        return self._by_name[name]
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def describe(self) -> list[str]:
+        """Return one line a parameter, for the comparison between ranks."""
+        return [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in sorted(self._by_name.items())]
+
+    def restart(self) -> None:
+        """Begin a step: hooks tend to come in the same order in every step, and the guess starts from its first."""
+        self._last = None
+
+    def find(self, gradient: torch.Tensor, seen: Container[str]) -> str:
+        """Return the name of the parameter whose gradient this is, or raise ValueError.
+
+        A gradient is recognised as an object: `parameter.grad is gradient`. With `sparse_as_dense=True` Horovod passes
+        a temporary copy instead, which is recognised by shape and content among the sparse gradients not yet seen.
+        """
+        guess = self._follows.get(self._last)
+        name = guess if guess is not None and self._by_name[guess].grad is gradient else self._search(gradient, seen)
+        self._follows[self._last] = name
+        self._last = name
+        return name
+
+    def _search(self, gradient: torch.Tensor, seen: Container[str]) -> str:
+        for name, parameter in self._by_name.items():
+            if parameter.grad is gradient:
+                return name
+            if parameter is gradient:
+                raise ValueError(
+                    "hvd_sparse does not work with op=Adasum: it combines the models' changes, not their gradients. "
+                    "Use op=hvd.Average or op=hvd.Sum"
+                )
+        sparse = [name for name in self._names if name not in seen and _same_dense(self._by_name[name].grad, gradient)]
+        if len(sparse) == 1:
+            return sparse[0]
+        if sparse:
+            raise ValueError(
+                f"a dense copy of a sparse gradient of shape {tuple(gradient.shape)} could belong to each of "
+                f"{', '.join(sparse)}: use sparse_as_dense=False, or embeddings with sparse=False"
+            )
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self._names)} "
+            "parameters that this compression was built with. Build it from the same named_parameters as the optimizer: "
+            "Compression.dgc(model.named_parameters(), ...)"
+        )
+
+
+def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise TypeError(
+            f"named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got {type(pair).__name__}"
+        )
+    name, parameter = pair
+    if not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{name}: a parameter must be a torch.Tensor, got {type(parameter).__name__}")
+    if parameter.dtype not in DTYPES:
+        raise TypeError(f"{name}: gradients must be float32, float64, float16 or bfloat16, got {parameter.dtype}")
+    if parameter.device.type != "cpu":
+        raise ValueError(f"{name}: parameters must be on the CPU in this version, got {parameter.device}")
+    return name, parameter
+
+
+def _same_dense(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
+    return (
+        grad is not None and grad.is_sparse and grad.shape == gradient.shape and torch.equal(grad.to_dense(), gradient)
+    )

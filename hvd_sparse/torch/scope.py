@@ -1,0 +1,167 @@
+"""What is selected together, and what travels together, in one step: what both scopes share.
+
+`tensor_scope` selects in each tensor during backward, and starts a bucket's allgather when its last member is ready.
+`model_scope` selects once, in all tensors, when the last gradient is ready.
+
+Both know from the step before which tensors to expect, and start everything as soon as these are there. Tensors that
+come unexpectedly (all of them in the first step) go with the late messages, at the step's first decompress: by then
+every compress of the step has happened, on every rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.memory import ResidualMemory, make_memory
+from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.traffic import Traffic
+from hvd_sparse.wire import payload_size
+
+
+@dataclass
+class Entry:
+    """One gradient between its compress and its decompress."""
+
+    name: str
+    gradient: torch.Tensor  # as Horovod passed it
+    finite: bool
+    frozen: bool  # the parameter does not train at present: it sends nothing and keeps its memory
+    carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
+    indices: torch.Tensor | None = None  # what was selected of it
+    left: torch.Tensor | None = None  # what rounding on the wire kept back there
+    packed: torch.Tensor | None = None  # its payload, until there is a message to put it into
+
+    @property
+    def usable(self) -> bool:
+        """Whether the gradient may enter the memory."""
+        return self.finite and not self.frozen
+
+
+@dataclass
+class Selection:
+    """A selection to be sent: k of n, and how it was found the last time."""
+
+    indices: torch.Tensor
+    sent: torch.Tensor
+    left: torch.Tensor | None
+
+
+class Scope:
+    """What both scopes share: memories, the steps' entries, and the vote on whether the step counts."""
+
+    def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
+        self.algorithm = algorithm
+        self.parameters = parameters
+        self.exchange = exchange
+        self.traffic = traffic
+        self.memories: dict[str, ResidualMemory] = {
+            name: make_memory(algorithm, parameters[name]) for name in parameters
+        }
+        self.expected: tuple[str, ...] = ()
+        self.entries: dict[str, Entry] = {}
+        self._votes: list[Pending] = []
+        self._sealed = False
+
+    def forget(self) -> None:
+        """Expect nothing of the next step, as in the first one; keep the memories."""
+        self.expected = ()
+
+    def begin(self, step: int) -> None:
+        """Begin an optimizer step, counted from 0."""
+        self.step = step
+        self.density = self.algorithm.density_at(step)
+        self.seed = (self.algorithm.seed << 32) + step
+        self.entries = {}
+        self._votes = []
+        self._sealed = False
+
+    def add(self, entry: Entry) -> torch.Tensor:
+        """Take a gradient in; return what Horovod's own allreduce is to carry: a token, or the dense tensor."""
+        self.entries[entry.name] = entry
+        self.traffic.count(
+            dense_bytes=entry.gradient.numel() * entry.gradient.element_size(), elements=entry.gradient.numel()
+        )
+        carried = self._take(entry)
+        self.traffic.count(payload_bytes=carried.numel() * carried.element_size())
+        if not self._sealed and self.expected and all(name in self.entries for name in self.expected):
+            self._seal()
+        return carried
+
+    def finish(self) -> None:
+        """Start everything that has not been started: no compress follows in this step."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End a step that is complete: what it saw is what the next one expects. Lets go of its gradients."""
+        self.expected = tuple(sorted(self.entries))
+        self.entries = {}
+
+    def overflowed(self) -> bool:
+        """Return whether any gradient of any rank was not finite: then the step does not count. Waits for the votes.
+
+        RuntimeError on every rank if they are not at the same step.
+        """
+        overflow = False
+        for vote in self._votes:
+            bad, steps = vote.wait().tolist()
+            if steps != self.exchange.size() * self.step:
+                raise RuntimeError(
+                    f"hvd_sparse: this rank is at step {self.step}, the ranks' mean is {steps / self.exchange.size():g}. "
+                    "Load the compression's state on every rank, or on none"
+                )
+            overflow |= bad > 0
+        return overflow
+
+    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
+        raise NotImplementedError
+
+    def is_dense(self, name: str) -> bool:
+        """Return whether a tensor travels dense in this step."""
+        return self.density >= 1.0 or self.parameters[name].numel() < max(self.algorithm.min_numel, 1)
+
+    def token(self) -> torch.Tensor:
+        """Return the token: what becomes of it in Horovod's allreduce tells the reduction that was asked for."""
+        return torch.tensor([1.0, self.exchange.rank() + 1.0])
+
+    def _take(self, entry: Entry) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _seal(self) -> None:
+        raise NotImplementedError
+
+    def _vote(self, name: str, entries: list[Entry]) -> None:
+        bad = sum(not entry.finite for entry in entries)
+        vote = torch.tensor([bad, self.step], dtype=torch.float64)
+        self._votes.append(self.exchange.allreduce(name, vote))
+        self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
+
+    def _late(self) -> list[Entry]:
+        return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
+
+    def _select(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> Selection:
+        indices, values, info = ops.select_top_k(residual, k, self.seed, hint.value(k))
+        threshold, passed = info.tolist()
+        hint.update(k, threshold, int(passed))
+        self.traffic.count(sent=k)
+        if self.algorithm.values == "float32":
+            return Selection(indices, values, None)
+        sent = ops.quantize(values, self.algorithm.values)
+        return Selection(indices, sent, values - sent)
+
+    def _pack(self, selection: Selection | None, n: int, k: int, out: torch.Tensor) -> None:
+        """Write a payload; no selection makes an empty contribution."""
+        indices = torch.empty(0, dtype=torch.int64) if selection is None else selection.indices
+        values = torch.empty(0) if selection is None else selection.sent
+        ops.pack(indices, values, n, k, out, self.algorithm.coding, self.algorithm.values)
+
+    def _payload_size(self, n: int, k: int) -> int:
+        return payload_size(n, k, self.algorithm.coding, self.algorithm.values)
+
+    def _reduce(self, gathered: torch.Tensor, offset: int, n: int, k: int, out: torch.Tensor, scale: float) -> None:
+        rows = gathered.view(self.exchange.size(), -1)
+        ops.reduce_payloads(rows, offset, n, k, out, scale, self.algorithm.coding, self.algorithm.values)

@@ -1,0 +1,70 @@
+"""What travelled: bytes, elements and seconds, of the last step and in total."""
+
+from collections import defaultdict
+from contextlib import contextmanager
+from time import perf_counter
+
+TIMERS = ("compress", "exchange", "decompress")
+
+
+class Traffic:
+    """Counters of one compressor on this rank.
+
+    dense_bytes: what Horovod alone would have been handed. payload_bytes: what every collective of a step was handed
+    (payloads, tensors that travel dense, tokens, votes). elements and sent: gradient elements, and how many of them
+    travelled. seconds: in compress, waiting for the exchange, in decompress.
+    """
+
+    def __init__(self):
+        self.steps = 0
+        self._step = defaultdict(float)
+        self._total = defaultdict(float)
+        self._last = defaultdict(float)
+        self._inner_seconds = 0.0
+
+    def count(self, *, dense_bytes: int = 0, payload_bytes: int = 0, elements: int = 0, sent: int = 0) -> None:
+        """Add to the counters of the step under way."""
+        self._step["dense_bytes"] += dense_bytes
+        self._step["payload_bytes"] += payload_bytes
+        self._step["elements"] += elements
+        self._step["sent"] += sent
+
+    @contextmanager
+    def timed(self, name: str):
+        """Add the time of a block to one of TIMERS, without that of the timed blocks inside it."""
+        start, outer = perf_counter(), self._inner_seconds
+        self._inner_seconds = 0.0
+        try:
+            yield
+        finally:
+            elapsed = perf_counter() - start
+            self._step[name] += elapsed - self._inner_seconds
+            self._inner_seconds = outer + elapsed
+
+    def end_step(self) -> None:
+        """Close the step under way."""
+        for name, value in self._step.items():
+            self._total[name] += value
+        self._last = self._step
+        self._step = defaultdict(float)
+        self.steps += 1
+
+    def drop_step(self) -> None:
+        """Forget a step that was given up."""
+        self._step = defaultdict(float)
+
+    def summary(self) -> dict:
+        """Return {"steps": int, "step": the last step, "total": all steps}, each with bytes, ratio, density, seconds."""
+        return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
+
+
+def report(counters) -> dict:
+    """Turn raw counters into what `stats()` shows; ratio and density are 1.0 where nothing was compressed."""
+    dense_bytes, payload_bytes = int(counters["dense_bytes"]), int(counters["payload_bytes"])
+    return {
+        "dense_bytes": dense_bytes,
+        "payload_bytes": payload_bytes,
+        "ratio": dense_bytes / payload_bytes if payload_bytes else 1.0,
+        "density": counters["sent"] / counters["elements"] if counters["elements"] else 1.0,
+        "seconds": {name: counters[name] for name in TIMERS},
+    }
