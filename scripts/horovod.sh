@@ -7,15 +7,8 @@
 . "$(dirname "$0")/step.sh"
 
 VERSION=0.28.1
-key=$(
-    python - <<'PY'
-import sys, sysconfig
-from importlib.metadata import version
-print("-".join([sys.implementation.cache_tag, sysconfig.get_platform(), "torch" + version("torch"),
-                "tensorflow" + version("tensorflow")]))
-PY
-)-mpi.$MPI.$(mpirun --version | sed -n 's/.* \([0-9][0-9.]*\).*/\1/p' | head -n 1)-recipe$(cksum <"$0" | cut -d' ' -f1)
-wheels=$CACHE/horovod-$VERSION-$key
+RECIPE=1 # count up when the edits below change: cached wheels of another recipe are then left alone
+wheels=$(wheel_cache torch tensorflow)/horovod-$VERSION-recipe$RECIPE
 
 fetch() {
     pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION"
@@ -43,4 +36,4 @@ if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
     step "Horovod $VERSION: build, once per set of versions (about 5 minutes on 2 cores)" build ||
         fail "Horovod did not build" "read the log above; MPI=system builds against the system's MPI instead"
 fi
-step "Horovod $VERSION: install (${wheels/#$HOME/\~})" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl
+step "Horovod $VERSION: install" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: what every set-up step needs.
 #   step TITLE COMMAND...   say what runs, keep its output in a log, say how long it took
 #   fail WHAT HOW           stop: what is missing, how to get it
+#   wheel_cache PACKAGE...  the user's cache folder for a wheel compiled against this MPI and these packages' versions
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,4 +31,14 @@ step() {
         return 1
     fi
     printf '%d s\n' $((SECONDS - start))
+}
+
+wheel_cache() {
+    python - "$CACHE" "$MPI" "$(mpirun --version)" "$@" <<'PY'
+import re, sys, sysconfig
+from importlib.metadata import version
+cache, mpi, mpirun, *packages = sys.argv[1:]
+parts = [sys.implementation.cache_tag, sysconfig.get_platform(), f"mpi.{mpi}.{re.search(r'[0-9][0-9.]*', mpirun)[0]}"]
+print("/".join([cache, "-".join(parts + [package + version(package) for package in packages])]))
+PY
 }

@@ -98,6 +98,10 @@ void ReadCounts(const PayloadFormat& format, const Offsets& at, const uint8_t* p
 }  // namespace
 
 Status PayloadSize(const PayloadFormat& format, int64_t* size) {
+  constexpr int64_t kMostElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of the size
+  if (format.n > kMostElements) {
+    return Status::InvalidArgument("n must be at most 2^48, got " + std::to_string(format.n));
+  }
   if (format.k < 1 || format.k > format.n) {
     return Status::InvalidArgument("k must be in [1, n = " + std::to_string(format.n) + "], got " +
                                    std::to_string(format.k));
@@ -129,8 +133,15 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     std::memcpy(payload + at.runs, runs.data(), runs.size() * sizeof runs[0]);
     WriteValues(values, entries, format.dtype, payload + at.values);
   }
-  Header header{kMagic, kVersion, static_cast<uint8_t>(format.coding), static_cast<uint8_t>(format.dtype), 0,
-                static_cast<uint64_t>(format.n), static_cast<uint64_t>(entries), 0, 0};
+  Header header{kMagic,
+                kVersion,
+                static_cast<uint8_t>(format.coding),
+                static_cast<uint8_t>(format.dtype),
+                0,
+                static_cast<uint64_t>(format.n),
+                static_cast<uint64_t>(entries),
+                0,
+                0};
   std::memcpy(payload, &header, sizeof header);
   header.checksum = Checksum(payload, size);
   std::memcpy(payload, &header, sizeof header);

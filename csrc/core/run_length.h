@@ -10,7 +10,9 @@ namespace hvd_sparse {
 constexpr int64_t kBlock = 65536;
 
 inline int64_t BlockCount(int64_t n) { return (n + kBlock - 1) / kBlock; }
-inline int64_t BlockLength(int64_t n, int64_t block) { return n - block * kBlock < kBlock ? n - block * kBlock : kBlock; }
+inline int64_t BlockLength(int64_t n, int64_t block) {
+  return n - block * kBlock < kBlock ? n - block * kBlock : kBlock;
+}
 
 // `indices`: k of [0, n), strictly ascending. Writes counts[BlockCount(n)], the entries of each block, and runs[k],
 // the zeros between an entry and the one before it in its block (or the block's start).

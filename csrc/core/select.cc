@@ -202,7 +202,8 @@ Status SelectTopK(const Array& values, const SelectParams& params, const Paralle
   }
   selection->indices.clear();
   selection->indices.reserve(static_cast<size_t>(params.k));
-  return Dispatch(values, [&](const auto* data) { return SelectTopKOf(data, values, params, parallel_for, selection); });
+  return Dispatch(values,
+                  [&](const auto* data) { return SelectTopKOf(data, values, params, parallel_for, selection); });
 }
 
 Status FilterThreshold(const Array& values, double threshold, const ParallelFor& parallel_for,

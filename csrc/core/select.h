@@ -20,8 +20,8 @@ struct SelectParams {
 struct Selection {
   std::vector<int64_t> indices;  // ascending
   double threshold = 0;          // the smallest selected magnitude
-  // How many elements reached the hint (or the sampled threshold where there was no hint);
-  // below k the hint was too high, and the data were read again.
+  // How many elements were found to reach the hint (or the sampled threshold where there was no hint): all of them up
+  // to 2k, at least 2k of more. Below k the hint was too high, and the data were read again.
   int64_t passed = 0;
 };
 

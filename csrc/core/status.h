@@ -19,18 +19,14 @@ struct [[nodiscard]] Status {
   bool ok() const { return kind == StatusKind::kOk; }
 
   static Status Ok() { return {}; }
-  static Status InvalidArgument(std::string text) {
-    return {StatusKind::kInvalidArgument, std::move(text)};
-  }
-  static Status CorruptPayload(std::string text) {
-    return {StatusKind::kCorruptPayload, std::move(text)};
-  }
+  static Status InvalidArgument(std::string text) { return {StatusKind::kInvalidArgument, std::move(text)}; }
+  static Status CorruptPayload(std::string text) { return {StatusKind::kCorruptPayload, std::move(text)}; }
 };
 
 }  // namespace hvd_sparse
 
-#define HVD_SPARSE_RETURN_IF_ERROR(expression)             \
-  do {                                                     \
-    ::hvd_sparse::Status status_of_call = (expression);    \
-    if (!status_of_call.ok()) return status_of_call;       \
+#define HVD_SPARSE_RETURN_IF_ERROR(expression)          \
+  do {                                                  \
+    ::hvd_sparse::Status status_of_call = (expression); \
+    if (!status_of_call.ok()) return status_of_call;    \
   } while (false)

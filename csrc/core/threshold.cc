@@ -24,8 +24,7 @@ inline BitsOf<T> OrderedBits(T value) {
 
 // Counts the digit at `shift` of every element whose higher digits are those of `prefix`.
 template <typename T>
-std::vector<int64_t> Histogram(const T* data, int64_t n, int shift, BitsOf<T> prefix,
-                               const ParallelFor& parallel_for) {
+std::vector<int64_t> Histogram(const T* data, int64_t n, int shift, BitsOf<T> prefix, const ParallelFor& parallel_for) {
   constexpr uint64_t kDigitMask = (uint64_t{1} << kDigitBits) - 1;
   const auto above = prefix >> shift >> kDigitBits;
   std::vector<int64_t> total(size_t{1} << kDigitBits, 0);

@@ -24,7 +24,9 @@ void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunc
   at::parallel_for(begin, end, grain, body);
 }
 
-void Raise(const char* op, const Status& status) { TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message); }
+void Raise(const char* op, const Status& status) {
+  TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);
+}
 
 void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name, " must be a CPU tensor, got ",
@@ -75,9 +77,9 @@ Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& met
   const Tensor flat = values.contiguous();
   const auto kind = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
   double threshold = 0;
-  Raise("select_threshold", SelectThreshold(AsArray("select_threshold", flat),
-                                            {k, kind, fraction, static_cast<uint64_t>(seed)}, TorchParallelFor,
-                                            &threshold));
+  Raise("select_threshold",
+        SelectThreshold(AsArray("select_threshold", flat), {k, kind, fraction, static_cast<uint64_t>(seed)},
+                        TorchParallelFor, &threshold));
   return at::scalar_tensor(threshold, at::kDouble);
 }
 
@@ -174,8 +176,8 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
   int64_t size = 0;
   Raise("reduce_payloads", PayloadSize(format, &size));
   TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && size <= gathered.size(1) - offset,
-                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", size,
-                    " bytes at offset ", offset, ", got ", gathered.sizes());
+                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", size, " bytes at offset ",
+                    offset, ", got ", gathered.sizes());
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.reduce_payloads: out must have ", n, " elements, got ", out.numel());
   Raise("reduce_payloads",
         ReducePayloads(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),

@@ -50,6 +50,12 @@ class SparseCompressor:
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = self._agreed = False
+        if algorithm.momentum > 0.0 and self._exchange.is_alone():
+            warnings.warn(
+                "Horovod calls no compressor with one process: nothing is compressed, and the momentum of "
+                f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
+                stacklevel=3,
+            )
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
@@ -194,7 +200,7 @@ class SparseCompressor:
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
-        if getattr(self.algorithm, "momentum", 0.0) > 0.0 and outer > 0.0:
+        if self.algorithm.momentum > 0.0 and outer > 0.0:
             warnings.warn(
                 f"the optimizer has momentum={outer:g} and Compression.{self.algorithm.name} has "
                 f"momentum={self.algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "

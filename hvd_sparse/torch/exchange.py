@@ -4,6 +4,7 @@ Names come from the compressor's ordinal and from fixed bucket numbers, never fr
 hooks run in another order on every rank.
 """
 
+import os
 from collections import Counter
 from time import monotonic, sleep
 
@@ -63,6 +64,11 @@ class Exchange:
         if size is None:
             raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
         return size
+
+    def is_alone(self) -> bool:
+        """Return whether Horovod runs, with a single rank, and is not elastic."""
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        return hvd.is_initialized() and self.process_set.size() == 1 and not elastic
 
     def rank(self) -> int:
         """Return this process's rank within the process set."""

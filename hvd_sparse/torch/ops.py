@@ -26,7 +26,7 @@ def select_top_k(
 
     Ties are broken by a seeded hash of the index. The hint, a guess at the threshold, changes the cost but never the
     result. Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how
-    many elements reached the hint (fewer than k: it was too high, and the data were read again).
+    many elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
     """
     return _ops.select_top_k(values, k, _signed(seed), threshold_hint)
 

@@ -63,6 +63,7 @@ class Scope:
         }
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
+        self._awaited: set[str] = set()
         self._votes: list[Pending] = []
         self._sealed = False
 
@@ -76,6 +77,7 @@ class Scope:
         self.density = self.algorithm.density_at(step)
         self.seed = (self.algorithm.seed << 32) + step
         self.entries = {}
+        self._awaited = set(self.expected)
         self._votes = []
         self._sealed = False
 
@@ -87,7 +89,8 @@ class Scope:
         )
         carried = self._take(entry)
         self.traffic.count(payload_bytes=carried.numel() * carried.element_size())
-        if not self._sealed and self.expected and all(name in self.entries for name in self.expected):
+        self._awaited.discard(entry.name)
+        if not self._sealed and self.expected and not self._awaited:
             self._seal()
         return carried
 

