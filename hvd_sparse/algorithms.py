@@ -53,12 +53,9 @@ class Algorithm:
 
     def describe(self) -> list[str]:
         """Return one line a setting, for the comparison between ranks."""
-        lines = [f"method = {self.name}"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "density":  # the schedule, in `warmup`, says it
-                lines.append(f"{field.name} = {value.describe() if isinstance(value, Schedule) else repr(value)}")
-        return lines
+        settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
+        lines = [f"method = {self.name}", f"density = {self.warmup.describe()}"]
+        return lines + [f"{name} = {getattr(self, name)!r}" for name in settings]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,12 +200,12 @@ class SparseCompressor:
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
-        if self.algorithm.momentum > 0.0 and outer > 0.0:
+        if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(
                 f"the optimizer has momentum={outer:g} and Compression.{self.algorithm.name} has "
                 f"momentum={self.algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "
                 "compression's is the one that knows what was delayed",
-                stacklevel=2,
+                stacklevel=4,
             )
 
 

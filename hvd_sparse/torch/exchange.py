@@ -10,7 +10,6 @@ from time import monotonic, sleep
 
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_sparse.agreement import DIGEST_BYTES, digest, explain_difference
 
@@ -28,13 +27,17 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it the first time."""
         if self._result is None:
-            self._result = _synchronize(self._handle)
+            self._result = hvd.synchronize(self._handle)
         return self._result
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._result is not None or hvd.poll(self._handle)
 
     def wait_at_most(self, seconds: float, what: str) -> None:
         """Raise RuntimeError if the other ranks have not taken part after so long."""
         deadline = monotonic() + seconds
-        while not hvd.poll(self._handle):
+        while not self.is_done():
             if monotonic() > deadline:
                 raise RuntimeError(
                     f"hvd_sparse: the other ranks did not take part in {what} within {seconds:.0f} s. Every rank must "
@@ -97,15 +100,3 @@ class Exchange:
         lengths = Pending(hvd.allgather_async(length, f"{self._prefix}.agree.length", self.process_set)).wait()
         texts = self.allgather("agree.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
-
-
-def _synchronize(handle) -> torch.Tensor:
-    try:
-        return hvd.synchronize(handle)
-    except HorovodInternalError as error:
-        if "Join" in str(error):
-            raise RuntimeError(
-                "hvd_sparse does not work with hvd.join(): Horovod cannot gather from a rank that has joined. Give every "
-                "rank the same number of steps (drop or repeat the last batches). Horovod said: " + str(error)
-            ) from error
-        raise

@@ -47,7 +47,7 @@ class ModelScope(Scope):
         for group in self._groups.values():
             group.result = None
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Select and start whatever was not complete when the last gradient came."""
         late = self._late()
         if not self._sealed and self.expected:  # a tensor is missing: the others make their own selection
@@ -92,13 +92,16 @@ class ModelScope(Scope):
                 group.buffer = torch.zeros(self._payload_size(group.n, k), dtype=torch.uint8)
             group.selection = self._select(group.memory.residual, k, group.hint)
             self._pack(group.selection, group.n, k, group.buffer)
-            group.gathered = self.exchange.allgather(name, group.buffer)
+            self._deferred.append(lambda: self._gather(group, name))
             self.traffic.count(payload_bytes=group.buffer.numel())
         if group.dense:
             parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
             small = torch.cat(parts)
             group.summed = self.exchange.allreduce(f"{name}.dense", small)
             self.traffic.count(payload_bytes=small.numel() * small.element_size(), sent=small.numel())
+
+    def _gather(self, group: Group, name: str) -> None:
+        group.gathered = self.exchange.allgather(name, group.buffer)
 
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
         if not entry.usable:

@@ -8,6 +8,7 @@ come unexpectedly (all of them in the first step) go with the late messages, at 
 every compress of the step has happened, on every rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class Scope:
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
+        self._deferred: list[Callable[[], None]] = []
         self._votes: list[Pending] = []
         self._sealed = False
 
@@ -80,6 +82,9 @@ class Scope:
         self._awaited = set(self.expected)
         self._votes = []
         self._sealed = False
+        self._deferred = []
+        self._presence = self.exchange.allreduce("present", torch.ones(1))
+        self.traffic.count(payload_bytes=4)
 
     def add(self, entry: Entry) -> torch.Tensor:
         """Take a gradient in; return what Horovod's own allreduce is to carry: a token, or the dense tensor."""
@@ -92,11 +97,13 @@ class Scope:
         self._awaited.discard(entry.name)
         if not self._sealed and self.expected and not self._awaited:
             self._seal()
+        self._release(wait=False)
         return carried
 
     def finish(self) -> None:
         """Start everything that has not been started: no compress follows in this step."""
-        raise NotImplementedError
+        self._finish()
+        self._release(wait=True)
 
     def end(self) -> None:
         """End a step that is complete: what it saw is what the next one expects. Lets go of its gradients."""
@@ -136,6 +143,28 @@ class Scope:
 
     def _seal(self) -> None:
         raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _release(self, wait: bool) -> None:
+        """Start the deferred allgathers once it is known that every rank takes part in this step.
+
+        An allgather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for
+        ever: it must not be submitted. A sum of ones, started with the step, tells; it is there before a bucket fills.
+        """
+        if not self._deferred or not (wait or self._presence.is_done()):
+            return
+        with self.traffic.timed("exchange"):
+            present, ranks = int(self._presence.wait()), self.exchange.size()
+        if present < ranks:
+            raise RuntimeError(
+                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined, and Horovod "
+                "cannot gather from them. Give every rank the same number of steps: drop or repeat the last batches"
+            )
+        deferred, self._deferred = self._deferred, []
+        for start in deferred:
+            start()
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         bad = sum(not entry.finite for entry in entries)

@@ -18,6 +18,7 @@ class Message:
     bucket: Bucket
     buffer: torch.Tensor
     missing: set[str] = field(default_factory=set)
+    started: bool = False
     pending: Pending | None = None
 
     def slot(self, name: str, size: int) -> torch.Tensor:
@@ -44,9 +45,9 @@ class TensorScope(Scope):
         self._message_of = {name: message for message in self._plan for name in message.bucket.offsets}
         for message in self._plan:
             message.missing = set(message.bucket.offsets)
-            message.pending = None
+            message.started = False
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Start the buckets that miss a member, and the late ones."""
         if not self._sealed:
             self._seal()
@@ -111,12 +112,16 @@ class TensorScope(Scope):
             for name in message.missing:
                 n, k = self.parameters[name].numel(), self._count(name)
                 self._pack(None, n, k, message.slot(name, self._payload_size(n, k)))
-            if message.pending is None:
+            if not message.started:
                 self._start(message)
         self._vote("vote", [self.entries[name] for name in self.expected if name in self.entries])
 
     def _start(self, message: Message) -> None:
-        message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
+        def start() -> None:
+            message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
+
+        message.started = True
+        self._deferred.append(start)
         self.traffic.count(payload_bytes=message.bucket.size)
 
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
