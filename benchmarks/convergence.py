@@ -57,7 +57,9 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]
         for seed in seeds:
             result = train(script, options, ranks, seed, extra)
             results.append({"label": label, **result})
-            print(f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True)
+            print(
+                f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True
+            )
     return results
 
 

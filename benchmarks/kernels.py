@@ -123,8 +123,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     n, k = arguments.elements, top_k_count(arguments.elements, arguments.density)
-    figures = {"elements": n, "density": arguments.density, "threads": arguments.threads, "machine": platform.processor()}
-    methods = {"": DeepGradientCompression(density=arguments.density), "gd_": GradientDropping(density=arguments.density)}
+    figures = {
+        "elements": n,
+        "density": arguments.density,
+        "threads": arguments.threads,
+        "machine": platform.processor(),
+    }
+    methods = {
+        "": DeepGradientCompression(density=arguments.density),
+        "gd_": GradientDropping(density=arguments.density),
+    }
     for prefix, algorithm in methods.items():
         check(algorithm)
         print(f"{algorithm.name}: equal to the reference and to torch.topk")

@@ -20,7 +20,8 @@ def check_build() -> str:
     lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
     lines += ["", "Beside it:"]
     lines += [
-        f"    {box(importlib.util.find_spec(module) is not None)} {module}" for module in ("horovod", *FRAMEWORKS, "mpi4py")
+        f"    {box(importlib.util.find_spec(module) is not None)} {module}"
+        for module in ("horovod", *FRAMEWORKS, "mpi4py")
     ]
     lines += ["", "Codings:"] + [f"    [X] {coding}" for coding in CODINGS]
     return "\n".join(lines)

@@ -51,7 +51,9 @@ def main() -> None:
     sparse = train("dgc", arguments.ranks, ["--density", str(arguments.density), *options])
     print(f"\n{table([dense, sparse])}")
     fewer = dense["payload_bytes"] / sparse["payload_bytes"]
-    print(f"\nDGC moved {fewer:.0f} times fewer bytes, warm-up included; accuracy {sparse['accuracy'] - dense['accuracy']:+.2f} points")
+    print(
+        f"\nDGC moved {fewer:.0f} times fewer bytes, warm-up included; accuracy {sparse['accuracy'] - dense['accuracy']:+.2f} points"
+    )
     print(json.dumps({"results": [dense, sparse]}))
 
 

@@ -1,0 +1,140 @@
+"""Arguments of the methods, buckets, threshold hints, traffic counts and the comparison between ranks."""
+
+import itertools
+
+import pytest
+
+from hvd_sparse.agreement import digest, explain_difference
+from hvd_sparse.algorithms import DeepGradientCompression, GradientDropping
+from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.schedule import WarmUp
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.traffic import Traffic
+
+
+@pytest.mark.parametrize("method", [DeepGradientCompression, GradientDropping])
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("density", 0.0, ValueError),
+        ("density", 1.5, ValueError),
+        ("density", float("nan"), ValueError),
+        ("density", "0.1", TypeError),
+        ("density", True, TypeError),
+        ("scope", "layer", ValueError),
+        ("coding", "huffman", ValueError),
+        ("values", "float64", ValueError),
+        ("values", "int8", ValueError),
+        ("min_numel", -1, ValueError),
+        ("min_numel", 1.5, ValueError),
+        ("bucket_bytes", 0, ValueError),
+        ("seed", -1, ValueError),
+        ("warmup", -1, ValueError),
+        ("warmup", 2.5, TypeError),
+    ],
+)
+def test_shared_arguments_name_what_is_wrong(method, argument, value, error):
+    with pytest.raises(error, match=argument) as raised:
+        method(**{argument: value})
+    assert str(value).strip("'") in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"momentum": 1.0}, ValueError, "momentum"),
+        ({"momentum": -0.1}, ValueError, "momentum"),
+        ({"momentum": "0.9"}, TypeError, "momentum"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay"),
+        ({"weight_decay": float("inf")}, ValueError, "weight_decay"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm"),
+        ({"clip_norm": float("nan")}, ValueError, "clip_norm"),
+        ({"clip_scope": "layer"}, ValueError, "clip_scope"),
+        ({"clip_scope": "model", "scope": "tensor", "clip_norm": 1.0}, ValueError, 'needs scope="model"'),
+        ({"nesterov": 1}, TypeError, "nesterov"),
+        ({"nesterov": True, "momentum": 0.0}, ValueError, "nesterov"),
+        ({"factor_masking": None}, TypeError, "factor_masking"),
+    ],
+)
+def test_arguments_of_dgc(settings, error, match):
+    with pytest.raises(error, match=match):
+        DeepGradientCompression(**settings)
+
+
+def test_description_tells_every_setting_apart():
+    base = DeepGradientCompression()
+    others = [
+        GradientDropping(density=0.001),
+        DeepGradientCompression(density=0.01),
+        DeepGradientCompression(warmup=WarmUp(0.001, 100)),
+        DeepGradientCompression(scope="model"),
+        DeepGradientCompression(momentum=0.8),
+        DeepGradientCompression(nesterov=True),
+        DeepGradientCompression(weight_decay=1e-4),
+        DeepGradientCompression(clip_norm=1.0),
+        DeepGradientCompression(factor_masking=False),
+        DeepGradientCompression(values="float16"),
+        DeepGradientCompression(min_numel=1),
+        DeepGradientCompression(bucket_bytes=1),
+        DeepGradientCompression(seed=1),
+    ]
+    digests = [digest(algorithm.describe()) for algorithm in (base, *others)]
+    assert len(set(digests)) == len(digests)
+    assert digest(DeepGradientCompression().describe()) == digests[0]
+
+
+def test_difference_names_the_rank_and_the_lines():
+    first = ["density = constant(0.1)", "w: (3,) torch.float32"]
+    text = explain_difference([first, first, [first[0], "w: (4,) torch.float32"]])
+    assert "rank 2 has 'w: (4,) torch.float32' where rank 0 has 'w: (3,) torch.float32'" in text
+    assert "rank 1" not in text
+    assert "another order" in explain_difference([first, first[::-1]])
+
+
+def test_buckets_depend_on_names_and_sizes_alone():
+    sizes = {"d": 40, "a": 100, "c": 8, "b": 60}
+    expected = [("x.0", {"a": 0}, 100), ("x.1", {"b": 0, "c": 60}, 68), ("x.2", {"d": 0}, 40)]
+    for order in itertools.permutations(sizes):
+        planned = plan_buckets({name: sizes[name] for name in order}, 100, "x")
+        assert [(bucket.name, dict(bucket.offsets), bucket.size) for bucket in planned] == expected
+    assert len(plan_buckets(sizes, 1, "x")) == 4
+    assert plan_buckets({}, 100, "x") == []
+
+
+def test_hint_follows_the_threshold_and_learns_from_misses():
+    hint = ThresholdHint()
+    assert hint.value(10) == 0.0
+    hint.update(10, 4.0, 12)
+    assert 0.9 * 4.0 < hint.value(10) < 4.0
+    assert hint.value(11) == 0.0, "another density: the old threshold says nothing"
+    before = hint.value(10)
+    hint.update(10, 4.0, 9)
+    after_miss = hint.value(10)
+    assert after_miss < before
+    for _ in range(100):
+        hint.update(10, 4.0, 1000)
+    assert after_miss < hint.value(10) < 4.0
+    for _ in range(100):
+        hint.update(10, 4.0, 0)
+    assert hint.value(10) >= 0.5 * 4.0
+
+
+def test_traffic_adds_up_and_nested_time_counts_once(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr("hvd_sparse.traffic.perf_counter", lambda: next(clock))
+    traffic = Traffic()
+    with traffic.timed("decompress"), traffic.timed("exchange"):
+        pass
+    traffic.count(dense_bytes=4000, payload_bytes=40, elements=1000, sent=5)
+    traffic.count(payload_bytes=10)
+    traffic.end_step()
+    summary = traffic.summary()
+    assert summary["steps"] == 1
+    assert summary["step"] == summary["total"]
+    assert summary["step"]["ratio"] == 80.0
+    assert summary["step"]["density"] == 0.005
+    assert summary["step"]["seconds"] == {"compress": 0.0, "exchange": 3.0, "decompress": 7.0}
+    traffic.count(dense_bytes=1)
+    traffic.drop_step()
+    traffic.end_step()
+    assert traffic.summary()["total"]["dense_bytes"] == 4000
