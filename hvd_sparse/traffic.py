@@ -54,7 +54,7 @@ class Traffic:
         self._step = defaultdict(float)
 
     def summary(self) -> dict:
-        """Return {"steps": int, "step": the last step, "total": all steps}, each with bytes, ratio, density, seconds."""
+        """Return {"steps": int, "step": last step, "total": all}, the two with bytes, ratio, density, seconds."""
         return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
 
 

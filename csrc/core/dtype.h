@@ -58,9 +58,14 @@ inline uint64_t MagnitudeBits(double value) {
 template <typename T>
 using BitsOf = decltype(MagnitudeBits(T{}));
 
-inline double MagnitudeFromBits(float, uint32_t bits) { return BitsToFloat(bits); }
+// Denormals are widened as integers, for a host that flushes them.
+inline double MagnitudeFromBits(float, uint32_t bits) {
+  return bits < 0x00800000u ? static_cast<double>(bits) * 0x1p-149 : static_cast<double>(BitsToFloat(bits));
+}
 inline double MagnitudeFromBits(Float16, uint16_t bits) { return ToFloat(Float16{bits}); }
-inline double MagnitudeFromBits(BFloat16, uint16_t bits) { return ToFloat(BFloat16{bits}); }
+inline double MagnitudeFromBits(BFloat16, uint16_t bits) {
+  return MagnitudeFromBits(float{}, static_cast<uint32_t>(bits) << 16);
+}
 inline double MagnitudeFromBits(double, uint64_t bits) {
   double value;
   std::memcpy(&value, &bits, sizeof value);

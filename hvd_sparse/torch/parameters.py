@@ -74,7 +74,7 @@ class Parameters:
             )
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self._names)} "
-            "parameters that this compression was built with. Build it from the same named_parameters as the optimizer: "
+            "parameters that this compression was built with. Build it from the optimizer's own named_parameters: "
             "Compression.dgc(model.named_parameters(), ...)"
         )
 
@@ -82,7 +82,8 @@ class Parameters:
 def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
         raise TypeError(
-            f"named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got {type(pair).__name__}"
+            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got "
+            f"{type(pair).__name__}"
         )
     name, parameter = pair
     if not isinstance(parameter, torch.Tensor):

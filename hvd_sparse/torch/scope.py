@@ -120,7 +120,7 @@ class Scope:
             bad, steps = vote.wait().tolist()
             if steps != self.exchange.size() * self.step:
                 raise RuntimeError(
-                    f"hvd_sparse: this rank is at step {self.step}, the ranks' mean is {steps / self.exchange.size():g}. "
+                    f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.exchange.size():g}. "
                     "Load the compression's state on every rank, or on none"
                 )
             overflow |= bad > 0
@@ -159,8 +159,8 @@ class Scope:
             present, ranks = int(self._presence.wait()), self.exchange.size()
         if present < ranks:
             raise RuntimeError(
-                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined, and Horovod "
-                "cannot gather from them. Give every rank the same number of steps: drop or repeat the last batches"
+                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
+                "Horovod cannot gather from them. Give every rank the same number of steps: drop or repeat the last batches"
             )
         deferred, self._deferred = self._deferred, []
         for start in deferred:
