@@ -26,7 +26,6 @@ EXPERIMENTS = {
             "DGC 0.01": ["--method", "dgc", "--density", "0.01"],
             "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
             "Gradient Dropping 0.01": ["--method", "gradient_dropping", "--density", "0.01"],
-            "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
         },
     ),
     "char_lstm": (

@@ -160,7 +160,7 @@ class Scope:
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
-                "Horovod cannot gather from them. Give every rank the same number of steps: drop or repeat the last batches"
+                "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
             )
         deferred, self._deferred = self._deferred, []
         for start in deferred:

@@ -1,0 +1,187 @@
+"""Train a character-level LSTM on the source of Python's standard library with a choice of compression.
+
+    horovodrun -np 4 python examples/pytorch_char_lstm.py --method dgc
+
+The text comes with the interpreter: compare perplexities of one Python version only.
+"""
+
+import argparse
+import math
+import pathlib
+import string
+import sysconfig
+import time
+
+import horovod.torch as hvd
+import reporting
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+MODULES = """
+argparse ast bdb calendar codecs configparser contextlib copy csv dataclasses difflib dis doctest enum fractions
+functools gettext glob gzip heapq inspect mimetypes ntpath optparse os pickle plistlib posixpath pprint pstats random
+selectors shlex shutil socket socketserver statistics subprocess tempfile textwrap threading trace traceback types
+uuid warnings weakref
+"""
+EVALUATION_STREAMS = 64
+
+
+class Model(nn.Module):
+    """Embedding, one LSTM layer and a linear layer over the printable ASCII characters."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.embedding = nn.Embedding(len(string.printable), 64)
+        self.lstm = nn.LSTM(64, hidden, batch_first=True)
+        self.decoder = nn.Linear(hidden, len(string.printable))
+        with torch.no_grad():
+            self.lstm.bias_ih_l0[hidden : 2 * hidden] = 1.0  # remember by default
+
+    def forward(self, characters, state=None):
+        """Return the logits of each next character and the state to go on with."""
+        output, state = self.lstm(self.embedding(characters), state)
+        return self.decoder(output), state
+
+
+def parse_arguments():
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reporting.add_arguments(parser, batch_size=8, lr=4.0, clip_norm=0.25)
+    parser.add_argument("--steps", type=reporting.positive_integer, default=600, help="(default: %(default)s)")
+    parser.add_argument(
+        "--warmup-steps",
+        type=reporting.whole_number,
+        default=60,
+        help="steps over which the learning rate rises and the density falls (default: %(default)s)",
+    )
+    parser.add_argument("--hidden", type=reporting.positive_integer, default=320, help="(default: %(default)s)")
+    parser.add_argument("--sequence-length", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
+    parser.add_argument("--evaluations", type=reporting.positive_integer, default=6, help="(default: %(default)s)")
+    parser.add_argument("--plot", metavar="PATH", help='(default: char_lstm-METHOD.png; "" for none)')
+    return reporting.parse_arguments(parser)
+
+
+def load_text():
+    """Return the training and the held-out characters (the last tenth) as int64 tensors."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    text = "".join((folder / f"{module}.py").read_text(encoding="utf-8") for module in MODULES.split())
+    index = {character: i for i, character in enumerate(string.printable)}
+    characters = torch.tensor([index[character] for character in text if character in index])
+    held_out = len(characters) // 10
+    return characters[:-held_out], characters[-held_out:]
+
+
+def split_streams(characters, streams):
+    """Cut the text into `streams` rows of equal length that are read side by side."""
+    length = len(characters) // streams
+    return characters[: streams * length].view(streams, length)
+
+
+def training_windows(characters, args):
+    """Yield (inputs, targets, is_start) for ever from this rank's streams, in reading order."""
+    streams = split_streams(characters, args.batch_size * hvd.size())[hvd.rank() :: hvd.size()].to(args.device)
+    while True:
+        for start in range(0, streams.shape[1] - args.sequence_length, args.sequence_length):
+            window = streams[:, start : start + args.sequence_length + 1]
+            yield window[:, :-1], window[:, 1:], start == 0
+
+
+def evaluate(model, characters, args):
+    """Return the mean loss a character over the held-out text; the same for any number of ranks."""
+    model.eval()
+    streams = split_streams(characters, EVALUATION_STREAMS)[hvd.rank() :: hvd.size()].to(args.device)
+    total, count, state = 0.0, 0, None
+    with torch.no_grad():
+        for window in streams.split(256, dim=1) if len(streams) else ():
+            output, state = model(window, state)
+            target = window[:, 1:]  # the first character of each window is not scored
+            total += F.cross_entropy(output[:, :-1].flatten(0, 1), target.flatten(), reduction="sum").item()
+            count += target.numel()
+    total, count = reporting.sum_over_ranks([total, count], "held_out")
+    return total / count
+
+
+def perplexity(loss):
+    """Turn a mean loss in nats into a perplexity."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def train(model, optimizer, traffic, train_text, held_out_text, args):
+    """Train for `args.steps` steps and return one dict of metrics an evaluation."""
+    rows, losses, state = [], [], None
+    interval = math.ceil(args.steps / args.evaluations)
+    windows = training_windows(train_text, args)
+    for step in tqdm(range(args.steps), unit="step", disable=not args.verbose):
+        model.train()
+        inputs, targets, is_start = next(windows)
+        state = None if is_start else tuple(part.detach() for part in state)
+        reporting.set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
+        optimizer.zero_grad()
+        output, state = model(inputs, state)
+        loss = F.cross_entropy(output.flatten(0, 1), targets.flatten())
+        loss.backward()
+        reporting.apply_gradients(model, optimizer, args)
+        traffic.steps += 1
+        losses.append(loss.item())
+        if (step + 1) % interval == 0 or step + 1 == args.steps:
+            train_loss = reporting.sum_over_ranks([sum(losses) / len(losses)], "train")[0] / hvd.size()
+            held_out_loss = evaluate(model, held_out_text, args)
+            rows.append(
+                {
+                    "step": step + 1,
+                    "train_loss": train_loss,
+                    "held_out_loss": held_out_loss,
+                    "perplexity": perplexity(held_out_loss),
+                    **traffic.since_last(),
+                }
+            )
+            losses = []
+    return rows
+
+
+def main():
+    """Run the example; every rank takes part, rank 0 reports."""
+    args = parse_arguments()
+    train_text, held_out_text = load_text()
+    if len(train_text) // (args.batch_size * hvd.size()) <= args.sequence_length:
+        raise SystemExit(
+            f"{len(train_text)} characters are too few for {hvd.size()} ranks with --batch-size "
+            f"{args.batch_size} and --sequence-length {args.sequence_length}"
+        )
+    args.warmup_steps = min(args.warmup_steps, args.steps)
+    model = Model(args.hidden).to(args.device)
+    optimizer, compression = reporting.make_optimizer(model, args, args.warmup_steps)
+    traffic = reporting.Traffic(model, args.method, compression)
+
+    start = time.perf_counter()
+    rows = train(model, optimizer, traffic, train_text, held_out_text, args)
+    seconds = time.perf_counter() - start
+
+    if hvd.rank() == 0:
+        if args.verbose:
+            reporting.print_table(rows)
+        path = f"char_lstm-{args.method}.png" if args.plot is None else args.plot
+        if path:
+            reporting.plot_curves(
+                rows,
+                "step",
+                [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]],
+                f"character LSTM, {args.method}, {hvd.size()} ranks",
+                path,
+            )
+        reporting.print_json(
+            "pytorch_char_lstm",
+            args,
+            traffic,
+            perplexity=rows[-1]["perplexity"],
+            loss=rows[-1]["held_out_loss"],
+            seconds=seconds,
+            hidden=args.hidden,
+            sequence_length=args.sequence_length,
+        )
+
+
+if __name__ == "__main__":
+    main()

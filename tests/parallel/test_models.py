@@ -1,0 +1,299 @@
+"""Models as they come: sparse embeddings, frozen and tied and unused weights, odd shapes and layouts, GANs."""
+
+import gc
+import weakref
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    SCOPES,
+    SHAPES,
+    assert_ranks_agree,
+    distributed,
+    draw,
+    drive,
+    make_parameters,
+    memory_of,
+    shuffled,
+    step,
+    total,
+    whole_numbers,
+)
+from torch import nn
+
+from hvd_sparse.torch import Compression
+
+FROZEN_ON_ONE_RANK = pytest.mark.xfail(
+    hvd.size() > 1, strict=True, reason='scope="model" lays out its payload by what is frozen on each rank'
+)
+
+
+def embedding_pair(sparse_as_dense, compression_of):
+    """Train two equal models with sparse gradients, without compression and with; return their parameters."""
+    trained = []
+    for make in (lambda named: Compression.none, compression_of):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"table": nn.Embedding(150, 8, sparse=True), "head": nn.Linear(8, 150)})
+        title = "plain" if not trained else "ours"
+        parameters = {f"{title}.{name}": parameter for name, parameter in model.named_parameters()}
+        compression = make(parameters.items())
+        optimizer = distributed(parameters, compression, lr=0.5, sparse_as_dense=sparse_as_dense)
+        for t in range(5):
+            optimizer.zero_grad()
+            words = torch.arange(20) * (t + 1 + hvd.rank()) % 150
+            model["head"](model["table"](words)).square().mean().backward()
+            optimizer.step()
+            assert parameters[f"{title}.table.weight"].grad.is_sparse
+        trained.append((parameters, compression))
+    return trained
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_sparse_gradients_pass_through(scope):
+    """Horovod gathers them itself; the embedding moves as without compression, and has no memory."""
+    (plain, _), (ours, compression) = embedding_pair(
+        False, lambda named: Compression.gradient_dropping(named, density=1.0, scope=scope, min_numel=10)
+    )
+    torch.testing.assert_close(ours["ours.table.weight"], plain["plain.table.weight"], rtol=1e-5, atol=1e-6)
+    assert compression.state_dict()["memory"]["ours.table.weight"] == {}
+    assert_ranks_agree(ours)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_sparse_as_dense_is_horovods_at_density_one(scope):
+    (plain, _), (ours, _) = embedding_pair(
+        True, lambda named: Compression.gradient_dropping(named, density=1.0, scope=scope)
+    )
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, plain[name.replace("ours", "plain")], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_sparse_as_dense_is_compressed(scope):
+    _, (ours, compression) = embedding_pair(
+        True, lambda named: Compression.gradient_dropping(named, density=0.05, scope=scope, min_numel=10)
+    )
+    assert_ranks_agree(ours)
+    assert compression.stats()["step"]["density"] == pytest.approx(0.05, rel=0.05)
+    assert memory_of(compression, ours, "ours.table.weight").count_nonzero() > 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
+def test_freezing_and_unfreezing(method, scope):
+    """A frozen parameter does not move and keeps its memory, also while the others go on; then it continues."""
+    parameters = make_parameters()
+    compression = getattr(Compression, method)(parameters.items(), density=0.05, scope=scope, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    frozen = ("body.weight", "body.bias")  # one compressed, one that travels dense
+    for t in range(9):
+        if t == 3:
+            at_freeze = {name: parameters[name].detach().clone() for name in frozen}
+            memory = {name: memory_of(compression, parameters, name) for name in frozen}
+        for name in frozen:
+            parameters[name].requires_grad_(not 3 <= t < 6)
+        others = parameters["head.weight"].detach().clone()
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()), shuffled(SHAPES, t, hvd.rank()))
+        assert not torch.equal(others, parameters["head.weight"])
+        if 3 <= t < 6:
+            for name in frozen:
+                assert torch.equal(parameters[name], at_freeze[name]), name
+                assert torch.equal(memory_of(compression, parameters, name), memory[name]), name
+    assert all(not torch.equal(parameters[name], at_freeze[name]) for name in frozen)
+    assert_ranks_agree(parameters)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_nothing_is_lost_by_freezing(scope):
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), density=0.05, scope=scope, min_numel=100)
+    optimizer = distributed(parameters, compression, op=hvd.Sum)
+    fed = np.zeros(SHAPES["body.weight"])
+    sent = torch.zeros(SHAPES["body.weight"], dtype=torch.float64)
+    for t in range(12):
+        trains = t % 4 < 2
+        parameters["body.weight"].requires_grad_(trains)
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        fed += gradients["body.weight"] * trains
+        step(optimizer, parameters, gradients)
+        sent += parameters["body.weight"].grad.double()
+    residual = total(memory_of(compression, parameters, "body.weight"))
+    assert torch.equal(total(fed).reshape(-1), sent.reshape(-1) + residual) and residual.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("scope", ["tensor", pytest.param("model", marks=FROZEN_ON_ONE_RANK)])
+def test_what_is_frozen_may_differ_between_ranks(scope):
+    """The ranks go on agreeing: a parameter moves by the gradients of the ranks on which it is not frozen."""
+    shapes = {"a": (800,), "b": (800,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.gradient_dropping(parameters.items(), density=0.1, scope=scope, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    for t in range(6):
+        parameters["ab"[hvd.rank() % 2]].requires_grad_(t < 2 or t > 3)
+        step(optimizer, parameters, draw(shapes, t, hvd.rank()))
+        assert_ranks_agree(parameters)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_parameter_that_is_first_used_at_step_five(scope):
+    """It comes as a gradient of zeros before (Horovod fills in), and then with the rest; no rank is at odds."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), density=0.05, scope=scope, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    start = parameters["head.weight"].detach().clone()
+    for t in range(9):
+        used = [name for name in SHAPES if name != "head.weight" or t >= 5]
+        step(optimizer, parameters, draw({name: SHAPES[name] for name in used}, t, hvd.rank()))
+        assert torch.equal(start, parameters["head.weight"]) == (t < 5)
+    assert_ranks_agree(parameters)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_parameter_whose_gradient_comes_only_in_some_steps(scope):
+    """Driven without the optimizer, which would fill in zeros: what is not compressed keeps its memory."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), density=0.05, scope=scope, min_numel=100)
+    balance = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for t in range(12):
+        present = [name for i, name in enumerate(SHAPES) if (t + i) % 3 or t > 10]
+        gradients = whole_numbers({name: SHAPES[name] for name in present}, t, hvd.rank())
+        reduced = drive(compression, parameters, gradients, order=shuffled(present, t, hvd.rank()))
+        for name in present:
+            balance[name] += total(gradients[name]).numpy() - reduced[name].double().numpy()
+    for name in SHAPES:
+        residual = total(memory_of(compression, parameters, name)).numpy()
+        assert (balance[name].reshape(-1) == residual).all(), name
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_two_optimizers_with_equal_names(scope):
+    """As in a GAN, in turns; each moves as it would alone."""
+
+    def model(seed):
+        parameters = make_parameters(seed=seed)
+        compression = Compression.dgc(parameters.items(), density=0.05, scope=scope, min_numel=100)
+        return parameters, compression, distributed(parameters, compression)
+
+    alone = [model(1), model(2)]
+    for number, (parameters, _, optimizer) in enumerate(alone):
+        for t in range(6):
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank(), number))
+    together = [model(1), model(2)]
+    for t in range(6):
+        for number, (parameters, _, optimizer) in enumerate(together):
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank(), number))
+    for (expected, _, _), (found, _, _) in zip(alone, together, strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_tied_weights(scope):
+    """One parameter under two names, both handed over: it has one memory, and its gradient is the sum of both uses."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Embedding(50, 12), nn.Linear(12, 50, bias=False)
+    decoder.weight = encoder.weight
+    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    named = list(model.named_parameters(remove_duplicate=False))
+    assert len(named) == 2
+    compression = Compression.gradient_dropping(named, density=0.1, scope=scope, min_numel=100)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), compression
+    )
+    for t in range(5):
+        optimizer.zero_grad()
+        decoder(encoder(torch.arange(10) + t + hvd.rank())).square().mean().backward()
+        optimizer.step()
+    assert list(compression.state_dict()["memory"]) == ["encoder.weight"]
+    assert_ranks_agree(dict(named))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("min_numel", [0, 10**6])
+def test_gradients_in_channels_last_order(min_numel, scope):
+    """Horovod alone refuses tensors that are not contiguous; the result is that of contiguous ones, bit for bit."""
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(3)
+        convolution = nn.Conv2d(4, 6, 3).to(memory_format=layout)
+        parameters = {f"{layout}.{name}": p for name, p in convolution.named_parameters()}
+        compression = Compression.dgc(parameters.items(), 0.1, scope=scope, min_numel=min_numel, weight_decay=0.1)
+        optimizer = distributed(parameters, compression)
+        for t in range(6):
+            optimizer.zero_grad()
+            drawn = draw({"weight": (6, 4, 3, 3)}, t, hvd.rank())["weight"]
+            convolution.weight.grad = torch.tensor(drawn).float().to(memory_format=layout)
+            (convolution.weight * 0).sum().backward()
+            assert convolution.weight.grad.is_contiguous() == (layout == torch.contiguous_format)
+            optimizer.step()
+            assert convolution.weight.grad.shape == (6, 4, 3, 3)
+        found.append(convolution.weight.detach().contiguous())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("min_numel", [0, 10, 10**9])
+def test_any_bucket_and_least_size(min_numel, bucket_bytes, scope):
+    """Scalars, single elements and tiny tensors, compressed or not, one message each or one for all."""
+    shapes = {"scalar": (), "one": (1,), "one_of_many": (1, 1, 1), "few": (3, 3), "more": (40,)}
+    parameters = make_parameters(shapes)
+    settings = {"density": 0.2, "min_numel": min_numel, "bucket_bytes": bucket_bytes, "scope": scope}
+    compression = Compression.gradient_dropping(parameters.items(), **settings)
+    balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for t in range(5):
+        gradients = whole_numbers(shapes, t, hvd.rank())
+        reduced = drive(compression, parameters, gradients, order=shuffled(shapes, t, hvd.rank()))
+        for name, shape in shapes.items():
+            assert reduced[name].shape == shape and reduced[name].dtype == torch.float32
+            balance[name] += total(gradients[name]) - reduced[name].double()
+    for name, shape in shapes.items():
+        residual = total(memory_of(compression, parameters, name)).reshape(shape)
+        assert torch.equal(balance[name], residual), name
+        if min_numel > 40:
+            assert residual.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("density", [0.01, 1.0])
+def test_gradients_that_are_all_zero(density, scope):
+    parameters = make_parameters()
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    compression = Compression.dgc(parameters.items(), density, scope=scope, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    for _ in range(3):
+        step(optimizer, parameters, {name: np.zeros(shape) for name, shape in SHAPES.items()})
+    assert all(torch.equal(start[name], parameter) for name, parameter in parameters.items())
+    assert compression.stats()["residual_norm"] == 0.0
+
+
+def test_a_process_alone_is_left_to_its_optimizer():
+    """Horovod calls no compressor at one process: nothing is compressed. At more, it is."""
+    parameters, plain = make_parameters(), make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), density=0.01)
+    inner = torch.optim.SGD(list(parameters.values()), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, list(parameters.items()), compression)
+    expected = torch.optim.SGD(list(plain.values()), lr=0.1)
+    for t in range(3):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+        step(expected, plain, draw(SHAPES, t, hvd.rank()))
+    stats = compression.stats()
+    if hvd.size() == 1:
+        assert all(torch.equal(parameters[name], plain[name]) for name in SHAPES)
+        assert (stats["steps"], stats["residual_norm"], stats["total"]["payload_bytes"]) == (0, 0.0, 0)
+    else:
+        assert stats["steps"] == 3
+        assert_ranks_agree(parameters)
+
+
+def test_nothing_global_holds_on_to_a_compression():
+    def use():
+        parameters = make_parameters()
+        compression = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100)
+        drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+        return weakref.ref(compression), weakref.ref(parameters["head.weight"])
+
+    alive = use()
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]

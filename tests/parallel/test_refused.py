@@ -1,0 +1,253 @@
+"""What cannot work is refused with a clear error, on every rank, and nobody is left waiting."""
+
+import warnings
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    SCOPES,
+    SHAPES,
+    alone_as_elastic,
+    assert_alive,
+    backward,
+    distributed,
+    draw,
+    drive,
+    make_parameters,
+    step,
+)
+
+from hvd_sparse.torch import Compression
+
+several = pytest.mark.skipif(hvd.size() < 2, reason="ranks can only differ where there are two of them")
+LAST = hvd.size() - 1
+
+
+def refuse_a_step(parameters, compression, error, message, **options):
+    """Assert that the first backward pass raises, here, on every rank, and that collectives go on working."""
+    distributed(parameters, compression, **options)
+    with pytest.raises(error, match=message):
+        backward(parameters, draw(SHAPES, 0, hvd.rank()))
+    assert_alive()
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("op", ["Min", "Max", "Product", "Adasum"])
+def test_other_reductions(op, scope):
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), scope=scope)
+    refuse_a_step(parameters, compression, ValueError, r"hvd\.Average.*hvd\.Sum", op=getattr(hvd, op))
+
+
+@several
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("op", ["Min", "Max", "Product"])
+def test_other_reductions_told_by_the_token_alone(op, scope):
+    """Without Horovod's optimizer to look at: what the reduction made of the token gives it away."""
+    parameters = make_parameters({"weight": (600,)})
+    compression = Compression.gradient_dropping(parameters.items(), scope=scope, min_numel=100)
+    with pytest.raises(ValueError, match=r"op must be hvd\.Average or hvd\.Sum"):
+        drive(compression, parameters, draw({"weight": (600,)}, 0, hvd.rank()), op=getattr(hvd, op))
+    assert_alive()
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_unknown_parameters(scope):
+    parameters = make_parameters()
+    strangers = make_parameters()
+    compression = Compression.gradient_dropping(strangers.items(), scope=scope)
+    message = r"belongs to none of the 4 parameters.*named_parameters"
+    refuse_a_step(parameters, compression, ValueError, message)
+
+
+DIFFERENCES = {
+    "density": ({"density": 0.02}, "constant(0.02)"),
+    "warm-up": ({"warmup": 30}, "warm_up(final=0.01, steps=30"),
+    "values": ({"values": "float16"}, "values = 'float16'"),
+    "seed": ({"seed": 7}, "seed = 7"),
+    "scope": ({"scope": "model"}, "scope = 'model'"),
+    "least size": ({"min_numel": 3}, "min_numel = 3"),
+    "buckets": ({"bucket_bytes": 1}, "bucket_bytes = 1"),
+}
+
+
+def refuse_to_differ(compression, parameters, shapes, message):
+    """The error names what differs, and the rank, on every rank."""
+    with pytest.raises(ValueError, match="ranks do not agree on model or settings") as refusal:
+        drive(compression, parameters, draw(shapes, 0, hvd.rank()))
+    assert f"rank {LAST} has" in str(refusal.value) and message in str(refusal.value), refusal.value
+    assert_alive()
+
+
+@several
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_settings_that_differ_between_ranks(what):
+    settings, message = DIFFERENCES[what]
+    parameters = make_parameters()
+    own = settings if hvd.rank() == LAST else {}
+    compression = Compression.gradient_dropping(parameters.items(), **{"density": 0.01, **own})
+    refuse_to_differ(compression, parameters, SHAPES, message)
+
+
+@several
+def test_methods_that_differ_between_ranks():
+    parameters = make_parameters()
+    make = Compression.dgc if hvd.rank() == LAST else Compression.gradient_dropping
+    refuse_to_differ(make(parameters.items(), density=0.01), parameters, SHAPES, "method = dgc")
+
+
+@several
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("difference", ["extra", "missing", "shape", "type", "name"])
+def test_models_that_differ_between_ranks(difference, scope):
+    shapes, dtype, message = dict(SHAPES), torch.float32, "head.weight: (500,) torch.float32"
+    if hvd.rank() == LAST:
+        if difference == "extra":
+            shapes["extra"] = (7,)
+        elif difference == "shape":
+            shapes["head.weight"] = (250, 2)
+        elif difference == "type":
+            dtype = torch.float64
+        else:
+            del shapes["head.weight"]
+            if difference == "name":
+                shapes["tail.weight"] = (500,)
+    message = "extra: (7,)" if difference == "extra" else message
+    parameters = make_parameters(shapes, dtype)
+    compression = Compression.gradient_dropping(parameters.items(), scope=scope)
+    refuse_to_differ(compression, parameters, shapes, message)
+
+
+@several
+@pytest.mark.parametrize("scope", SCOPES)
+def test_agreement_is_found_again_after_a_refusal(scope):
+    """The same compressor refuses again; equal ones, built afterwards, work."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), density=0.01 * (1 + hvd.rank()), scope=scope)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="ranks do not agree"):
+            drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    equal = Compression.gradient_dropping(parameters.items(), density=0.01, scope=scope)
+    drive(equal, parameters, draw(SHAPES, 0, hvd.rank()))
+    assert equal.stats()["steps"] == 1
+
+
+@several
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_state_loaded_on_one_rank_only(scope):
+    shapes = {"weight": (600,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.gradient_dropping(parameters.items(), scope=scope, min_numel=100)
+    for t in range(3):
+        drive(compression, parameters, draw(shapes, t, hvd.rank()))
+    if hvd.rank() == 0:
+        compression.load_state_dict({**compression.state_dict(), "step": 8})
+    with pytest.raises(RuntimeError, match=r"at step (8|3).*state on every rank"):
+        drive(compression, parameters, draw(shapes, 3, hvd.rank()))
+    assert_alive()
+
+
+@pytest.mark.skipif(hvd.size() != 3, reason="three ranks, the middle one at the mean of the steps")
+@pytest.mark.xfail(strict=True, reason="steps are compared with their mean: a rank at the mean sees nothing wrong")
+def test_different_states_are_seen_on_every_rank():
+    shapes = {"weight": (600,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.gradient_dropping(parameters.items(), min_numel=100)
+    compression.load_state_dict({**compression.state_dict(), "step": 4 + hvd.rank()})
+    refused = False
+    try:
+        drive(compression, parameters, draw(shapes, 0, hvd.rank()))
+    except RuntimeError as error:
+        refused = "state on every rank" in str(error)
+    assert hvd.allreduce(torch.tensor(float(refused)), op=hvd.Sum, name="refused").item() == hvd.size()
+
+
+CONSTRUCTION = {
+    "density 0": ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0"),
+    "density above 1": ({"density": 1.5}, ValueError, r"density .*1\.5"),
+    "density NaN": ({"density": float("nan")}, ValueError, "density .*nan"),
+    "density text": ({"density": "1%"}, TypeError, "density .*'1%'"),
+    "scope": ({"scope": "layer"}, ValueError, "scope must be one of 'tensor', 'model'; got 'layer'"),
+    "values": ({"values": "int8"}, ValueError, "values must be one of .*'int8'"),
+    "coding": ({"coding": "zip"}, ValueError, "coding must be one of .*'zip'"),
+    "warmup": ({"warmup": -1}, ValueError, "warmup .*-1"),
+    "warmup epochs": ({"warmup": 4.0}, TypeError, "warmup .*4.0"),
+    "min_numel": ({"min_numel": -1}, ValueError, "min_numel .*-1"),
+    "bucket_bytes": ({"bucket_bytes": 0}, ValueError, "bucket_bytes .*0"),
+    "seed": ({"seed": 0.5}, ValueError, "seed .*0.5"),
+    "process set": ({"process_set": [0]}, TypeError, "process_set .*list"),
+    "unknown": ({"densty": 0.1}, TypeError, "densty"),
+}
+
+
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
+@pytest.mark.parametrize("what", CONSTRUCTION)
+def test_arguments(what, method):
+    settings, error, message = CONSTRUCTION[what]
+    with pytest.raises(error, match=message):
+        getattr(Compression, method)(make_parameters().items(), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_parameters_without_a_real_gradient(dtype):
+    named = [("counter", torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))]
+    with pytest.raises(TypeError, match=f"counter: gradients must be float32.*{dtype}"):
+        Compression.gradient_dropping(named)
+
+
+def test_parameters_in_another_form():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    for wrong, error, message in (
+        ([parameter], TypeError, "pairs"),
+        ([], ValueError, "empty"),
+        ([("a", parameter), ("a", torch.nn.Parameter(torch.zeros(2)))], ValueError, "'a' twice"),
+        ([("a", np.zeros(3))], TypeError, "a: a parameter must be a torch.Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            Compression.dgc(wrong)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_in_both_is_warned_of(momentum):
+    parameters = make_parameters()
+    with alone_as_elastic():
+        compression = Compression.dgc(parameters.items(), momentum=0.9)
+    inner = torch.optim.SGD(list(parameters.values()), lr=0.1, momentum=momentum)
+    optimizer = distributed(parameters, compression, optimizer=inner)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(2):
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+    messages = [str(warning.message) for warning in caught if "momentum" in str(warning.message)]
+    if hvd.rank() == 0:  # the others need not repeat it
+        assert len(messages) == (momentum > 0.0), messages
+    assert all("Set the optimizer's to 0" in message for message in messages)
+
+
+def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Compression.dgc(make_parameters().items(), momentum=0.9)
+        Compression.gradient_dropping(make_parameters().items())
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (hvd.size() == 1), messages
+    assert not messages or "momentum" in messages[0]
+
+
+@several
+@pytest.mark.xfail(strict=True, reason="a process set of one rank in a larger job does call the compressor")
+def test_a_process_set_of_one_rank_is_compressed_without_a_warning():
+    alone = hvd.add_process_set([0])
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parameters = make_parameters()
+            compression = Compression.dgc(parameters.items(), momentum=0.9, process_set=alone)
+        if hvd.rank() == 0:
+            step(distributed(parameters, compression, process_set=alone), parameters, draw(SHAPES, 0, 0))
+            assert compression.stats()["steps"] == 1
+    finally:
+        assert hvd.remove_process_set(alone)
+    assert not caught

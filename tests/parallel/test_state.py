@@ -1,0 +1,204 @@
+"""A checkpoint continues a run bit for bit; summed over the ranks it serves any number of them."""
+
+import io
+
+import horovod.torch as hvd
+import pytest
+import torch
+from helpers import (
+    SCOPES,
+    SHAPES,
+    assert_ranks_agree,
+    distributed,
+    draw,
+    drive,
+    fingerprint,
+    make_parameters,
+    memory_of,
+    shuffled,
+    step,
+    total,
+    whole_numbers,
+)
+
+from hvd_sparse.schedule import WarmUp
+from hvd_sparse.torch import Compression
+
+MAKERS = {
+    "gradient_dropping": lambda named, scope: Compression.gradient_dropping(named, 0.05, scope=scope, min_numel=100),
+    "dgc_warming_up": lambda named, scope: Compression.dgc(
+        named, 0.02, warmup=WarmUp(0.02, steps=8), nesterov=True, scope=scope, min_numel=100, seed=9
+    ),
+}
+
+
+def through_a_file(state):
+    """Save and load, without pickled code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("method", MAKERS)
+def test_a_resumed_run_is_the_uninterrupted_one(method, scope):
+    """Whole numbers tie often: what is sent then depends on the step, which must be restored too."""
+
+    def run(parameters, compression, steps):
+        optimizer = distributed(parameters, compression)
+        for t in steps:
+            step(optimizer, parameters, whole_numbers(SHAPES, t, hvd.rank(), most=2), shuffled(SHAPES, t, hvd.rank()))
+
+    parameters = make_parameters()
+    compression = MAKERS[method](parameters.items(), scope)
+    run(parameters, compression, range(5))
+    saved = through_a_file({"model": {n: p.detach() for n, p in parameters.items()}, "ours": compression.state_dict()})
+    optimizer_goes_on = make_parameters()
+    for name, parameter in optimizer_goes_on.items():
+        parameter.data.copy_(saved["model"][name])
+    resumed = MAKERS[method](optimizer_goes_on.items(), scope)
+    resumed.load_state_dict(saved["ours"])
+    whole = make_parameters()
+    uninterrupted = MAKERS[method](whole.items(), scope)
+    run(whole, uninterrupted, range(12))
+    run(optimizer_goes_on, resumed, range(5, 12))
+    assert torch.equal(fingerprint(whole), fingerprint(optimizer_goes_on))
+    for name in SHAPES:
+        for kind in ("residual", "velocity"):
+            expected = memory_of(uninterrupted, whole, name, kind)
+            assert torch.equal(expected, memory_of(resumed, optimizer_goes_on, name, kind)), (name, kind)
+    assert resumed.state_dict()["step"] == 12
+    assert_ranks_agree(optimizer_goes_on)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_state_is_a_copy(scope):
+    """Steps after it do not change it, and loading it does not tie it to the compressor."""
+    parameters = make_parameters()
+    compression = MAKERS["gradient_dropping"](parameters.items(), scope)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    state = compression.state_dict()
+    kept = state["memory"]["body.weight"]["residual"].clone()
+    for _ in range(2):
+        compression.load_state_dict(state)
+        drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
+        assert torch.equal(state["memory"]["body.weight"]["residual"], kept)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("method", MAKERS)
+def test_loading_discards_what_was_there(method, scope):
+    """Back to an earlier state of the same compressor: the same steps give the same results."""
+    parameters = make_parameters()
+    compression = MAKERS[method](parameters.items(), scope)
+    empty = compression.state_dict()
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    state = compression.state_dict()
+    first = [drive(compression, parameters, draw(SHAPES, t, hvd.rank())) for t in (1, 2)]
+    compression.load_state_dict(state)
+    second = [drive(compression, parameters, draw(SHAPES, t, hvd.rank())) for t in (1, 2)]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in SHAPES)
+    compression.load_state_dict(empty)
+    assert compression.stats()["residual_norm"] == 0.0 and compression.state_dict()["step"] == 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("method", MAKERS)
+def test_a_summed_state_is_shared_out(method, scope):
+    """The same on every rank; loaded, the ranks' memories add up to it again: no gradient is lost."""
+    parameters = make_parameters()
+    compression = MAKERS[method](parameters.items(), scope)
+    for t in range(4):
+        drive(compression, parameters, draw(SHAPES, t, hvd.rank()))
+    kinds = compression.state_dict()["memory"]["body.weight"].keys()
+    before = {(n, k): total(memory_of(compression, parameters, n, k)) for n in SHAPES for k in kinds}
+    state = through_a_file(compression.state_dict(summed=True))
+    assert_ranks_agree({f"{n}.{k}": state["memory"][n][k] for n in SHAPES for k in kinds})
+    new = MAKERS[method](parameters.items(), scope)
+    new.load_state_dict(state)
+    for (name, kind), expected in before.items():
+        torch.testing.assert_close(state["memory"][name][kind].double(), expected, rtol=1e-6, atol=1e-6)
+        found = total(memory_of(new, parameters, name, kind))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert any(bool(value.any()) for value in before.values())
+    assert new.state_dict()["step"] == 4
+    drive(new, parameters, draw(SHAPES, 4, hvd.rank()))
+
+
+@pytest.mark.skipif(hvd.size() < 2, reason="another number of ranks needs a process set of a part of the job")
+@pytest.mark.parametrize("scope", SCOPES)
+def test_fewer_ranks_continue_from_a_summed_state(scope):
+    """As after the loss of a worker: those left take over its residual; a state of its own would be refused."""
+    parameters = make_parameters()
+    compression = MAKERS["gradient_dropping"](parameters.items(), scope)
+    for t in range(3):
+        drive(compression, parameters, whole_numbers(SHAPES, t, hvd.rank()))
+    expected = total(memory_of(compression, parameters, "body.weight"))
+    own, summed = compression.state_dict(), compression.state_dict(summed=True)
+    left = hvd.add_process_set(list(range(hvd.size() - 1)))
+    try:
+        if left.included():
+            fewer = Compression.gradient_dropping(
+                parameters.items(), 0.05, scope=scope, min_numel=100, process_set=left
+            )
+            with pytest.raises(ValueError, match=f"{hvd.size()} ranks, and there are {left.size()} now"):
+                fewer.load_state_dict(own)
+            fewer.load_state_dict(summed)
+            found = total(memory_of(fewer, parameters, "body.weight"), left)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+            drive(fewer, parameters, whole_numbers(SHAPES, 3, hvd.rank()), process_set=left)
+    finally:
+        assert hvd.remove_process_set(left)
+
+
+def wrong_states():
+    named = make_parameters()
+    good = Compression.gradient_dropping(named.items(), 0.05, min_numel=100)
+    drive(good, named, draw(SHAPES, 0, hvd.rank()))
+    state = good.state_dict()
+    memory = state["memory"]
+    short = {**memory, "body.weight": {"residual": torch.zeros(3)}}
+    velocity = {**memory, "body.weight": {"velocity": torch.zeros(600)}}
+    return {
+        "nothing": (None, "state"),
+        "empty": ({}, "state"),
+        "another version": ({**state, "version": 99}, "version"),
+        "another model": ({**state, "memory": {**memory, "extra": {}}}, "other parameters.*extra"),
+        "a parameter short": ({**state, "memory": {"scale": {}}}, "other parameters"),
+        "another shape": ({**state, "memory": short}, "body.weight.*600 elements"),
+        "another method": ({**state, "memory": velocity}, "another method.*velocity"),
+        "another number of ranks": ({**state, "ranks": hvd.size() + 3}, f"{hvd.size() + 3} ranks"),
+    }
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_wrong_state_is_refused_and_changes_nothing(scope):
+    parameters = make_parameters()
+    compression = MAKERS["gradient_dropping"](parameters.items(), scope)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    before = memory_of(compression, parameters, "body.weight")
+    for title, (state, message) in wrong_states().items():
+        with pytest.raises(ValueError, match=message):
+            compression.load_state_dict(state)
+        assert torch.equal(before, memory_of(compression, parameters, "body.weight")), title
+        assert compression.state_dict()["step"] == 1
+    drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
+
+
+@pytest.mark.parametrize("key", ["memory", "summed", "step", "ranks"])
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="a state without one of its keys gives a KeyError")
+def test_a_state_that_lacks_a_part_is_refused_clearly(key):
+    parameters = make_parameters()
+    compression = MAKERS["gradient_dropping"](parameters.items(), "tensor")
+    broken = {name: value for name, value in compression.state_dict().items() if name != key}
+    with pytest.raises(ValueError, match=key):
+        compression.load_state_dict(broken)
+
+
+@pytest.mark.parametrize("number", [-1, 2.5, "7", None])
+@pytest.mark.xfail(strict=True, reason="any step is taken, and fails, or not, in a later step")
+def test_a_state_with_an_impossible_step_is_refused_clearly(number):
+    parameters = make_parameters()
+    compression = MAKERS["gradient_dropping"](parameters.items(), "tensor")
+    with pytest.raises((ValueError, TypeError), match="step"):
+        compression.load_state_dict({**compression.state_dict(), "step": number})

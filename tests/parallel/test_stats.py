@@ -1,0 +1,110 @@
+"""stats(): bytes, ratio, density and norms, worked out by hand."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+from helpers import SCOPES, draw, drive, make_parameters, memory_of, whole_numbers
+
+from hvd_sparse import wire
+from hvd_sparse.torch import Compression
+
+SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
+K = {"big": 60, "middle": 20}  # density 0.01
+TOKEN, VOTE, PRESENCE = 8, 16, 4  # of a tensor; of a step; of a step
+
+
+def payload_by_hand(n, k, item):
+    """Header, a count for the one block of up to 65,536 elements, runs, values; each aligned, the whole to 8."""
+    runs_end = 32 + 2 + 2 * k
+    values = -(-runs_end // item) * item
+    return -(-(values + item * k) // 8) * 8
+
+
+@pytest.mark.parametrize("values", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bytes_of_single_tensors(dtype, values):
+    parameters = make_parameters(SHAPES, dtype)
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.01, values=values)
+    item, wire_item = dtype.itemsize, {"float32": 4, "float16": 2}[values]
+    small = 64 * {torch.bfloat16: 4}.get(dtype, item)  # Horovod reduces no bfloat16: it travels as float32
+    payload = payload_by_hand(6000, 60, wire_item) + payload_by_hand(2000, 20, wire_item)
+    assert payload == sum(wire.payload_size(n, k, value_dtype=values) for n, k in ((6000, 60), (2000, 20)))
+    per_step = payload + 2 * TOKEN + small + VOTE + PRESENCE
+    check(compressor, parameters, 8064 * item, per_step, (60 + 20 + 64) / 8064)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bytes_of_the_whole_model(dtype):
+    """One payload of 80 of 8,000; the small tensor in a dense message of its own; a token for each of the three."""
+    parameters = make_parameters(SHAPES, dtype)
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope="model")
+    per_step = payload_by_hand(8000, 80, 4) + 3 * TOKEN + 64 * 4 + VOTE + PRESENCE
+    check(compressor, parameters, 8064 * dtype.itemsize, per_step, (80 + 64) / 8064)
+
+
+def check(compressor, parameters, dense_bytes, payload_bytes, density, steps=4):
+    before = compressor.stats()
+    assert (before["steps"], before["step"]["dense_bytes"], before["total"]["ratio"]) == (0, 0, 1.0)
+    for t in range(steps):
+        drive(compressor, parameters, draw(SHAPES, t, hvd.rank()))
+        stats = compressor.stats()
+        assert stats["steps"] == t + 1
+        assert stats["step"]["dense_bytes"] == dense_bytes
+        assert stats["step"]["payload_bytes"] == payload_bytes
+        assert stats["total"]["payload_bytes"] == payload_bytes * (t + 1)
+        assert stats["total"]["dense_bytes"] == dense_bytes * (t + 1)
+        for part in ("step", "total"):
+            assert stats[part]["ratio"] == pytest.approx(dense_bytes / payload_bytes, rel=1e-12)
+            assert stats[part]["density"] == pytest.approx(density, rel=1e-12)
+            assert all(seconds >= 0.0 for seconds in stats[part]["seconds"].values())
+            assert sum(stats[part]["seconds"].values()) > 0.0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_totals_follow_a_warm_up(scope):
+    """5 % in the second step: the last step's density, and the mean of both in total."""
+    parameters = make_parameters({"big": (100, 60)})
+    from hvd_sparse.schedule import WarmUp
+
+    schedule = WarmUp(0.05, steps=1, initial=0.5, factor=0.1)
+    compressor = Compression.gradient_dropping(parameters.items(), density=schedule, scope=scope)
+    for t, (last, mean) in enumerate([(0.5, 0.5), (0.05, 0.275)]):
+        drive(compressor, parameters, draw({"big": (100, 60)}, t, hvd.rank()))
+        stats = compressor.stats()
+        assert stats["step"]["density"] == pytest.approx(last)
+        assert stats["total"]["density"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_residuals_norm_is_that_of_all_that_waits(scope):
+    parameters = make_parameters(SHAPES)
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope=scope)
+    assert compressor.stats()["residual_norm"] == 0.0
+    drive(compressor, parameters, whole_numbers(SHAPES, 0, hvd.rank()))
+    square = sum(float(memory_of(compressor, parameters, name).square().sum()) for name in SHAPES)
+    assert compressor.stats()["residual_norm"] == pytest.approx(square**0.5, rel=1e-6)
+    assert square > 0.0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_reset_and_rescale(scope):
+    """rescale multiplies every buffer; reset leaves a compressor as if new, on every rank."""
+    parameters = make_parameters(SHAPES)
+    fresh = Compression.dgc(parameters.items(), density=0.01, scope=scope, seed=3)
+    used = Compression.dgc(parameters.items(), density=0.01, scope=scope, seed=3)
+    gradients = [whole_numbers(SHAPES, t, hvd.rank()) for t in range(3)]
+    for one in gradients:
+        drive(used, parameters, one)
+    kinds = [(name, kind) for name in SHAPES for kind in ("residual", "velocity")]
+    before = [memory_of(used, parameters, *key) for key in kinds]
+    used.rescale(0.25)
+    after = [memory_of(used, parameters, *key) for key in kinds]
+    assert all(torch.equal(then * 0.25, now) for then, now in zip(before, after, strict=True))
+    assert any(bool(then.any()) for then in before)
+    used.reset()
+    stats = used.stats()
+    assert (stats["steps"], stats["residual_norm"], stats["total"]["payload_bytes"]) == (0, 0.0, 0)
+    assert used.state_dict()["step"] == 0
+    for one in gradients:
+        expected, found = drive(fresh, parameters, one), drive(used, parameters, one)
+        assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
