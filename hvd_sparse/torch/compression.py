@@ -16,7 +16,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.exchange import Exchange
+from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
@@ -50,6 +50,8 @@ class SparseCompressor:
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = self._agreed = False
+        # Started here, so that the order in which several compressors are first used may differ between ranks.
+        self._agreement = self._start_agreement() if self._exchange.can_start() else None
         if algorithm.momentum > 0.0 and self._exchange.is_alone():
             warnings.warn(
                 "Horovod calls no compressor with one process: nothing is compressed, and the momentum of "
@@ -149,10 +151,16 @@ class SparseCompressor:
                     buffer.mul_(factor)
 
     def _agree(self) -> None:
-        ranks = self._exchange.size()
+        self._exchange.size()  # raises if Horovod is not initialised
         self._check_optimizer()
-        self._exchange.agree([f"ranks = {ranks}", *self.algorithm.describe(), *self._parameters.describe()])
+        self._exchange.agree(self._agreement or self._start_agreement(), self._description())
         self._agreed = True
+
+    def _start_agreement(self) -> Pending:
+        return self._exchange.start_agreement(self._description())
+
+    def _description(self) -> list[str]:
+        return [*self.algorithm.describe(), *self._parameters.describe()]
 
     def _begin(self) -> None:
         self._drop()
@@ -182,7 +190,7 @@ class SparseCompressor:
 
     def _forget(self) -> None:
         self._scope.forget()
-        self._agreed = False
+        self._agreed, self._agreement = False, None
 
     def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
         gradient = entry.gradient
@@ -199,6 +207,12 @@ class SparseCompressor:
             return
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
+        theirs = getattr(optimizer, "process_set", self._exchange.process_set)
+        if theirs.process_set_id != self._exchange.process_set.process_set_id:
+            raise ValueError(
+                "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
+                f"{theirs.ranks or 'all'} and {self._exchange.process_set.ranks or 'all'}"
+            )
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
         if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(

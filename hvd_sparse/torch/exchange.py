@@ -71,7 +71,7 @@ class Exchange:
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        return hvd.is_initialized() and self.process_set.size() == 1 and not elastic
+        return hvd.is_initialized() and hvd.size() == 1 and not elastic
 
     def rank(self) -> int:
         """Return this process's rank within the process set."""
@@ -87,12 +87,19 @@ class Exchange:
             hvd.allreduce_async_(tensor, name=f"{self._prefix}.{name}", op=hvd.Sum, process_set=self.process_set)
         )
 
-    def agree(self, lines: list[str]) -> None:
-        """Raise ValueError on every rank, naming the difference, unless all ranks pass the same lines. Blocks."""
+    def can_start(self) -> bool:
+        """Return whether Horovod runs, and this rank takes part."""
+        return hvd.is_initialized() and self.process_set.process_set_id is not None and self.process_set.included()
+
+    def start_agreement(self, lines: list[str]) -> Pending:
+        """Start comparing lines with the other ranks."""
         own = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8)
-        gathering = self.allgather("agree.digest", own)
-        gathering.wait_at_most(AGREE_SECONDS, "the first exchange of this compression")
-        digests = gathering.wait().view(-1, DIGEST_BYTES)
+        return self.allgather("agree.digest", own)
+
+    def agree(self, agreement: Pending, lines: list[str]) -> None:
+        """Raise ValueError on every rank, naming the difference, unless all ranks started with the same lines."""
+        agreement.wait_at_most(AGREE_SECONDS, "the first exchange of this compression")
+        digests = agreement.wait().view(-1, DIGEST_BYTES)
         if bool((digests == digests[0]).all()):
             return
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)

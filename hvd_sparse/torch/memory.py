@@ -4,7 +4,7 @@ All buffers are flat float32, whatever the gradient's type, and made when first 
 Compression: the velocity is its u, the residual its v.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -49,16 +49,20 @@ class ResidualMemory:
         """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16."""
         return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had.
 
-        Of the gradient's shape, contiguous, in `dense_dtype`; it may be the gradient itself.
+        Of the gradient's shape, contiguous, in `dense_dtype`; it may be the gradient itself. The memory changes only
+        when the function returned with it is called: a step that does not count is then as if it had not been.
         """
         sent = gradient.to(self.dense_dtype(gradient)).contiguous()
         if "residual" in self.buffers:
             sent = sent + self.residual.view_as(sent).to(sent.dtype)
+        return sent, self._clear_residual
+
+    def _clear_residual(self) -> None:
+        if "residual" in self.buffers:
             self.residual.zero_()
-        return sent
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
         """Take out what was sent; `left` is what rounding on the wire kept back, None for nothing."""
@@ -92,27 +96,32 @@ class MomentumMemory(ResidualMemory):
 
     def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> None:
         """Add a finite gradient, scaled by `factor`, to velocity and residual."""
-        for term in self._advance(gradient, factor):
+        for term in self._advance(gradient, factor, self.velocity):
             self.residual.add_(term)
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: that of the velocity."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return what a tensor that travels dense sends: its velocity, so that the momentum is that of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        first, *rest = self._advance(gradient, factor)
+        velocity = torch.empty_like(self.velocity)
+        first, *rest = self._advance(gradient, factor, velocity)
         sent = first.clone()
         for term in rest:
             sent.add_(term)
         if "residual" in self.buffers:
             sent.add_(self.residual)
-            self.residual.zero_()
-        return sent.view(gradient.shape)
+
+        def commit() -> None:
+            self.velocity.copy_(velocity)
+            self._clear_residual()
+
+        return sent.view(gradient.shape), commit
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
         """Take out what was sent, and its momentum with it (momentum factor masking, section 3.3)."""
@@ -120,18 +129,18 @@ class MomentumMemory(ResidualMemory):
         if self.algorithm.factor_masking:
             self.velocity.index_fill_(0, indices, 0.0)
 
-    def _advance(self, gradient: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
-        """Update the velocity; return the terms that the residual grows by."""
+    def _advance(self, gradient: torch.Tensor, factor: float, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write the next velocity to `out`, which may be the velocity; return the terms that the residual grows by."""
         local = _flat(gradient)
         if factor != 1.0:
             local = local * factor
         if self.algorithm.weight_decay != 0.0:
             local = local.add(_flat(self.parameter), alpha=self.algorithm.weight_decay)
         if self.algorithm.nesterov:
-            self.velocity.add_(local).mul_(self.algorithm.momentum)
-            return self.velocity, local
-        torch.add(local, self.velocity, alpha=self.algorithm.momentum, out=self.velocity)
-        return (self.velocity,)
+            torch.add(self.velocity, local, out=out).mul_(self.algorithm.momentum)
+            return out, local
+        torch.add(local, self.velocity, alpha=self.algorithm.momentum, out=out)
+        return (out,)
 
 
 def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory:

@@ -25,7 +25,9 @@ class Group:
     buffer: torch.Tensor | None = None
     gathered: Pending | None = None
     summed: Pending | None = None
-    result: torch.Tensor | None = None
+    completed: bool = False
+    large: torch.Tensor | None = None  # the reduced gradients of the sparse tensors
+    small: torch.Tensor | None = None  # those of the dense ones
 
 
 class ModelScope(Scope):
@@ -35,17 +37,20 @@ class ModelScope(Scope):
         super().__init__(*arguments)
         self._groups: dict[tuple, Group] = {}
         self._group_of: dict[str, Group] = {}
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
         """Begin a step."""
+        self._put_back()
         super().begin(step)
         self._group_of = {}
 
     def end(self) -> None:
         """End a step that is complete."""
         super().end()
-        for group in self._groups.values():
-            group.result = None
+        self._put_back()
+        for group in self._group_of.values():
+            group.large = group.small = None
 
     def _finish(self) -> None:
         """Select and start whatever was not complete when the last gradient came."""
@@ -58,12 +63,13 @@ class ModelScope(Scope):
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Cut a tensor out of the whole model's sum."""
-        group = self._group_of.get(entry.name)
-        if group is None:  # frozen
-            return torch.zeros(entry.gradient.numel())
-        if group.result is None:
+        group = self._group_of[entry.name]
+        if not group.completed:
             self._complete(group, scale)
-        return group.result.narrow(0, group.offsets[entry.name], entry.gradient.numel())
+        if entry.commit is not None:
+            entry.commit()
+        whole = group.large if entry.name in group.sparse else group.small
+        return whole.narrow(0, group.offsets[entry.name], entry.gradient.numel())
 
     def _take(self, entry: Entry) -> torch.Tensor:
         if not self._clips_model() and not self.is_dense(entry.name) and entry.usable:
@@ -78,9 +84,11 @@ class ModelScope(Scope):
     def _start(self, entries: list[Entry], name: str) -> None:
         """Select in the given tensors together, and send."""
         self._vote(f"{name}.vote", entries)
-        group = self._group([entry.name for entry in entries if not entry.frozen])
+        group = self._group([entry.name for entry in entries])
         self._group_of.update(dict.fromkeys((*group.sparse, *group.dense), group))
-        group.selection = group.gathered = group.summed = group.result = None
+        group.selection = group.gathered = group.summed = None
+        group.completed = False
+        self._hold([entry.name for entry in entries if entry.frozen and entry.name in group.sparse])
         factors = self._clip(entries)
         if self._clips_model():
             for entry in entries:
@@ -98,15 +106,32 @@ class ModelScope(Scope):
             parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
             small = torch.cat(parts)
             group.summed = self.exchange.allreduce(f"{name}.dense", small)
+            self._collectives.append(group.summed)
             self.traffic.count(payload_bytes=small.numel() * small.element_size(), sent=small.numel())
 
-    def _gather(self, group: Group, name: str) -> None:
+    def _gather(self, group: Group, name: str) -> Pending:
         group.gathered = self.exchange.allgather(name, group.buffer)
+        return group.gathered
 
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
+        memory = self.memories[entry.name]
+        dtype = torch.promote_types(memory.dense_dtype(entry.gradient), torch.float32)
         if not entry.usable:
-            return torch.zeros(entry.gradient.numel())
-        return self.memories[entry.name].take_all(entry.gradient, factor).reshape(-1).to(torch.float32)
+            return torch.zeros(entry.gradient.numel(), dtype=dtype)
+        sent, entry.commit = memory.take_all(entry.gradient, factor)
+        return sent.reshape(-1).to(dtype)
+
+    def _hold(self, frozen: list[str]) -> None:
+        """Take the memory of frozen tensors out of the selection until the step is over."""
+        for name in frozen:
+            for buffer in self.memories[name].buffers.values():
+                self._held.append((buffer, buffer.clone()))
+                buffer.zero_()
+
+    def _put_back(self) -> None:
+        for buffer, kept in self._held:
+            buffer.copy_(kept)
+        self._held.clear()
 
     def _clips_model(self) -> bool:
         return getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
@@ -129,10 +154,12 @@ class ModelScope(Scope):
         sparse = tuple(name for name in names if not self.is_dense(name))
         if (sparse, dense) in self._groups:
             return self._groups[sparse, dense]
-        offsets, n = {}, 0
-        for name in (*sparse, *dense):
-            offsets[name] = n
-            n += self.parameters[name].numel()
+        offsets = {}
+        for part in (sparse, dense):
+            n = 0
+            for name in part:
+                offsets[name] = n
+                n += self.parameters[name].numel()
         n_sparse = sum(self.parameters[name].numel() for name in sparse)
         memory = make_memory(self.algorithm, torch.empty(1).expand(n_sparse))
         for name in sparse:
@@ -143,15 +170,14 @@ class ModelScope(Scope):
         return self._groups[sparse, dense]
 
     def _complete(self, group: Group, scale: float) -> None:
-        """Wait for a group's messages; decode them into one fresh tensor; clear the memory of what was sent."""
-        group.result = torch.empty(group.n + sum(self.parameters[name].numel() for name in group.dense))
+        """Wait for a group's messages; decode them into fresh tensors; clear the memory of what was sent."""
+        group.completed = True
         if group.gathered is not None:
             with self.traffic.timed("exchange"):
                 gathered = group.gathered.wait()
-            k = top_k_count(group.n, self.density)
-            self._reduce(gathered, 0, group.n, k, group.result.narrow(0, 0, group.n), scale)
+            group.large = torch.empty(group.n)
+            self._reduce(gathered, 0, group.n, top_k_count(group.n, self.density), group.large, scale)
             group.memory.clear(group.selection.indices, group.selection.left)
         if group.summed is not None:
             with self.traffic.timed("exchange"):
-                summed = group.summed.wait()
-            torch.mul(summed, scale, out=group.result.narrow(0, group.n, summed.numel()))
+                group.small = group.summed.wait().mul_(scale)

@@ -1,5 +1,6 @@
 """Which parameter does a gradient belong to? Horovod hands the gradient over without its name."""
 
+import sys
 from collections.abc import Container, Iterable
 
 import torch
@@ -47,7 +48,8 @@ class Parameters:
         """Return the name of the parameter whose gradient this is, or raise ValueError.
 
         A gradient is recognised as an object: `parameter.grad is gradient`. With `sparse_as_dense=True` Horovod passes
-        a temporary copy instead, which is recognised by shape and content among the sparse gradients not yet seen.
+        a temporary copy instead, known by its shape among the sparse gradients not yet seen; where several have that
+        shape, by the parameter that Horovod's calling function holds.
         """
         guess = self._follows.get(self._last)
         name = guess if guess is not None and self._by_name[guess].grad is gradient else self._search(gradient, seen)
@@ -64,7 +66,9 @@ class Parameters:
                     "hvd_sparse does not work with op=Adasum: it combines the models' changes, not their gradients. "
                     "Use op=hvd.Average or op=hvd.Sum"
                 )
-        sparse = [name for name in self._names if name not in seen and _same_dense(self._by_name[name].grad, gradient)]
+        sparse = [name for name in self._names if name not in seen and _could_be(self._by_name[name].grad, gradient)]
+        if len(sparse) > 1:  # Horovod's own frame names the parameter that it is busy with
+            sparse = [name for name in sparse if self._by_name[name] is _parameter_of_caller()] or sparse
         if len(sparse) == 1:
             return sparse[0]
         if sparse:
@@ -95,7 +99,17 @@ def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
     return name, parameter
 
 
-def _same_dense(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
-    return (
-        grad is not None and grad.is_sparse and grad.shape == gradient.shape and torch.equal(grad.to_dense(), gradient)
-    )
+def _could_be(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
+    return grad is not None and grad.is_sparse and grad.shape == gradient.shape
+
+
+def _parameter_of_caller(depth: int = 8):
+    """Return the `p` of Horovod's `_allreduce_grad_async`, None if something else called."""
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "_allreduce_grad_async":
+            return frame.f_locals.get("p")
+        frame = frame.f_back
+    return None

@@ -34,6 +34,7 @@ class Entry:
     carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
     indices: torch.Tensor | None = None  # what was selected of it
     left: torch.Tensor | None = None  # what rounding on the wire kept back there
+    commit: Callable[[], None] | None = None  # what becomes of the memory of a tensor that travels dense
     packed: torch.Tensor | None = None  # its payload, until there is a message to put it into
 
     @property
@@ -65,7 +66,8 @@ class Scope:
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
-        self._deferred: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], Pending]] = []
+        self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._sealed = False
 
@@ -84,6 +86,7 @@ class Scope:
         self._sealed = False
         self._deferred = []
         self._presence = self.exchange.allreduce("present", torch.ones(1))
+        self._collectives = [self._presence]
         self.traffic.count(payload_bytes=4)
 
     def add(self, entry: Entry) -> torch.Tensor:
@@ -106,7 +109,12 @@ class Scope:
         self._release(wait=True)
 
     def end(self) -> None:
-        """End a step that is complete: what it saw is what the next one expects. Lets go of its gradients."""
+        """End a step that is complete: what it saw is what the next one expects.
+
+        Lets go of its gradients, and waits for what a void step left unread: Horovod keeps those tensors until then.
+        """
+        for collective in self._collectives:
+            collective.wait()
         self.expected = tuple(sorted(self.entries))
         self.entries = {}
 
@@ -117,8 +125,8 @@ class Scope:
         """
         overflow = False
         for vote in self._votes:
-            bad, steps = vote.wait().tolist()
-            if steps != self.exchange.size() * self.step:
+            bad, steps, squares = vote.wait().tolist()
+            if steps**2 != squares * self.exchange.size():  # equal if and only if all steps are, as Cauchy and Schwarz
                 raise RuntimeError(
                     f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.exchange.size():g}. "
                     "Load the compression's state on every rank, or on none"
@@ -153,7 +161,7 @@ class Scope:
         An allgather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for
         ever: it must not be submitted. A sum of ones, started with the step, tells; it is there before a bucket fills.
         """
-        if not self._deferred or not (wait or self._presence.is_done()):
+        if not wait and not (self._deferred and self._presence.is_done()):
             return
         with self.traffic.timed("exchange"):
             present, ranks = int(self._presence.wait()), self.exchange.size()
@@ -163,13 +171,13 @@ class Scope:
                 "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
             )
         deferred, self._deferred = self._deferred, []
-        for start in deferred:
-            start()
+        self._collectives += [start() for start in deferred]
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         bad = sum(not entry.finite for entry in entries)
-        vote = torch.tensor([bad, self.step], dtype=torch.float64)
+        vote = torch.tensor([bad, self.step, self.step**2], dtype=torch.float64)
         self._votes.append(self.exchange.allreduce(name, vote))
+        self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
 
     def _late(self) -> list[Entry]:

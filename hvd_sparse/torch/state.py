@@ -6,6 +6,7 @@ import torch
 
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.memory import ResidualMemory
+from hvd_sparse.wire import checked_integer
 
 VERSION = 1
 
@@ -48,6 +49,10 @@ def restore_state(memories: Mapping[str, ResidualMemory], state: dict, exchange:
 def _check(memories: Mapping[str, ResidualMemory], state: dict, exchange: Exchange) -> None:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
+    missing = [key for key in ("step", "ranks", "summed", "memory") if key not in state]
+    if missing:
+        raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
+    checked_integer("the state's step", state["step"], 0)
     if set(state["memory"]) != set(memories):
         names = sorted(set(state["memory"]) ^ set(memories))
         raise ValueError(f"the state belongs to other parameters; only one side has {', '.join(names[:5])}")

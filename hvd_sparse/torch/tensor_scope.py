@@ -65,6 +65,8 @@ class TensorScope(Scope):
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Decode a bucket's member; clear the memory of what was sent."""
         if not entry.carries_token:
+            if entry.commit is not None:
+                entry.commit()
             return carried
         if entry.indices is not None:
             self.memories[entry.name].clear(entry.indices, entry.left)
@@ -85,7 +87,8 @@ class TensorScope(Scope):
             entry.carries_token = False
             self.traffic.count(sent=entry.gradient.numel())
             if entry.usable:
-                return memory.take_all(entry.gradient, factor)
+                carried, entry.commit = memory.take_all(entry.gradient, factor)
+                return carried
             return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
         n, k = entry.gradient.numel(), self._count(entry.name)
         selection = None
@@ -117,8 +120,9 @@ class TensorScope(Scope):
         self._vote("vote", [self.entries[name] for name in self.expected if name in self.entries])
 
     def _start(self, message: Message) -> None:
-        def start() -> None:
+        def start() -> Pending:
             message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
+            return message.pending
 
         message.started = True
         self._deferred.append(start)

@@ -17,7 +17,6 @@ REDUCTIONS = {
     "grouped_sum": {"op": hvd.Sum, "groups": 2},
 }
 EVERYTHING = {"density 1": {"density": 1.0}, "all small": {"density": 0.01, "min_numel": 10**6}}
-FLOAT64_IN_MODEL_SCOPE = pytest.mark.xfail(strict=True, reason='scope="model" sends dense tensors as float32')
 METHODS = {"gradient_dropping": {}, "dgc": {"momentum": 0.0}}
 
 
@@ -68,7 +67,7 @@ def test_every_type_is_reduced_as_horovod_reduces_it(dtype, everything, scope):
         torch.testing.assert_close(found[name], dense[name], rtol=2 * ulp, atol=4 * ulp, msg=named(name))
 
 
-@pytest.mark.parametrize("scope", ["tensor", pytest.param("model", marks=FLOAT64_IN_MODEL_SCOPE)])
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("everything", EVERYTHING)
 def test_float64_keeps_its_digits(everything, scope):
     """Where it travels dense, in its own type: digits beyond float32, and numbers below its range."""

@@ -25,10 +25,6 @@ from torch import nn
 
 from hvd_sparse.torch import Compression
 
-FROZEN_ON_ONE_RANK = pytest.mark.xfail(
-    hvd.size() > 1, strict=True, reason='scope="model" lays out its payload by what is frozen on each rank'
-)
-
 
 def embedding_pair(sparse_as_dense, compression_of):
     """Train two equal models with sparse gradients, without compression and with; return their parameters."""
@@ -123,7 +119,7 @@ def test_nothing_is_lost_by_freezing(scope):
     assert torch.equal(total(fed).reshape(-1), sent.reshape(-1) + residual) and residual.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("scope", ["tensor", pytest.param("model", marks=FROZEN_ON_ONE_RANK)])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_what_is_frozen_may_differ_between_ranks(scope):
     """The ranks go on agreeing: a parameter moves by the gradients of the ranks on which it is not frozen."""
     shapes = {"a": (800,), "b": (800,)}

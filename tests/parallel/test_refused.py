@@ -150,7 +150,6 @@ def test_a_state_loaded_on_one_rank_only(scope):
 
 
 @pytest.mark.skipif(hvd.size() != 3, reason="three ranks, the middle one at the mean of the steps")
-@pytest.mark.xfail(strict=True, reason="steps are compared with their mean: a rank at the mean sees nothing wrong")
 def test_different_states_are_seen_on_every_rank():
     shapes = {"weight": (600,)}
     parameters = make_parameters(shapes)
@@ -237,7 +236,6 @@ def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
 
 
 @several
-@pytest.mark.xfail(strict=True, reason="a process set of one rank in a larger job does call the compressor")
 def test_a_process_set_of_one_rank_is_compressed_without_a_warning():
     alone = hvd.add_process_set([0])
     try:

@@ -10,7 +10,7 @@ from hvd_sparse.torch import Compression
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 K = {"big": 60, "middle": 20}  # density 0.01
-TOKEN, VOTE, PRESENCE = 8, 16, 4  # of a tensor; of a step; of a step
+TOKEN, VOTE, PRESENCE = 8, 24, 4  # of a tensor; of a step; of a step
 
 
 def payload_by_hand(n, k, item):
@@ -38,7 +38,7 @@ def test_bytes_of_the_whole_model(dtype):
     """One payload of 80 of 8,000; the small tensor in a dense message of its own; a token for each of the three."""
     parameters = make_parameters(SHAPES, dtype)
     compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope="model")
-    per_step = payload_by_hand(8000, 80, 4) + 3 * TOKEN + 64 * 4 + VOTE + PRESENCE
+    per_step = payload_by_hand(8000, 80, 4) + 3 * TOKEN + 64 * max(4, dtype.itemsize) + VOTE + PRESENCE
     check(compressor, parameters, 8064 * dtype.itemsize, per_step, (80 + 64) / 8064)
 
 
