@@ -8,6 +8,7 @@ come unexpectedly (all of them in the first step) go with the late messages, at 
 every compress of the step has happened, on every rank.
 """
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class Selection:
     left: torch.Tensor | None
 
 
-class Scope:
+class Scope(abc.ABC):
     """What both scopes share: memories, the steps' entries, and the vote on whether the step counts."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
@@ -134,9 +135,9 @@ class Scope:
             overflow |= bad > 0
         return overflow
 
+    @abc.abstractmethod
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
-        raise NotImplementedError
 
     def is_dense(self, name: str) -> bool:
         """Return whether a tensor travels dense in this step."""
@@ -146,14 +147,17 @@ class Scope:
         """Return the token: what becomes of it in Horovod's allreduce tells the reduction that was asked for."""
         return torch.tensor([1.0, self.exchange.rank() + 1.0])
 
+    @abc.abstractmethod
     def _take(self, entry: Entry) -> torch.Tensor:
-        raise NotImplementedError
+        """Bring a gradient into its memory; return what Horovod is to carry."""
 
+    @abc.abstractmethod
     def _seal(self) -> None:
-        raise NotImplementedError
+        """Start what was expected: all of it is there, or no more will come."""
 
+    @abc.abstractmethod
     def _finish(self) -> None:
-        raise NotImplementedError
+        """Start everything that has not been started."""
 
     def _release(self, wait: bool) -> None:
         """Start the deferred allgathers once it is known that every rank takes part in this step.
