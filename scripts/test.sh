@@ -5,6 +5,7 @@
 cd "$ROOT"
 run=scripts/run.sh
 pytest="python -m pytest -q"
+[ -t 1 ] || pytest="$pytest --color=no"  # mpirun gives its first rank a terminal of its own
 
 suite() {
     local title=$1 start=$SECONDS
