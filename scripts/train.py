@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RANK_TAG = re.compile(r"\[[\d,]+\]<stdout>:")  # what horovodrun puts before lines, and at times behind them
 COLUMNS = ("method", "accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds")
 
 
@@ -19,9 +21,9 @@ def train(method: str, ranks: int, options: list[str]) -> dict:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
-            _, brace, rest = line.partition("{")  # horovodrun puts the rank before each line
-            if brace and rest.rstrip().endswith("}"):
-                result = json.loads(brace + rest)
+            text = RANK_TAG.sub("", line).strip()
+            if text.startswith("{") and text.endswith("}"):
+                result = json.loads(text)
     if process.returncode != 0 or result is None:
         sys.exit(f"the example failed with exit code {process.returncode}; its output is above")
     return result

@@ -174,4 +174,8 @@ def test_ties_are_cut_without_favour_to_any_position(scope):
     fresh = Compression.gradient_dropping(parameters.items(), density=k / n, scope=scope, seed=6)
     other = drive(fresh, parameters, {"weight": signs})["weight"].nonzero().reshape(-1).numpy()
     assert len(set(chosen) & set(other)) < 40, "another seed, another choice: 8 expected in common"
+    later = Compression.gradient_dropping(parameters.items(), density=k / n, scope=scope, seed=5)
+    later.load_state_dict({**later.state_dict(), "step": 7})
+    other = drive(later, parameters, {"weight": signs})["weight"].nonzero().reshape(-1).numpy()
+    assert len(set(chosen) & set(other)) < 40, "another step, another choice"
     assert len({tuple(seen) for seen in everywhere(chosen.tolist())}) == 1

@@ -135,6 +135,21 @@ def test_with_a_loss_scaler(groups, scope):
         assert torch.equal(total(fed[name]).reshape(-1), sent + waiting), name
 
 
+@pytest.mark.parametrize("clip_scope", SCOPES)
+@pytest.mark.xfail(
+    strict=True, reason="the norm is taken in float32: it overflows, and the gradient is clipped to nothing"
+)
+def test_a_huge_finite_gradient_is_clipped_to_the_bound(clip_scope):
+    """Its squares are beyond float32; it still has a direction."""
+    parameters = make_parameters()
+    settings = {"momentum": 0.0, "clip_norm": 3.0, "clip_scope": clip_scope, "scope": "model"}
+    compression = Compression.dgc(parameters.items(), density=1.0, **settings)
+    gradients = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    gradients["head.weight"] = draw(SHAPES, 0, 0)["head.weight"] * 1e25
+    reduced = drive(compression, parameters, gradients, op=hvd.Average)
+    assert float(reduced["head.weight"].norm()) == pytest.approx(3.0 / hvd.size() ** 0.5, rel=1e-4)
+
+
 class DenseOnce(Schedule):
     """Sparse, but for step 1."""
 

@@ -108,3 +108,15 @@ def test_reset_and_rescale(scope):
     for one in gradients:
         expected, found = drive(fresh, parameters, one), drive(used, parameters, one)
         assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), "2", True])
+@pytest.mark.xfail(strict=True, reason="any factor is taken: a NaN spoils every memory")
+def test_rescale_refuses_what_is_no_finite_number(factor):
+    parameters = make_parameters(SHAPES)
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.01)
+    drive(compressor, parameters, draw(SHAPES, 0, hvd.rank()))
+    before = memory_of(compressor, parameters, "big")
+    with pytest.raises((ValueError, TypeError), match="factor"):
+        compressor.rescale(factor)
+    assert torch.equal(before, memory_of(compressor, parameters, "big"))
