@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import horovod.torch as hvd
 import torch
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
@@ -145,6 +145,7 @@ class SparseCompressor:
 
     def rescale(self, factor: float) -> None:
         """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
+        check_number("factor", factor, "above 0", lambda value: value > 0.0)
         with self._lock:
             for memory in self._scope.memories.values():
                 for buffer in memory.buffers.values():

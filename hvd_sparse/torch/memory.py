@@ -92,7 +92,7 @@ class MomentumMemory(ResidualMemory):
         """Return clip_norm / sqrt(ranks) over the tensor's own L2 norm, at most 1 (section 3.2, Appendix C)."""
         if self.algorithm.clip_norm is None or self.algorithm.clip_scope != "tensor":
             return 1.0
-        return clip_factor(self.algorithm.clip_norm, ranks, float(torch.linalg.vector_norm(_flat(gradient))))
+        return clip_factor(self.algorithm.clip_norm, ranks, _norm(gradient))
 
     def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> None:
         """Add a finite gradient, scaled by `factor`, to velocity and residual."""
@@ -151,7 +151,7 @@ def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory
 
 def whole_clip_factor(algorithm: Algorithm, ranks: int, gradients: Iterable[torch.Tensor]) -> float:
     """Return the factor that clips by the L2 norm of all the gradients of this rank together."""
-    squares = (float(torch.linalg.vector_norm(_flat(gradient))) ** 2 for gradient in gradients)
+    squares = (_norm(gradient) ** 2 for gradient in gradients)
     return clip_factor(algorithm.clip_norm, ranks, sum(squares) ** 0.5)
 
 
@@ -159,6 +159,10 @@ def clip_factor(clip_norm: float, ranks: int, norm: float) -> float:
     """Return what scales a local gradient of this L2 norm down to clip_norm / sqrt(ranks), 1.0 if it is below."""
     bound = clip_norm * ranks**-0.5
     return bound / norm if norm > bound else 1.0
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(_flat(tensor), dtype=torch.float64))  # squares may leave float32
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -200,52 +200,6 @@ def test_equal_sparse_gradients_of_equal_shape_sent_as_dense(run_job):
     assert code == 0 and "finite 0" in output and "finite 1" in output, output
 
 
-RESTARTED = """
-def make_both():
-    used, unused = make(["a", "b"], density=0.01), make(["c"])
-    return used, unused
-
-(parameters, optimizer), (others, idle) = make_both()
-for _ in range(3):
-    step(parameters, optimizer)
-state = optimizer._compression.state_dict()
-hvd.shutdown()
-hvd.init()
-optimizer._compression.load_state_dict(state)
-for _ in range(2):
-    step(parameters, optimizer)
-print("steps", optimizer._compression.state_dict()["step"])
-idle._compression.{call}
-step(others, idle)
-print("idle", idle._compression.stats()["steps"])
-"""
-
-
-@pytest.mark.skipif(shutil.which("horovodrun") is None, reason="needs horovodrun")
-@pytest.mark.parametrize(
-    "call",
-    [
-        "reset()",
-        pytest.param(
-            "stats()",
-            marks=pytest.mark.xfail(
-                strict=True, reason="the agreement, started when it was built, is gone with Horovod"
-            ),
-        ),
-    ],
-)
-def test_horovod_may_be_restarted_between_steps(call, tmp_path):
-    """As an elastic job does; only gloo can. A compression that had not been used yet works afterwards too."""
-    script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + RESTARTED.format(call=call))
-    outputs = tmp_path / "outputs"
-    outputs.mkdir()
-    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, str(script)]
-    code, output = launch(command, {"JOB_OUTPUT": str(outputs)})
-    for file in sorted(outputs.iterdir()):
-        assert code == 0 and "steps 5" in file.read_text() and "idle 1" in file.read_text(), file.read_text() + output
-
-
 FAILING = """
 import horovod.torch as hvd
 import torch
