@@ -20,6 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 EXPERIMENTS = {
     "digits": (
         "pytorch_digits.py",
+        ["--batch-size", "2"],
         "accuracy",
         {
             "dense": ["--method", "none"],
@@ -30,6 +31,7 @@ EXPERIMENTS = {
     ),
     "char_lstm": (
         "pytorch_char_lstm.py",
+        [],
         "perplexity",
         {
             "dense": ["--method", "none"],
@@ -50,11 +52,11 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
 
 def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]:
     """Run every method of an experiment with every seed; show each result as it comes."""
-    script, metric, methods = EXPERIMENTS[name]
+    script, common, metric, methods = EXPERIMENTS[name]
     results = []
     for label, options in methods.items():
         for seed in seeds:
-            result = train(script, options, ranks, seed, extra)
+            result = train(script, [*common, *options], ranks, seed, extra)
             results.append({"label": label, **result})
             print(
                 f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True
@@ -64,9 +66,9 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]
 
 def table(name: str, results: list[dict]) -> str:
     """Return a Markdown table: each method's metric over the seeds, and what travelled."""
-    metric = EXPERIMENTS[name][1]
+    metric = EXPERIMENTS[name][2]
     lines = [f"| {name} | {metric}, mean | each seed | density | ratio, all steps |", "|---|---|---|---|---|"]
-    for label in EXPERIMENTS[name][2]:
+    for label in EXPERIMENTS[name][3]:
         rows = [row for row in results if row["label"] == label]
         values = [row[metric] for row in rows]
         lines.append(

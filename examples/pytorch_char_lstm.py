@@ -12,12 +12,11 @@ import string
 import sysconfig
 import time
 
-import horovod.torch as hvd
+import pytorch_training as training
 import reporting
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 MODULES = """
 argparse ast bdb calendar codecs configparser contextlib copy csv dataclasses difflib dis doctest enum fractions
@@ -48,7 +47,7 @@ class Model(nn.Module):
 def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reporting.add_arguments(parser, batch_size=8, lr=4.0, clip_norm=0.25)
+    training.add_arguments(parser, batch_size=8, lr=4.0, clip_norm=0.25)
     parser.add_argument("--steps", type=reporting.positive_integer, default=600, help="(default: %(default)s)")
     parser.add_argument(
         "--warmup-steps",
@@ -60,7 +59,7 @@ def parse_arguments():
     parser.add_argument("--sequence-length", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
     parser.add_argument("--evaluations", type=reporting.positive_integer, default=6, help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="PATH", help='(default: char_lstm-METHOD.png; "" for none)')
-    return reporting.parse_arguments(parser)
+    return training.start(parser)
 
 
 def load_text():
@@ -81,7 +80,7 @@ def split_streams(characters, streams):
 
 def training_windows(characters, args):
     """Yield (inputs, targets, is_start) for ever from this rank's streams, in reading order."""
-    streams = split_streams(characters, args.batch_size * hvd.size())[hvd.rank() :: hvd.size()].to(args.device)
+    streams = split_streams(characters, args.batch_size * args.size)[args.rank :: args.size].to(args.device)
     while True:
         for start in range(0, streams.shape[1] - args.sequence_length, args.sequence_length):
             window = streams[:, start : start + args.sequence_length + 1]
@@ -91,7 +90,7 @@ def training_windows(characters, args):
 def evaluate(model, characters, args):
     """Return the mean loss a character over the held-out text; the same for any number of ranks."""
     model.eval()
-    streams = split_streams(characters, EVALUATION_STREAMS)[hvd.rank() :: hvd.size()].to(args.device)
+    streams = split_streams(characters, EVALUATION_STREAMS)[args.rank :: args.size].to(args.device)
     total, count, state = 0.0, 0, None
     with torch.no_grad():
         for window in streams.split(256, dim=1) if len(streams) else ():
@@ -99,7 +98,7 @@ def evaluate(model, characters, args):
             target = window[:, 1:]  # the first character of each window is not scored
             total += F.cross_entropy(output[:, :-1].flatten(0, 1), target.flatten(), reduction="sum").item()
             count += target.numel()
-    total, count = reporting.sum_over_ranks([total, count], "held_out")
+    total, count = training.sum_over_ranks([total, count], "held_out")
     return total / count
 
 
@@ -113,20 +112,22 @@ def train(model, optimizer, traffic, train_text, held_out_text, args):
     rows, losses, state = [], [], None
     interval = math.ceil(args.steps / args.evaluations)
     windows = training_windows(train_text, args)
-    for step in tqdm(range(args.steps), unit="step", disable=not args.verbose):
+    bar = reporting.progress(args.steps, args)
+    for step in range(args.steps):
         model.train()
         inputs, targets, is_start = next(windows)
         state = None if is_start else tuple(part.detach() for part in state)
-        reporting.set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
+        training.set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
         optimizer.zero_grad()
         output, state = model(inputs, state)
         loss = F.cross_entropy(output.flatten(0, 1), targets.flatten())
         loss.backward()
-        reporting.apply_gradients(model, optimizer, args)
+        training.apply_gradients(model, optimizer, args)
         traffic.steps += 1
         losses.append(loss.item())
+        bar.update()
         if (step + 1) % interval == 0 or step + 1 == args.steps:
-            train_loss = reporting.sum_over_ranks([sum(losses) / len(losses)], "train")[0] / hvd.size()
+            train_loss = training.sum_over_ranks([sum(losses) / len(losses)], "train")[0] / args.size
             held_out_loss = evaluate(model, held_out_text, args)
             rows.append(
                 {
@@ -138,6 +139,7 @@ def train(model, optimizer, traffic, train_text, held_out_text, args):
                 }
             )
             losses = []
+    bar.close()
     return rows
 
 
@@ -145,21 +147,21 @@ def main():
     """Run the example; every rank takes part, rank 0 reports."""
     args = parse_arguments()
     train_text, held_out_text = load_text()
-    if len(train_text) // (args.batch_size * hvd.size()) <= args.sequence_length:
+    if len(train_text) // (args.batch_size * args.size) <= args.sequence_length:
         raise SystemExit(
-            f"{len(train_text)} characters are too few for {hvd.size()} ranks with --batch-size "
+            f"{len(train_text)} characters are too few for {args.size} ranks with --batch-size "
             f"{args.batch_size} and --sequence-length {args.sequence_length}"
         )
     args.warmup_steps = min(args.warmup_steps, args.steps)
     model = Model(args.hidden).to(args.device)
-    optimizer, compression = reporting.make_optimizer(model, args, args.warmup_steps)
-    traffic = reporting.Traffic(model, args.method, compression)
+    optimizer, compression = training.make_optimizer(model, args, args.warmup_steps)
+    traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
     rows = train(model, optimizer, traffic, train_text, held_out_text, args)
     seconds = time.perf_counter() - start
 
-    if hvd.rank() == 0:
+    if args.rank == 0:
         if args.verbose:
             reporting.print_table(rows)
         path = f"char_lstm-{args.method}.png" if args.plot is None else args.plot
@@ -168,7 +170,7 @@ def main():
                 rows,
                 "step",
                 [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]],
-                f"character LSTM, {args.method}, {hvd.size()} ranks",
+                f"character LSTM, {args.method}, {args.size} ranks",
                 path,
             )
         reporting.print_json(

@@ -7,7 +7,7 @@ import argparse
 import statistics
 import time
 
-import horovod.torch as hvd
+import pytorch_training as training
 import reporting
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def make_model(name, width):
 def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reporting.add_arguments(parser, batch_size=32, lr=0.01)
+    training.add_arguments(parser, batch_size=32, lr=0.01)
     parser.add_argument("--model", choices=("mlp", "convnet", "lstm"), default="mlp", help="(default: %(default)s)")
     parser.add_argument(
         "--width",
@@ -76,7 +76,7 @@ def parse_arguments():
     parser.add_argument(
         "--num-iters", type=reporting.positive_integer, default=10, help="measurements (default: %(default)s)"
     )
-    args = reporting.parse_arguments(parser)
+    args = training.start(parser)
     args.width = args.width or {"mlp": 1024, "convnet": 32, "lstm": 512}[args.model]
     return args
 
@@ -87,7 +87,7 @@ def train_batches(count, model, optimizer, traffic, data, target, args):
     for _ in range(count):
         optimizer.zero_grad()
         F.cross_entropy(model(data), target).backward()
-        reporting.apply_gradients(model, optimizer, args)
+        training.apply_gradients(model, optimizer, args)
         traffic.steps += 1
     if args.device == "cuda":
         torch.cuda.synchronize()
@@ -110,14 +110,14 @@ def main():
     args = parse_arguments()
     model, sample_shape = make_model(args.model, args.width)
     model.to(args.device)
-    optimizer, compression = reporting.make_optimizer(model, args, warmup_steps=0)
-    traffic = reporting.Traffic(model, args.method, compression)
+    optimizer, compression = training.make_optimizer(model, args, warmup_steps=0)
+    traffic = reporting.Traffic(training.count_parameters(model), compression, args)
     data = torch.randn(args.batch_size, *sample_shape, device=args.device)
     target = torch.randint(CLASSES, (args.batch_size,), device=args.device)
     if args.verbose:
         print(
             f"Model {args.model}, width {args.width}: {traffic.parameters:,} parameters in "
-            f"{len(list(model.parameters()))} tensors; {hvd.size()} ranks, method {args.method}"
+            f"{len(list(model.parameters()))} tensors; {args.size} ranks, method {args.method}"
         )
 
     start = time.perf_counter()
@@ -125,8 +125,8 @@ def main():
     seconds = time.perf_counter() - start
 
     mean, interval = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
-    total = reporting.sum_over_ranks([mean], "samples_per_second")[0]
-    if hvd.rank() == 0:
+    total = training.sum_over_ranks([mean], "samples_per_second")[0]
+    if args.rank == 0:
         if args.verbose:
             sent = traffic.stats()["step"]
             print(f"Samples/s per rank: {mean:.1f} +-{interval:.1f}\nSamples/s in total: {total:.1f}")

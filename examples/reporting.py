@@ -1,14 +1,11 @@
-"""Share what every PyTorch example needs: arguments, compression, traffic counts, tables, plots, JSON.
-
-The baselines (`none`, `fp16`) use Horovod's own compressors and run without the plugin.
-"""
+"""Share what every example needs, whatever its framework: arguments, traffic counts, progress, tables, plots, JSON."""
 
 import argparse
 import json
 import math
+import sys
 
-import horovod.torch as hvd
-import torch
+from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
 DEFAULT_DENSITY = {"none": 1.0, "fp16": 1.0, "gradient_dropping": 0.01, "dgc": 0.001}
@@ -38,7 +35,7 @@ density = number("a number in (0, 1]", lambda value: 0 < value <= 1)
 momentum = number("a number in [0, 1)", lambda value: 0 <= value < 1)
 
 
-def add_arguments(parser, batch_size, lr=None, clip_norm=0.0, lr_help="default: %(default)s"):
+def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     """Add the switches that all examples share, with the defaults of one example."""
     group = parser.add_argument_group("compression")
     group.add_argument("--method", choices=METHODS, default="none", help="gradient compression (default: none)")
@@ -58,7 +55,7 @@ def add_arguments(parser, batch_size, lr=None, clip_norm=0.0, lr_help="default: 
     group.add_argument(
         "--batch-size", type=positive_integer, default=batch_size, help="samples a rank and step (default: %(default)s)"
     )
-    group.add_argument("--lr", type=positive, default=lr, help=f"peak learning rate ({lr_help})")
+    group.add_argument("--lr", type=positive, default=lr, help="peak learning rate (default: %(default)s)")
     group.add_argument("--momentum", type=momentum, default=0.9, help="(default: %(default)s)")
     group.add_argument("--nesterov", action="store_true", help="use Nesterov momentum")
     group.add_argument("--weight-decay", type=non_negative, default=0.0, help="(default: %(default)s)")
@@ -70,11 +67,10 @@ def add_arguments(parser, batch_size, lr=None, clip_norm=0.0, lr_help="default: 
     )
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where Horovod was built for it)")
     group.add_argument("--quiet", action="store_true", help="print the JSON line only")
 
 
-def parse_arguments(parser):
+def parse_arguments(parser, hvd):
     """Parse the command line, resolve the defaults that depend on other switches and start Horovod."""
     args = parser.parse_args()
     if args.nesterov and not args.momentum:
@@ -82,90 +78,50 @@ def parse_arguments(parser):
     if not args.density or args.method in DENSE_METHODS:
         args.density = DEFAULT_DENSITY[args.method]
     hvd.init()
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() and hvd.cuda_built() else "cpu"
-    if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    torch.manual_seed(args.seed)
-    args.verbose = hvd.rank() == 0 and not args.quiet
+    args.rank, args.size = hvd.rank(), hvd.size()
+    args.verbose = args.rank == 0 and not args.quiet
     return args
 
 
+def compresses(args):
+    """Tell whether a compressor of the plugin is at work: a single process never calls it."""
+    return args.method not in DENSE_METHODS and args.size > 1
+
+
 def compresses_momentum(args):
-    """Tell whether the compressor does momentum, weight decay and clipping: a single process never calls it."""
-    return args.method == "dgc" and hvd.size() > 1
+    """Tell whether the compressor does momentum, weight decay and clipping."""
+    return args.method == "dgc" and compresses(args)
 
 
-def make_compression(model, args, warmup_steps):
-    """Make the compressor that the arguments ask for (a single process needs none); no warm-up if its steps are 0."""
-    if args.method in DENSE_METHODS or hvd.size() == 1:
-        return hvd.Compression.fp16 if args.method == "fp16" else hvd.Compression.none
-    from hvd_sparse.torch import Compression
-
-    shared = {"density": args.density, "warmup": warmup_steps or None, "scope": args.scope, "seed": args.seed}
-    if args.method == "gradient_dropping":
-        return Compression.gradient_dropping(model.named_parameters(), **shared)
-    return Compression.dgc(
-        model.named_parameters(),
-        momentum=args.momentum,
-        nesterov=args.nesterov,
-        weight_decay=args.weight_decay,
-        clip_norm=args.clip_norm or None,
-        clip_scope=args.scope,
-        **shared,
-    )
+def compression_settings(args, warmup_steps):
+    """Return the arguments of `Compression.<method>`; no warm-up if its steps are 0."""
+    settings = {"density": args.density, "warmup": warmup_steps or None, "scope": args.scope, "seed": args.seed}
+    if args.method == "dgc":
+        settings |= {
+            "momentum": args.momentum,
+            "nesterov": args.nesterov,
+            "weight_decay": args.weight_decay,
+            # The paper bounds the sum over ranks; --clip-norm bounds their average, as the other methods do.
+            "clip_norm": args.clip_norm * args.size or None,
+            "clip_scope": args.scope,
+        }
+    return settings
 
 
-def make_optimizer(model, args, warmup_steps):
-    """Return Horovod's distributed SGD and its compressor, after broadcasting the parameters of rank 0."""
-    compression = make_compression(model, args, warmup_steps)
-    if compresses_momentum(args):
-        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    else:
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=args.lr,
-            momentum=args.momentum,
-            nesterov=args.nesterov,
-            weight_decay=args.weight_decay,
-        )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression), compression
-
-
-def apply_gradients(model, optimizer, args):
-    """Step the optimizer; clip the averaged gradient first unless the compressor clips."""
-    if not args.clip_norm or compresses_momentum(args):
-        optimizer.step()
-    else:
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-
-def set_learning_rate(optimizer, peak, step, steps, warmup_steps):
-    """Set the rate of this step: a linear rise over `warmup_steps`, then half a cosine down to 0."""
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    factor = (step + 1) / warmup_steps if step < warmup_steps else 0.5 * (1 + math.cos(math.pi * progress))
-    for group in optimizer.param_groups:
-        group["lr"] = peak * factor
-
-
-def sum_over_ranks(values, name):
-    """Sum a list of numbers over all ranks; every rank gets the same floats."""
-    return hvd.allreduce(torch.tensor(values, dtype=torch.float64), name=name, op=hvd.Sum).tolist()
+def learning_rate(peak, step, steps, warmup_steps):
+    """Return the rate of a step: a linear rise over `warmup_steps`, then half a cosine down to 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
 
 class Traffic:
     """Count the gradient bytes that this rank sends; `dense` is what float32 would have taken."""
 
-    def __init__(self, model, method, compression):
-        self.compression, self.steps, self.seen = compression, 0, (0, 0)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.dense_bytes = 4 * self.parameters if hvd.size() > 1 else 0
-        self.dense_ratio = 2.0 if method == "fp16" and hvd.size() > 1 else 1.0
+    def __init__(self, parameters, compression, args):
+        self.parameters, self.compression, self.steps, self.seen = parameters, compression, 0, (0, 0)
+        self.dense_bytes = 4 * parameters if args.size > 1 else 0
+        self.dense_ratio = 2.0 if args.method == "fp16" and args.size > 1 else 1.0
 
     def stats(self):
         """Return {"step": ..., "total": ...} with dense_bytes, payload_bytes, ratio, density and seconds."""
@@ -200,6 +156,12 @@ class Traffic:
             "steps": self.steps,
             "parameters": self.parameters,
         }
+
+
+def progress(total, args):
+    """Return a progress bar of steps on rank 0; a line now and then where there is no terminal."""
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(total=total, unit="step", disable=not args.verbose, mininterval=interval, maxinterval=2 * interval)
 
 
 def print_table(rows):
@@ -238,7 +200,7 @@ def print_json(example, args, traffic, **results):
         **traffic.summary(),
         **settings,
         "target_density": args.density,
-        "world_size": hvd.size(),
+        "world_size": args.size,
     }
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     print(json.dumps(finite, allow_nan=False), flush=True)

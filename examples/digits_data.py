@@ -1,0 +1,67 @@
+"""What the digits examples share, whatever their framework: switches, data, the order of batches, the report."""
+
+import numpy as np
+import reporting
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+
+def add_arguments(parser, add_shared=reporting.add_arguments):
+    """Add the switches of a digits example."""
+    add_shared(parser, batch_size=4, lr=0.02)
+    parser.add_argument("--epochs", type=reporting.positive_integer, default=40, help="(default: %(default)s)")
+    parser.add_argument(
+        "--warmup-epochs",
+        type=reporting.non_negative,
+        default=4,
+        help="epochs over which the learning rate rises and the density falls (default: %(default)s)",
+    )
+    parser.add_argument("--plot", metavar="PATH", help='(default: digits-METHOD.png; "" for none)')
+
+
+def count_steps(images, args):
+    """Set args.steps_per_epoch and args.warmup_steps for a number of training images."""
+    args.steps_per_epoch = images // (args.batch_size * args.size)
+    if not args.steps_per_epoch:
+        raise SystemExit(f"--batch-size {args.batch_size} times {args.size} ranks exceeds {images} images")
+    args.warmup_steps = int(min(args.warmup_epochs, args.epochs) * args.steps_per_epoch)
+
+
+def report(example, rows, traffic, seconds, args):
+    """Print table and JSON line and draw the curves, on rank 0."""
+    if args.rank != 0:
+        return
+    if args.verbose:
+        reporting.print_table(rows)
+    path = f"digits-{args.method}.png" if args.plot is None else args.plot
+    if path:
+        panels = [["train_loss", "test_loss"], ["accuracy"], ["bytes_per_step"]]
+        reporting.plot_curves(rows, "epoch", panels, f"digits, {args.method}, {args.size} ranks", path)
+    results = {"accuracy": rows[-1]["accuracy"], "loss": rows[-1]["test_loss"]}
+    reporting.print_json(example, args, traffic, **results, seconds=seconds, epochs=args.epochs)
+
+
+def load():
+    """Return train images, test images float32[n, 8, 8] in [0, 1], train labels, test labels; always the same split."""
+    digits = load_digits()
+    images = (digits.images / 16).astype(np.float32)
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+    )
+    return train_x, test_x, train_y, test_y
+
+
+def epoch_batches(count, epoch, args):
+    """Return this rank's batches of indices: a permutation all ranks agree on, sliced by rank.
+
+    What does not fill a batch on every rank is left out, so that all ranks take the same number of steps.
+    """
+    order = np.random.default_rng([args.seed, epoch]).permutation(count)[args.rank :: args.size]
+    return order[: args.steps_per_epoch * args.batch_size].reshape(args.steps_per_epoch, args.batch_size)
+
+
+def shifted(images, generator):
+    """Return the images, each moved by at most one pixel each way: handwriting is not centred to the pixel."""
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
+    rows, columns = generator.integers(0, 3, (2, len(images), 1)) + np.arange(8)
+    return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
