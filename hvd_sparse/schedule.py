@@ -28,6 +28,11 @@ class Schedule(abc.ABC):
     def describe(self) -> str:
         """Return the settings as a plain string, equal on two ranks if and only if the schedules are equal."""
 
+    @property
+    def highest(self) -> float:
+        """A density that is never exceeded. Below 1.0 it spares TensorFlow's graph the case that all travels dense."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):
@@ -37,6 +42,11 @@ class Constant(Schedule):
 
     def __post_init__(self):
         object.__setattr__(self, "value", checked_density("density", self.value))
+
+    @property
+    def highest(self) -> float:
+        """The one density."""
+        return self.value
 
     def density(self, step: int) -> float:
         """Return the one density; ValueError for a negative step."""
@@ -79,6 +89,11 @@ class WarmUp(Schedule):
         floor = self.final * (1.0 + STAGE_TOLERANCE)
         densities = (self.initial * self.factor**i for i in itertools.count())
         return tuple(itertools.takewhile(lambda density: density > floor, densities))
+
+    @property
+    def highest(self) -> float:
+        """The density of the first stage."""
+        return max((self.final, *self.stages))
 
     def density(self, step: int) -> float:
         """Return the density of the stage that holds this step; ValueError for a negative step."""

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import horovod.torch as hvd
 import torch
 
-from hvd_sparse.agreement import DIGEST_BYTES, digest, explain_difference
+from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
 
 AGREE_SECONDS = 600
 _ordinals: Counter = Counter()
@@ -34,15 +34,12 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or hvd.poll(self._handle)
 
-    def wait_at_most(self, seconds: float, what: str) -> None:
+    def wait_at_most(self, seconds: float) -> None:
         """Raise RuntimeError if the other ranks have not taken part after so long."""
         deadline = monotonic() + seconds
         while not self.is_done():
             if monotonic() > deadline:
-                raise RuntimeError(
-                    f"hvd_sparse: the other ranks did not take part in {what} within {seconds:.0f} s. Every rank must "
-                    "build its compressions in the same order, and call reset() or load_state_dict() like the others"
-                )
+                raise RuntimeError(agree_failed(seconds))
             sleep(0.0005)
 
 
@@ -98,7 +95,7 @@ class Exchange:
 
     def agree(self, agreement: Pending, lines: list[str]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all ranks started with the same lines."""
-        agreement.wait_at_most(AGREE_SECONDS, "the first exchange of this compression")
+        agreement.wait_at_most(AGREE_SECONDS)
         digests = agreement.wait().view(-1, DIGEST_BYTES)
         if bool((digests == digests[0]).all()):
             return

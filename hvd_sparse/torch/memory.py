@@ -135,11 +135,11 @@ class MomentumMemory(ResidualMemory):
         if factor != 1.0:
             local = local * factor
         if self.algorithm.weight_decay != 0.0:
-            local = local.add(_flat(self.parameter), alpha=self.algorithm.weight_decay)
+            local = local + _flat(self.parameter) * self.algorithm.weight_decay
         if self.algorithm.nesterov:
             torch.add(self.velocity, local, out=out).mul_(self.algorithm.momentum)
             return out, local
-        torch.add(local, self.velocity, alpha=self.algorithm.momentum, out=out)
+        torch.mul(self.velocity, self.algorithm.momentum, out=out).add_(local)  # two roundings, as everywhere else
         return (out,)
 
 

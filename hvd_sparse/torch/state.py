@@ -4,11 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
+from hvd_sparse.checkpoint import VERSION, check_state
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.memory import ResidualMemory
-from hvd_sparse.wire import checked_integer
-
-VERSION = 1
 
 
 def gather_state(memories: Mapping[str, ResidualMemory], step: int, exchange: Exchange, summed: bool) -> dict:
@@ -34,36 +32,14 @@ def _copies(memory: ResidualMemory, every: bool) -> dict[str, torch.Tensor]:
 
 def restore_state(memories: Mapping[str, ResidualMemory], state: dict, exchange: Exchange) -> int:
     """Fill the memories from a state and return its step; all is checked before anything is changed."""
-    _check(memories, state, exchange)
+    sizes = {name: memory.parameter.numel() for name, memory in memories.items()}
+    check_state(state, sizes, {name: memory.BUFFERS for name, memory in memories.items()}, exchange.size())
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     for name, memory in memories.items():
         saved = state["memory"][name]
         for kind in memory.BUFFERS:
             if kind in saved and (kind in memory.buffers or bool(saved[kind].any())):
-                memory.buffer(kind).copy_(saved[kind]).mul_(share)
+                memory.buffer(kind).copy_(torch.as_tensor(saved[kind])).mul_(share)
             elif kind in memory.buffers:
                 memory.buffers[kind].zero_()
     return state["step"]
-
-
-def _check(memories: Mapping[str, ResidualMemory], state: dict, exchange: Exchange) -> None:
-    if not isinstance(state, dict) or state.get("version") != VERSION:
-        raise ValueError(f"this is no state of version {VERSION} from state_dict()")
-    missing = [key for key in ("step", "ranks", "summed", "memory") if key not in state]
-    if missing:
-        raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
-    checked_integer("the state's step", state["step"], 0)
-    if set(state["memory"]) != set(memories):
-        names = sorted(set(state["memory"]) ^ set(memories))
-        raise ValueError(f"the state belongs to other parameters; only one side has {', '.join(names[:5])}")
-    for name, memory in memories.items():
-        for kind, saved in state["memory"][name].items():
-            if kind not in memory.BUFFERS:
-                raise ValueError(f"the state belongs to another method: {name} has a {kind} there")
-            if not isinstance(saved, torch.Tensor) or saved.shape != (memory.parameter.numel(),):
-                raise ValueError(f"{name}: the state's {kind} must have {memory.parameter.numel()} elements")
-    if not state["summed"] and state["ranks"] != exchange.size():
-        raise ValueError(
-            f"the state is that of one of {state['ranks']} ranks, and there are {exchange.size()} now: save "
-            "state_dict(summed=True) instead, and every rank takes its share of it"
-        )

@@ -1,47 +1,18 @@
-"""Parameters, gradients that every rank can draw for every other, and two ways to drive a compressor.
-
-A gradient is a pure function of (seed, step, rank, name), so each process can work out what all of them did.
-`whole_numbers` makes gradients whose float32 sums are exact: what must be conserved is then compared with ==.
-"""
+"""Parameters, and two ways to drive a compressor."""
 
 import contextlib
-import functools
 import hashlib
 import os
-import zlib
 
 import horovod.torch as hvd
-import numpy as np
 import torch
-
-SHAPES = {"body.weight": (30, 20), "body.bias": (20,), "head.weight": (500,), "scale": ()}
-SCOPES = ("tensor", "model")
+from gradients import SHAPES, draw
 
 
 def make_parameters(shapes=SHAPES, dtype=torch.float32, seed=1):
     """Return {name: Parameter}, the same on every rank, fresh for each test: Horovod's hooks outlive its optimizer."""
     drawn = draw(shapes, step=0, rank=0, seed=seed)
     return {name: torch.nn.Parameter(torch.tensor(drawn[name]).to(dtype)) for name in shapes}
-
-
-def draw(shapes, step, rank, seed=0):
-    """Return {name: float64 array}, standard normal, exact in float32: the gradients of one rank at one step."""
-    return {name: normal(shapes[name], seed, step, rank, name) for name in shapes}
-
-
-@functools.lru_cache(maxsize=4096)
-def normal(shape, seed, step, rank, name):
-    """Return what `draw` returns for one name. Do not write to it."""
-    return np.asarray(generator(seed, step, rank, name).standard_normal(shape, np.float32), np.float64)
-
-
-def whole_numbers(shapes, step, rank, seed=0, most=50):
-    """Return {name: float64 array} of whole numbers: their sums are exact in float32 (below 2**24)."""
-    return {name: generator(seed, step, rank, name).integers(-most, most + 1, shapes[name]) * 1.0 for name in shapes}
-
-
-def generator(seed, step, rank, name):
-    return np.random.default_rng([seed, step, rank, zlib.crc32(name.encode())])
 
 
 def shapes_of(parameters):
@@ -85,11 +56,6 @@ def backward(parameters, gradients, order=None):
 
 def as_gradient(parameter, values):
     return torch.tensor(values).to(parameter.dtype)
-
-
-def shuffled(names, step, rank):
-    """Return the names in an order of this rank's own."""
-    return list(np.random.default_rng([step, rank]).permutation(sorted(names)))
 
 
 def step(optimizer, parameters, gradients, order=None):

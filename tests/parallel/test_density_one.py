@@ -4,7 +4,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from helpers import SCOPES, SHAPES, backward, distributed, draw, make_parameters, shuffled, step, whole_numbers
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import backward, distributed, make_parameters, step
 
 from hvd_sparse.torch import Compression
 

@@ -7,20 +7,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    SCOPES,
-    SHAPES,
-    assert_ranks_agree,
-    distributed,
-    draw,
-    drive,
-    make_parameters,
-    memory_of,
-    shuffled,
-    step,
-    total,
-    whole_numbers,
-)
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import assert_ranks_agree, distributed, drive, make_parameters, memory_of, step, total
 from torch import nn
 
 from hvd_sparse.torch import Compression

@@ -8,7 +8,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from helpers import SCOPES, SHAPES, backward, distributed, draw, make_parameters, memory_of, shuffled
+from gradients import SCOPES, SHAPES, draw, shuffled
+from helpers import backward, distributed, make_parameters, memory_of
 from oracle import Method, train_without_ties
 
 from hvd_sparse.schedule import WarmUp

@@ -3,7 +3,8 @@
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import SCOPES, SHAPES, assert_ranks_agree, distributed, draw, everywhere, make_parameters, shuffled, step
+from gradients import SCOPES, SHAPES, draw, shuffled
+from helpers import assert_ranks_agree, distributed, everywhere, make_parameters, step
 from torch import nn
 
 from hvd_sparse.torch import Compression

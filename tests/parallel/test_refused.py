@@ -6,18 +6,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    SCOPES,
-    SHAPES,
-    alone_as_elastic,
-    assert_alive,
-    backward,
-    distributed,
-    draw,
-    drive,
-    make_parameters,
-    step,
-)
+from gradients import SCOPES, SHAPES, draw
+from helpers import alone_as_elastic, assert_alive, backward, distributed, drive, make_parameters, step
 
 from hvd_sparse.torch import Compression
 

@@ -5,21 +5,8 @@ import io
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import (
-    SCOPES,
-    SHAPES,
-    assert_ranks_agree,
-    distributed,
-    draw,
-    drive,
-    fingerprint,
-    make_parameters,
-    memory_of,
-    shuffled,
-    step,
-    total,
-    whole_numbers,
-)
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import assert_ranks_agree, distributed, drive, fingerprint, make_parameters, memory_of, step, total
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch import Compression

@@ -3,7 +3,8 @@
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import SCOPES, draw, drive, make_parameters, memory_of, whole_numbers
+from gradients import SCOPES, draw, whole_numbers
+from helpers import drive, make_parameters, memory_of
 
 from hvd_sparse import wire
 from hvd_sparse.torch import Compression

@@ -6,7 +6,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from helpers import SCOPES, assert_ranks_agree, distributed, make_parameters, memory_of, shuffled, step, total
+from gradients import SCOPES, shuffled
+from helpers import assert_ranks_agree, distributed, make_parameters, memory_of, step, total
 
 from hvd_sparse.torch import Compression
 

@@ -1,0 +1,34 @@
+"""A compressor's memory as a checkpoint: its layout, the same for both frameworks, and what is refused.
+
+{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}}}
+"""
+
+from collections.abc import Mapping
+
+from hvd_sparse.wire import checked_integer
+
+VERSION = 1
+
+
+def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple[str, ...]], ranks: int) -> None:
+    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks."""
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        raise ValueError(f"this is no state of version {VERSION} from state_dict()")
+    missing = [key for key in ("step", "ranks", "summed", "memory") if key not in state]
+    if missing:
+        raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
+    checked_integer("the state's step", state["step"], 0)
+    if set(state["memory"]) != set(sizes):
+        names = sorted(set(state["memory"]) ^ set(sizes))
+        raise ValueError(f"the state belongs to other parameters; only one side has {', '.join(names[:5])}")
+    for name, size in sizes.items():
+        for kind, saved in state["memory"][name].items():
+            if kind not in kinds[name]:
+                raise ValueError(f"the state belongs to another method: {name} has a {kind} there")
+            if tuple(getattr(saved, "shape", ())) != (size,):
+                raise ValueError(f"{name}: the state's {kind} must have {size} elements")
+    if not state["summed"] and state["ranks"] != ranks:
+        raise ValueError(
+            f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "
+            "state_dict(summed=True) instead, and every rank takes its share of it"
+        )
