@@ -1,12 +1,13 @@
 """Build and install hvd_sparse: ask the installed frameworks for their flags, call CMake.
 
 Environment:
-    HVD_SPARSE_WITH_TORCH=1      make a missing PyTorch an error
-    HVD_SPARSE_WITHOUT_TORCH=1   leave the PyTorch ops out
-    MAKEFLAGS                    passed on, such as -j8
+    HVD_SPARSE_WITH_TORCH=1, HVD_SPARSE_WITH_TENSORFLOW=1         make a missing framework an error
+    HVD_SPARSE_WITHOUT_TORCH=1, HVD_SPARSE_WITHOUT_TENSORFLOW=1   leave its ops out
+    MAKEFLAGS                                                     passed on, such as -j8
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,30 @@ def torch_options() -> list[str]:
     ]
 
 
+def tensorflow_options() -> list[str]:
+    """What CMake must know to compile against the installed TensorFlow."""
+    # In a process of its own: TensorFlow writes to standard error when it is imported, whatever its log level.
+    program = (
+        "import json, tensorflow as tf\n"
+        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()]))"
+    )
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        sys.exit(f"{done.stderr}\nhvd_sparse: the installed TensorFlow cannot be imported; see above")
+    compile_flags, link_flags = json.loads(done.stdout.splitlines()[-1])
+    includes = [flag[2:] for flag in compile_flags if flag.startswith("-I")]
+    return [
+        "-DHVD_SPARSE_TENSORFLOW=ON",
+        "-DTENSORFLOW_INCLUDE_DIRS=" + ";".join(includes),
+        "-DTENSORFLOW_COMPILE_FLAGS=" + ";".join(flag for flag in compile_flags if not flag.startswith("-I")),
+        "-DTENSORFLOW_LINK_FLAGS=" + ";".join(link_flags),
+    ]
+
+
+FRAMEWORKS = {"torch": ("PyTorch", torch_options), "tensorflow": ("TensorFlow", tensorflow_options)}
+
+
 class CMakeBuild(build_ext):
     """Build every native library with one CMake run, into hvd_sparse/lib of the package."""
 
@@ -53,10 +78,11 @@ class CMakeBuild(build_ext):
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
         build = Path(self.build_temp).resolve()
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
-        if framework_wanted("TORCH", "torch"):
-            configure += torch_options()
-        else:
-            print("hvd_sparse: PyTorch is not installed here: its ops are left out", file=sys.stderr)
+        for module, (title, options) in FRAMEWORKS.items():
+            if framework_wanted(module.upper(), module):
+                configure += options()
+            else:
+                print(f"hvd_sparse: {title} is not installed here: its ops are left out", file=sys.stderr)
         build.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ)
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")

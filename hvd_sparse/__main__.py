@@ -7,7 +7,7 @@ from hvd_sparse import __version__
 from hvd_sparse.library import FRAMEWORKS, is_built
 from hvd_sparse.wire import CODINGS
 
-TITLES = {"torch": "PyTorch"}
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def check_build() -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
-FRAMEWORKS = ("torch",)
+FRAMEWORKS = ("torch", "tensorflow")
 
 
 def is_built(framework: str) -> bool:

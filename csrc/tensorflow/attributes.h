@@ -1,0 +1,29 @@
+// What an op's attributes say about payloads; TensorFlow itself refuses a value that the op's interface does not list.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../core/payload.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace hvd_sparse {
+
+constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of a size
+
+inline DType ParseDType(const std::string& name) {
+  if (name == "float64") return DType::kFloat64;
+  if (name == "float16") return DType::kFloat16;
+  return name == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+// Source: what has GetAttr, while a kernel is made or a shape inferred. Run lengths are the only coding so far.
+template <typename Source>
+absl::Status GetFormat(Source* source, PayloadFormat* format) {
+  std::string value_dtype;
+  TF_RETURN_IF_ERROR(source->GetAttr("value_dtype", &value_dtype));
+  format->dtype = ParseDType(value_dtype);
+  return absl::OkStatus();
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,178 @@
+// What every CPU kernel shares: its inputs and outputs by name, errors that name the function called, the thread pool.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "../core/parallel.h"
+#include "../core/payload.h"
+#include "absl/strings/str_cat.h"
+#include "attributes.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/denormal.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace hvd_sparse {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::TensorShapeUtils;
+
+// TensorFlow flushes denormals in its own threads and not in its caller's. Which of them runs a kernel is chance, and
+// a sum must have the same bits on every rank: they are kept everywhere.
+using KeepDenormals = tensorflow::port::ScopedDontFlushDenormal;
+
+// One call of a kernel: its tensors by name, and errors that name the function called.
+class Call {
+ public:
+  Call(OpKernelContext* context, const char* verb) : context_(context), verb_(verb) {}
+
+  template <typename... Parts>
+  absl::Status Invalid(const Parts&... parts) const {
+    return absl::InvalidArgumentError(absl::StrCat("hvd_sparse.", verb_, ": ", parts...));
+  }
+
+  absl::Status Report(const Status& status) const { return status.ok() ? absl::OkStatus() : Invalid(status.message); }
+
+  template <typename T>
+  absl::Status Number(const char* name, T* number) const {
+    const Tensor* tensor = nullptr;
+    TF_RETURN_IF_ERROR(context_->input(name, &tensor));
+    if (!TensorShapeUtils::IsScalar(tensor->shape())) {
+      return Invalid(name, " must be a scalar, got shape ", tensor->shape().DebugString());
+    }
+    *number = tensor->scalar<T>()();
+    return absl::OkStatus();
+  }
+
+  absl::Status Seed(uint64_t* seed) const {
+    int64_t number = 0;
+    TF_RETURN_IF_ERROR(Number("seed", &number));
+    *seed = static_cast<uint64_t>(number);
+    return absl::OkStatus();
+  }
+
+  // A one-dimensional input of a type that the op's interface fixes.
+  template <typename T>
+  absl::Status Vector(const char* name, const T** data, int64_t* size) const {
+    const Tensor* tensor = nullptr;
+    TF_RETURN_IF_ERROR(context_->input(name, &tensor));
+    if (tensor->dims() != 1) {
+      return Invalid(name, " must have one dimension, got shape ", tensor->shape().DebugString());
+    }
+    *data = static_cast<const T*>(tensor->data());
+    *size = tensor->NumElements();
+    return absl::OkStatus();
+  }
+
+  // Values of any shape, read in row-major order.
+  absl::Status Values(Array* array) const {
+    const Tensor* tensor = nullptr;
+    TF_RETURN_IF_ERROR(context_->input("values", &tensor));
+    DType dtype = DType::kFloat32;
+    switch (tensor->dtype()) {
+      case tensorflow::DT_DOUBLE: dtype = DType::kFloat64; break;
+      case tensorflow::DT_HALF: dtype = DType::kFloat16; break;
+      case tensorflow::DT_BFLOAT16: dtype = DType::kBFloat16; break;
+      default: break;
+    }
+    *array = {tensor->data(), tensor->NumElements(), dtype};
+    return absl::OkStatus();
+  }
+
+  template <typename T>
+  absl::Status Output(const char* name, const TensorShape& shape, T** data) const {
+    Tensor* tensor = nullptr;
+    TF_RETURN_IF_ERROR(context_->allocate_output(name, shape, &tensor));
+    *data = static_cast<T*>(tensor->data());
+    return absl::OkStatus();
+  }
+
+  template <typename T>
+  absl::Status OutputScalar(const char* name, T number) const {
+    T* data = nullptr;
+    TF_RETURN_IF_ERROR(Output(name, {}, &data));
+    *data = number;
+    return absl::OkStatus();
+  }
+
+  absl::Status OutputSelected(const Array& values, const std::vector<int64_t>& selected) const {
+    const TensorShape shape({static_cast<int64_t>(selected.size())});
+    int64_t* indices = nullptr;
+    TF_RETURN_IF_ERROR(Output("indices", shape, &indices));
+    std::copy(selected.begin(), selected.end(), indices);
+    return Dispatch(values, [&](const auto* data) {
+      std::decay_t<decltype(*data)>* out = nullptr;
+      TF_RETURN_IF_ERROR(Output("selected", shape, &out));
+      for (const int64_t index : selected) *out++ = data[index];
+      return absl::OkStatus();
+    });
+  }
+
+  // TensorFlow's pool for the work inside one op; the calling thread takes its part.
+  ParallelFor Pool() const {
+    auto* workers = context_->device()->tensorflow_cpu_worker_threads()->workers;
+    return [workers](int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
+      constexpr int64_t kWorthAThread = int64_t{1} << 20;  // cycles: a part has a grain's worth of work or more
+      if (begin >= end) return;
+      const int64_t size = end - begin;
+      const int64_t parts = std::clamp<int64_t>(size / grain, 1, workers->NumThreads());
+      tensorflow::Shard(workers->NumThreads(), workers, parts, kWorthAThread, [&](int64_t first, int64_t last) {
+        const KeepDenormals keep;
+        body(begin + size * first / parts, begin + size * last / parts);
+      });
+    };
+  }
+
+  OpKernelContext* context() const { return context_; }
+
+ private:
+  OpKernelContext* context_;
+  const char* verb_;
+};
+
+class Kernel : public tensorflow::OpKernel {
+ public:
+  Kernel(OpKernelConstruction* construction, const char* verb) : OpKernel(construction), verb_(verb) {}
+
+  void Compute(OpKernelContext* context) final {
+    const KeepDenormals keep;
+    OP_REQUIRES_OK(context, Run(Call(context, verb_)));
+  }
+
+ protected:
+  virtual absl::Status Run(const Call& call) const = 0;
+
+ private:
+  const char* verb_;
+};
+
+// A kernel of payloads.
+class FormatKernel : public Kernel {
+ public:
+  FormatKernel(OpKernelConstruction* construction, const char* verb) : Kernel(construction, verb) {
+    OP_REQUIRES_OK(construction, GetFormat(construction, &attributes_));
+  }
+
+ protected:
+  // The inputs n and k, the attributes, and the size of such a payload.
+  absl::Status Format(const Call& call, PayloadFormat* format, int64_t* size) const {
+    *format = attributes_;
+    TF_RETURN_IF_ERROR(call.Number("n", &format->n));
+    TF_RETURN_IF_ERROR(call.Number("k", &format->k));
+    return call.Report(PayloadSize(*format, size));
+  }
+
+  absl::Status CheckValueType(const Call& call, tensorflow::DataType dtype) const {
+    const bool wide = attributes_.dtype == DType::kFloat64;
+    if (wide == (dtype == tensorflow::DT_DOUBLE)) return absl::OkStatus();
+    return call.Invalid("values must be ", wide ? "float64, got float32" : "float32, got float64");
+  }
+
+  PayloadFormat attributes_;
+};
+
+}  // namespace hvd_sparse

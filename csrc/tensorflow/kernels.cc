@@ -1,0 +1,263 @@
+// CPU kernels of the TensorFlow ops: check tensors, call the core, report. Nothing of Python, Horovod or MPI here.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../core/finite.h"
+#include "../core/payload.h"
+#include "../core/quantize.h"
+#include "../core/reduce.h"
+#include "../core/run_length.h"
+#include "../core/select.h"
+#include "../core/threshold.h"
+#include "kernel.h"
+
+namespace hvd_sparse {
+namespace {
+
+class SelectThresholdKernel : public Kernel {
+ public:
+  explicit SelectThresholdKernel(OpKernelConstruction* construction) : Kernel(construction, "select_threshold") {
+    std::string method;
+    OP_REQUIRES_OK(construction, construction->GetAttr("method", &method));
+    method_ = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
+  }
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    Array values;
+    ThresholdParams params;
+    params.method = method_;
+    TF_RETURN_IF_ERROR(call.Values(&values));
+    TF_RETURN_IF_ERROR(call.Number("k", &params.k));
+    TF_RETURN_IF_ERROR(call.Seed(&params.seed));
+    TF_RETURN_IF_ERROR(call.Number("sample_fraction", &params.sample_fraction));
+    double threshold = 0;
+    TF_RETURN_IF_ERROR(call.Report(SelectThreshold(values, params, call.Pool(), &threshold)));
+    return call.OutputScalar("threshold", threshold);
+  }
+
+ private:
+  ThresholdMethod method_ = ThresholdMethod::kExact;
+};
+
+class SelectTopKKernel : public Kernel {
+ public:
+  explicit SelectTopKKernel(OpKernelConstruction* construction) : Kernel(construction, "select_top_k") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    Array values;
+    SelectParams params;
+    TF_RETURN_IF_ERROR(call.Values(&values));
+    TF_RETURN_IF_ERROR(call.Number("k", &params.k));
+    TF_RETURN_IF_ERROR(call.Seed(&params.seed));
+    TF_RETURN_IF_ERROR(call.Number("threshold_hint", &params.threshold_hint));
+    Selection selection;
+    TF_RETURN_IF_ERROR(call.Report(SelectTopK(values, params, call.Pool(), &selection)));
+    double* info = nullptr;
+    TF_RETURN_IF_ERROR(call.Output("info", {2}, &info));
+    info[0] = selection.threshold;
+    info[1] = static_cast<double>(selection.passed);
+    return call.OutputSelected(values, selection.indices);
+  }
+};
+
+class FilterThresholdKernel : public Kernel {
+ public:
+  explicit FilterThresholdKernel(OpKernelConstruction* construction) : Kernel(construction, "filter_threshold") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    Array values;
+    double threshold = 0;
+    TF_RETURN_IF_ERROR(call.Values(&values));
+    TF_RETURN_IF_ERROR(call.Number("threshold", &threshold));
+    std::vector<int64_t> found;
+    TF_RETURN_IF_ERROR(call.Report(FilterThreshold(values, threshold, call.Pool(), &found)));
+    return call.OutputSelected(values, found);
+  }
+};
+
+class AllFiniteKernel : public Kernel {
+ public:
+  explicit AllFiniteKernel(OpKernelConstruction* construction) : Kernel(construction, "all_finite") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    Array values;
+    TF_RETURN_IF_ERROR(call.Values(&values));
+    return call.OutputScalar("finite", AllFinite(values, call.Pool()));
+  }
+};
+
+absl::Status GetElements(const Call& call, int64_t* n) {
+  TF_RETURN_IF_ERROR(call.Number("n", n));
+  if (*n >= 0 && *n <= kMaxElements) return absl::OkStatus();
+  return call.Invalid("n must be in [0, ", kMaxElements, "], got ", *n);
+}
+
+class EncodeRunLengthKernel : public Kernel {
+ public:
+  explicit EncodeRunLengthKernel(OpKernelConstruction* construction) : Kernel(construction, "encode_run_length") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    int64_t n = 0, k = 0;
+    const int64_t* indices = nullptr;
+    int64_t* wide = nullptr;
+    uint16_t* runs = nullptr;
+    TF_RETURN_IF_ERROR(GetElements(call, &n));
+    TF_RETURN_IF_ERROR(call.Vector("indices", &indices, &k));
+    TF_RETURN_IF_ERROR(call.Output("counts", {BlockCount(n)}, &wide));
+    TF_RETURN_IF_ERROR(call.Output("runs", {k}, &runs));
+    std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(n)));
+    TF_RETURN_IF_ERROR(call.Report(EncodeRunLength(indices, k, n, counts.data(), runs)));
+    std::copy(counts.begin(), counts.end(), wide);
+    return absl::OkStatus();
+  }
+};
+
+class DecodeRunLengthKernel : public Kernel {
+ public:
+  explicit DecodeRunLengthKernel(OpKernelConstruction* construction) : Kernel(construction, "decode_run_length") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    int64_t n = 0, k = 0, blocks = 0;
+    const int64_t* counts = nullptr;
+    const uint16_t* runs = nullptr;
+    int64_t* indices = nullptr;
+    TF_RETURN_IF_ERROR(GetElements(call, &n));
+    TF_RETURN_IF_ERROR(call.Vector("counts", &counts, &blocks));
+    TF_RETURN_IF_ERROR(call.Vector("runs", &runs, &k));
+    if (blocks != BlockCount(n)) return call.Invalid("counts must have one entry a block of n, got ", blocks);
+    std::vector<uint32_t> narrow(static_cast<size_t>(blocks));
+    std::transform(counts, counts + blocks, narrow.begin(), [](int64_t count) {
+      return static_cast<uint32_t>(count < 0 || count > kBlock ? kBlock + 1 : count);
+    });
+    TF_RETURN_IF_ERROR(call.Report(ValidateRunLength(narrow.data(), runs, k, n)));
+    TF_RETURN_IF_ERROR(call.Output("indices", {k}, &indices));
+    DecodeRunLength(narrow.data(), runs, n, indices);
+    return absl::OkStatus();
+  }
+};
+
+class PackKernel : public FormatKernel {
+ public:
+  explicit PackKernel(OpKernelConstruction* construction) : FormatKernel(construction, "pack") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    PayloadFormat format;
+    int64_t size = 0, entries = 0, count = 0;
+    const int64_t* indices = nullptr;
+    const void* values = nullptr;
+    uint8_t* payload = nullptr;
+    TF_RETURN_IF_ERROR(Format(call, &format, &size));
+    TF_RETURN_IF_ERROR(CheckValueType(call, call.context()->input_dtype(1)));
+    TF_RETURN_IF_ERROR(call.Vector("indices", &indices, &entries));
+    TF_RETURN_IF_ERROR(call.Vector("values", &values, &count));
+    if (entries != count) return call.Invalid(entries, " indices but ", count, " values");
+    TF_RETURN_IF_ERROR(call.Output("payload", {size}, &payload));
+    return call.Report(Pack(format, indices, values, entries, payload));
+  }
+};
+
+class UnpackKernel : public FormatKernel {
+ public:
+  explicit UnpackKernel(OpKernelConstruction* construction) : FormatKernel(construction, "unpack") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    PayloadFormat format;
+    int64_t expected = 0, size = 0;
+    const uint8_t* payload = nullptr;
+    int64_t* indices = nullptr;
+    void* values = nullptr;
+    TF_RETURN_IF_ERROR(Format(call, &format, &expected));
+    TF_RETURN_IF_ERROR(CheckValueType(call, call.context()->expected_output_dtype(1)));
+    TF_RETURN_IF_ERROR(call.Vector("payload", &payload, &size));
+    PayloadView view;
+    TF_RETURN_IF_ERROR(call.Report(Validate(format, payload, size, &view)));
+    TF_RETURN_IF_ERROR(call.Output("indices", {view.entries}, &indices));
+    TF_RETURN_IF_ERROR(call.Output("values", {view.entries}, &values));
+    Unpack(format, view, indices, values);
+    return absl::OkStatus();
+  }
+};
+
+class ReducePayloadsKernel : public FormatKernel {
+ public:
+  explicit ReducePayloadsKernel(OpKernelConstruction* construction) : FormatKernel(construction, "reduce_payloads") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    PayloadFormat format;
+    int64_t size = 0, offset = 0;
+    float scale = 0;
+    float* sum = nullptr;
+    TF_RETURN_IF_ERROR(Format(call, &format, &size));
+    TF_RETURN_IF_ERROR(call.Number("offset", &offset));
+    TF_RETURN_IF_ERROR(call.Number("scale", &scale));
+    const Tensor& gathered = call.context()->input(0);
+    if (gathered.dims() != 2 || offset < 0 || size > gathered.dim_size(1) - offset) {
+      return call.Invalid("gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
+                          gathered.shape().DebugString());
+    }
+    TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
+    const auto* first = static_cast<const uint8_t*>(gathered.data()) + offset;
+    return call.Report(
+        ReducePayloads(format, first, gathered.dim_size(0), gathered.dim_size(1), scale, call.Pool(), sum));
+  }
+};
+
+class QuantizeKernel : public FormatKernel {
+ public:
+  explicit QuantizeKernel(OpKernelConstruction* construction) : FormatKernel(construction, "quantize") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    const Tensor& values = call.context()->input(0);
+    float* quantized = nullptr;
+    TF_RETURN_IF_ERROR(call.Output("quantized", values.shape(), &quantized));
+    Quantize(static_cast<const float*>(values.data()), values.NumElements(), attributes_.dtype, quantized);
+    return absl::OkStatus();
+  }
+};
+
+class TokenKernel : public Kernel {
+ public:
+  explicit TokenKernel(OpKernelConstruction* construction) : Kernel(construction, "token") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    int64_t rank = 0;
+    float* token = nullptr;
+    TF_RETURN_IF_ERROR(call.Number("rank", &rank));
+    TF_RETURN_IF_ERROR(call.Output("token", {2}, &token));
+    token[0] = 1;
+    token[1] = static_cast<float>(rank + 1);
+    return absl::OkStatus();
+  }
+};
+
+#define HVD_SPARSE_REGISTER(name) \
+  REGISTER_KERNEL_BUILDER(Name("HvdSparse" #name).Device(tensorflow::DEVICE_CPU), name##Kernel)
+
+HVD_SPARSE_REGISTER(SelectThreshold);
+HVD_SPARSE_REGISTER(SelectTopK);
+HVD_SPARSE_REGISTER(FilterThreshold);
+HVD_SPARSE_REGISTER(AllFinite);
+HVD_SPARSE_REGISTER(EncodeRunLength);
+HVD_SPARSE_REGISTER(DecodeRunLength);
+HVD_SPARSE_REGISTER(Pack);
+HVD_SPARSE_REGISTER(Unpack);
+HVD_SPARSE_REGISTER(ReducePayloads);
+HVD_SPARSE_REGISTER(Quantize);
+HVD_SPARSE_REGISTER(Token);
+
+#undef HVD_SPARSE_REGISTER
+
+}  // namespace
+}  // namespace hvd_sparse

@@ -1,0 +1,220 @@
+// The TensorFlow ops: what goes in, what comes out, and in what shape. TensorFlow keeps one registry of names for all
+// libraries, hence the prefix. Numbers that may change from step to step are inputs, so that nothing is traced again.
+#include <algorithm>
+#include <initializer_list>
+
+#include "../core/payload.h"
+#include "../core/run_length.h"
+#include "attributes.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor.h"
+
+namespace hvd_sparse {
+namespace {
+
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+constexpr int kAnyRank = -1;
+
+absl::Status CheckRanks(InferenceContext* c, std::initializer_list<int> ranks) {
+  int input = 0;
+  for (const int rank : ranks) {
+    ShapeHandle unused;
+    if (rank != kAnyRank) TF_RETURN_IF_ERROR(c->WithRank(c->input(input), rank, &unused));
+    ++input;
+  }
+  return absl::OkStatus();
+}
+
+// The number that an input holds, where the graph says so. Otherwise unknown, and so is one below 0: the kernel tells
+// its caller more about that than a shape can.
+int64_t KnownCount(InferenceContext* c, int input) {
+  const tensorflow::Tensor* tensor = c->input_tensor(input);
+  if (tensor == nullptr || tensor->dims() != 0) return InferenceContext::kUnknownDim;
+  return std::max<int64_t>(tensor->scalar<int64_t>()(), InferenceContext::kUnknownDim);
+}
+
+absl::Status SetVectors(InferenceContext* c, DimensionHandle size) {
+  c->set_output(0, c->Vector(size));
+  c->set_output(1, c->Vector(size));
+  return absl::OkStatus();
+}
+
+absl::Status SelectThresholdShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0, 0, 0}));
+  c->set_output(0, c->Scalar());
+  return absl::OkStatus();
+}
+
+absl::Status SelectTopKShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0, 0, 0}));
+  c->set_output(2, c->Vector(2));
+  return SetVectors(c, c->MakeDim(KnownCount(c, 1)));
+}
+
+absl::Status FilterThresholdShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0}));
+  return SetVectors(c, c->UnknownDim());
+}
+
+absl::Status EncodeRunLengthShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0}));
+  const int64_t n = KnownCount(c, 1);
+  const bool known = n >= 0 && n <= kMaxElements;
+  c->set_output(0, c->Vector(known ? BlockCount(n) : InferenceContext::kUnknownDim));
+  c->set_output(1, c->input(0));
+  return absl::OkStatus();
+}
+
+absl::Status DecodeRunLengthShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0}));
+  c->set_output(0, c->input(1));
+  return absl::OkStatus();
+}
+
+absl::Status PackShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0, 0}));
+  PayloadFormat format;
+  TF_RETURN_IF_ERROR(GetFormat(c, &format));
+  format.n = KnownCount(c, 2);
+  format.k = KnownCount(c, 3);
+  int64_t size = 0;
+  const bool known = PayloadSize(format, &size).ok();
+  c->set_output(0, c->Vector(known ? size : InferenceContext::kUnknownDim));
+  return absl::OkStatus();
+}
+
+absl::Status UnpackShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0, 0}));
+  return SetVectors(c, c->UnknownDim());  // k, or none
+}
+
+absl::Status ReducePayloadsShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {2, 0, 0, 0, 0}));
+  c->set_output(0, c->Vector(KnownCount(c, 2)));
+  return absl::OkStatus();
+}
+
+absl::Status TokenShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {0}));
+  c->set_output(0, c->Vector(2));
+  return absl::OkStatus();
+}
+
+constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
+constexpr char kCoding[] = "coding: {'run_length'} = 'run_length'";
+constexpr char kValueDType[] = "value_dtype: {'float32', 'float64', 'float16', 'bfloat16'} = 'float32'";
+
+REGISTER_OP("HvdSparseSelectThreshold")
+    .Input("values: T")
+    .Input("k: int64")
+    .Input("seed: int64")
+    .Input("sample_fraction: double")  // an attribute would round it to float32
+    .Output("threshold: double")
+    .Attr(kValueTypes)
+    .Attr("method: {'exact', 'sampled'} = 'exact'")
+    .SetShapeFn(SelectThresholdShape)
+    .Doc("A threshold that k magnitudes reach: exact, or that of a sample.");
+
+REGISTER_OP("HvdSparseSelectTopK")
+    .Input("values: T")
+    .Input("k: int64")
+    .Input("seed: int64")
+    .Input("threshold_hint: double")
+    .Output("indices: int64")
+    .Output("selected: T")
+    .Output("info: double")
+    .Attr(kValueTypes)
+    .SetShapeFn(SelectTopKShape)
+    .Doc("Exactly the k elements of largest magnitude, in ascending order; info: smallest magnitude, how many passed.");
+
+REGISTER_OP("HvdSparseFilterThreshold")
+    .Input("values: T")
+    .Input("threshold: double")
+    .Output("indices: int64")
+    .Output("selected: T")
+    .Attr(kValueTypes)
+    .SetShapeFn(FilterThresholdShape)
+    .Doc("Every element whose magnitude is at least the threshold, in ascending order.");
+
+REGISTER_OP("HvdSparseAllFinite")
+    .Input("values: T")
+    .Output("finite: bool")
+    .Attr(kValueTypes)
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("Whether every element is a finite float32.");
+
+REGISTER_OP("HvdSparseEncodeRunLength")
+    .Input("indices: int64")
+    .Input("n: int64")
+    .Output("counts: int64")
+    .Output("runs: uint16")
+    .SetShapeFn(EncodeRunLengthShape)
+    .Doc("Strictly ascending indices of [0, n) as entries a block and run lengths.");
+
+REGISTER_OP("HvdSparseDecodeRunLength")
+    .Input("counts: int64")
+    .Input("runs: uint16")
+    .Input("n: int64")
+    .Output("indices: int64")
+    .SetShapeFn(DecodeRunLengthShape)
+    .Doc("The indices that HvdSparseEncodeRunLength encoded.");
+
+REGISTER_OP("HvdSparsePack")
+    .Input("indices: int64")
+    .Input("values: V")
+    .Input("n: int64")
+    .Input("k: int64")
+    .Output("payload: uint8")
+    .Attr("V: {float, double}")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(PackShape)
+    .Doc("The payload of k entries, or of none, of n elements.");
+
+REGISTER_OP("HvdSparseUnpack")
+    .Input("payload: uint8")
+    .Input("n: int64")
+    .Input("k: int64")
+    .Output("indices: int64")
+    .Output("values: V")
+    .Attr("V: {float, double} = DT_FLOAT")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(UnpackShape)
+    .Doc("The entries of a payload, once it has been checked.");
+
+REGISTER_OP("HvdSparseReducePayloads")
+    .Input("gathered: uint8")
+    .Input("offset: int64")
+    .Input("n: int64")
+    .Input("k: int64")
+    .Input("scale: float")
+    .Output("sum: float")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(ReducePayloadsShape)
+    .Doc("Scale times the sum, in rank order, of the payloads at gathered[:, offset:].");
+
+REGISTER_OP("HvdSparseQuantize")
+    .Input("values: float")
+    .Output("quantized: float")
+    .Attr(kValueDType)
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc("The float32 values that survive the wire as value_dtype.");
+
+// Stateful, though it computes the same each time: what follows from constants alone TensorFlow may compute once, while
+// it optimises the graph. Horovod's allreduce of the token must run in every step instead, on every rank.
+REGISTER_OP("HvdSparseToken")
+    .Input("rank: int64")
+    .Output("token: float")
+    .SetIsStateful()
+    .SetShapeFn(TokenShape)
+    .Doc("What a rank sends in place of its gradient: 1, and its rank plus 1.");
+
+}  // namespace
+}  // namespace hvd_sparse

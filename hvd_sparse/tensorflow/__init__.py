@@ -1,0 +1,14 @@
+"""hvd_sparse for TensorFlow: `hvd.DistributedGradientTape(tape, compression=Compression.dgc(model))`.
+
+`hvd_sparse.tensorflow.ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
+"""
+
+import importlib
+
+__all__ = ["Compression", "SparseCompressor"]
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        return getattr(importlib.import_module("hvd_sparse.tensorflow.compression"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

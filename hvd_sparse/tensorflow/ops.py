@@ -1,0 +1,125 @@
+"""Typed calls into the native operators, on CPU tensors, eagerly or in a tf.function.
+
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+and damaged payloads raise tf.errors.InvalidArgumentError; what TensorFlow sees while it traces, such as a wrong rank,
+is a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any shape: they are read
+flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python's or scalar tensors, which may change
+from step to step inside a tf.function. A seed is any integer that fits 64 bits.
+"""
+
+import tensorflow as tf
+
+from hvd_sparse import wire
+from hvd_sparse.library import find_library
+
+_ops = tf.load_op_library(find_library("tensorflow"))
+
+Integer = int | tf.Tensor
+Real = float | tf.Tensor
+
+
+def _number(value: Integer | Real, dtype: tf.DType) -> tf.Tensor:
+    """A scalar tensor of this type."""
+    return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+
+
+def _integer(value: Integer) -> tf.Tensor:
+    return _number(value, tf.int64)
+
+
+def _seed(seed: Integer) -> tf.Tensor:
+    """A seed as the signed 64-bit integer that operators take."""
+    return _integer(seed if tf.is_tensor(seed) else (int(seed) + 2**63) % 2**64 - 2**63)
+
+
+def select_top_k(
+    values: tf.Tensor, k: Integer, seed: Integer = 0, threshold_hint: Real = 0.0
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Select exactly the k elements of largest magnitude.
+
+    Ties are broken by a seeded hash of the index. The hint, a guess at the threshold, changes the cost but never the
+    result. Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how
+    many elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+    """
+    return tuple(_ops.hvd_sparse_select_top_k(values, _integer(k), _seed(seed), _number(threshold_hint, tf.float64)))
+
+
+def filter_threshold(values: tf.Tensor, threshold: Real) -> tuple[tf.Tensor, tf.Tensor]:
+    """Select every element whose magnitude is at least `threshold`: ascending indices int64[m], values[m]."""
+    return tuple(_ops.hvd_sparse_filter_threshold(values, _number(threshold, tf.float64)))
+
+
+def select_threshold(
+    values: tf.Tensor, k: Integer, method: str = "exact", sample_fraction: Real = 0.005, seed: Integer = 0
+) -> tf.Tensor:
+    """Return, as a float64 scalar tensor, a threshold that k elements reach: "exact", or "sampled" (DGC, section 5)."""
+    fraction = _number(sample_fraction, tf.float64)
+    return _ops.hvd_sparse_select_threshold(values, _integer(k), _seed(seed), fraction, method=method)
+
+
+def all_finite(values: tf.Tensor) -> tf.Tensor:
+    """Return, as a bool scalar tensor, whether every element is a finite float32."""
+    return _ops.hvd_sparse_all_finite(values)
+
+
+def encode_run_length(indices: tf.Tensor, n: Integer) -> tuple[tf.Tensor, tf.Tensor]:
+    """Encode strictly ascending indices int64[k] of [0, n): block counts int64[blocks], run lengths uint16[k]."""
+    return tuple(_ops.hvd_sparse_encode_run_length(indices, _integer(n)))
+
+
+def decode_run_length(counts: tf.Tensor, runs: tf.Tensor, n: Integer) -> tf.Tensor:
+    """Decode what `encode_run_length` gave: ascending indices int64[k]."""
+    return _ops.hvd_sparse_decode_run_length(counts, runs, _integer(n))
+
+
+def payload_size(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> int:
+    """Return the size in bytes of the payload of k of n elements; ValueError for bad arguments."""
+    return wire.payload_size(n, k, coding, value_dtype)
+
+
+def pack(
+    indices: tf.Tensor,
+    values: tf.Tensor,
+    n: Integer,
+    k: Integer,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> tf.Tensor:
+    """Return the payload, uint8[payload_size], of k entries or of none: indices int64, values float32 (or float64)."""
+    return _ops.hvd_sparse_pack(indices, values, _integer(n), _integer(k), coding=coding, value_dtype=value_dtype)
+
+
+def unpack(
+    payload: tf.Tensor, n: Integer, k: Integer, coding: str = "run_length", value_dtype: str = "float32"
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
+    wide = tf.float64 if value_dtype == "float64" else tf.float32
+    form = {"coding": coding, "value_dtype": value_dtype, "V": wide}
+    return tuple(_ops.hvd_sparse_unpack(payload, _integer(n), _integer(k), **form))
+
+
+def reduce_payloads(
+    gathered: tf.Tensor,
+    offset: Integer,
+    n: Integer,
+    k: Integer,
+    scale: Real = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> tf.Tensor:
+    """Return, as float32[n], scale times the sum, in rank order, of the payloads at gathered[:, offset:].
+
+    `gathered`: uint8[ranks, bytes]. Every payload is checked before anything is added.
+    """
+    place = (_integer(offset), _integer(n), _integer(k), _number(scale, tf.float32))
+    return _ops.hvd_sparse_reduce_payloads(gathered, *place, coding=coding, value_dtype=value_dtype)
+
+
+def quantize(values: tf.Tensor, value_dtype: str) -> tf.Tensor:
+    """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`."""
+    return _ops.hvd_sparse_quantize(values, value_dtype=value_dtype)
+
+
+def token(rank: Integer) -> tf.Tensor:
+    """Return float32[2], 1 and rank + 1: what a rank sends in place of a gradient. Runs anew in every step."""
+    return _ops.hvd_sparse_token(_integer(rank))
