@@ -1,0 +1,99 @@
+"""Train a small convolutional network on scikit-learn's digits with a gradient tape and a choice of compression.
+
+horovodrun -np 4 python examples/tensorflow2_digits.py --method dgc
+"""
+
+import argparse
+import time
+
+import tensorflow2_training as training  # isort: skip, it chooses Keras 2 before TensorFlow is imported
+
+import digits_data
+import horovod.tensorflow as hvd
+import numpy as np
+import reporting
+import tensorflow as tf
+
+loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def parse_arguments():
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    digits_data.add_arguments(parser)
+    return training.start(parser)
+
+
+def make_step(model, optimizer, compression, args):
+    """Return a function that takes one training step and returns the loss."""
+
+    @tf.function
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if args.clip_norm and not reporting.compresses_momentum(args):
+            gradients, _ = tf.clip_by_global_norm(gradients, args.clip_norm)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
+def evaluate(model, images, labels, args):
+    """Return mean loss and accuracy in percent over the test set, each rank testing its share."""
+    images, labels = images[args.rank :: args.size, ..., None], labels[args.rank :: args.size]
+    output = model(images, training=False)
+    loss = float(loss_of(labels, output)) * len(labels)
+    correct = int(np.sum(np.argmax(output, axis=1) == labels))
+    loss, correct, count = training.sum_over_ranks([loss, correct, len(labels)], "test")
+    return loss / count, 100 * correct / count
+
+
+def train(model, step, traffic, data, args):
+    """Train for `args.epochs` epochs and return one dict of metrics an epoch."""
+    train_images, test_images, train_labels, test_labels = data
+    shifts, rows = np.random.default_rng([args.seed, args.rank]), []
+    with reporting.progress(args.epochs * args.steps_per_epoch, args) as bar:
+        for epoch in range(args.epochs):
+            losses = 0.0
+            for batch in digits_data.epoch_batches(len(train_images), epoch, args):
+                images = digits_data.shifted(train_images[batch], shifts)[..., None]
+                losses += float(step(tf.constant(images), tf.constant(train_labels[batch])))
+                traffic.steps += 1
+                bar.update()
+            train_loss = training.sum_over_ranks([losses], "train")[0] / args.steps_per_epoch / args.size
+            test_loss, accuracy = evaluate(model, test_images, test_labels, args)
+            bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{accuracy:.1f} %")
+            rows.append(
+                {
+                    "epoch": epoch + 1,
+                    "train_loss": train_loss,
+                    "test_loss": test_loss,
+                    "accuracy": accuracy,
+                    **traffic.since_last(),
+                }
+            )
+    return rows
+
+
+def main():
+    """Run the example; every rank takes part, rank 0 reports."""
+    args = parse_arguments()
+    data = digits_data.load()
+    digits_data.count_steps(len(data[0]), args)
+    model = training.digits_model()
+    compression = training.make_compression(model, args, args.warmup_steps)
+    rate = training.LearningRate(args.lr, args.epochs * args.steps_per_epoch, args.warmup_steps)
+    optimizer = training.make_sgd(args, rate)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    traffic = reporting.Traffic(training.count_parameters(model), compression, args)
+
+    start = time.perf_counter()
+    rows = train(model, make_step(model, optimizer, compression, args), traffic, data, args)
+    digits_data.report("tensorflow2_digits", rows, traffic, time.perf_counter() - start, args)
+
+
+if __name__ == "__main__":
+    main()

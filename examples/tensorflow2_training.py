@@ -1,0 +1,86 @@
+"""Share what every TensorFlow example does with Horovod: start, compression, optimizer, sums over ranks.
+
+The baselines (`none`, `fp16`) use Horovod's own compressors and run without the plugin.
+"""
+
+import os
+
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras optimizer needs Keras 2 (the package tf-keras)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import horovod.tensorflow as hvd
+import reporting
+import tensorflow as tf
+
+
+def start(parser):
+    """Parse the command line, start Horovod, seed."""
+    args = reporting.parse_arguments(parser, hvd)
+    tf.config.threading.set_intra_op_parallelism_threads(int(os.environ.get("OMP_NUM_THREADS", "0")))
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+    tf.keras.utils.set_random_seed(args.seed)
+    return args
+
+
+def make_compression(model, args, warmup_steps):
+    """Make the compressor that the arguments ask for; a single process needs none."""
+    if not reporting.compresses(args):
+        return hvd.Compression.fp16 if args.method == "fp16" else hvd.Compression.none
+    from hvd_sparse.tensorflow import Compression
+
+    settings = reporting.compression_settings(args, warmup_steps)
+    return getattr(Compression, args.method)(model.trainable_variables, **settings)
+
+
+def make_sgd(args, learning_rate):
+    """Return SGD, without the momentum that the compressor does."""
+    if reporting.compresses_momentum(args):
+        return tf.keras.optimizers.SGD(learning_rate)
+    return tf.keras.optimizers.SGD(
+        learning_rate, momentum=args.momentum, nesterov=args.nesterov, weight_decay=args.weight_decay or None
+    )
+
+
+@tf.keras.utils.register_keras_serializable("examples")
+class LearningRate(tf.keras.optimizers.schedules.LearningRateSchedule):
+    """A linear rise over the warm-up, then half a cosine down to 0: `reporting.learning_rate` as a table."""
+
+    def __init__(self, peak, steps, warmup_steps):
+        self.config = {"peak": peak, "steps": steps, "warmup_steps": warmup_steps}
+        rates = [reporting.learning_rate(peak, step, steps, warmup_steps) for step in range(steps)]
+        self.rates = tf.constant(rates, tf.float32)
+
+    def __call__(self, step):
+        """Return the rate of a step."""
+        return tf.gather(self.rates, tf.minimum(tf.cast(step, tf.int64), len(self.rates) - 1))
+
+    def get_config(self):
+        """Return the arguments."""
+        return self.config
+
+
+def digits_model():
+    """Return the network of `pytorch_digits.py`, built: 151,306 parameters."""
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPool2D(2),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def count_parameters(model):
+    """Return the number of elements of all trained variables."""
+    return sum(variable.shape.num_elements() for variable in model.trainable_variables)
+
+
+def sum_over_ranks(values, name):
+    """Sum a list of numbers over all ranks; every rank gets the same floats."""
+    return hvd.allreduce(tf.constant(values, tf.float64), name=name, op=hvd.Sum).numpy().tolist()

@@ -1,0 +1,151 @@
+"""Which variable does a gradient belong to? Horovod hands the gradient over without its variable.
+
+The answer is in Horovod's own frames, which are on the stack while it traces `compress`.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.scope import Entry, Step
+
+REDUCTIONS = "op must be hvd.Average or hvd.Sum"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of Horovod's function that reduces a list of gradients, seen while it is traced."""
+
+    gradients: list  # of Tensor, IndexedSlices or None
+    variables: list
+    in_order: bool  # whether compress is called in the order of the list
+    reduction: int
+    process_set: hvd.ProcessSet
+    optimizer: object  # the Keras or v1 optimizer that called, None under a tape
+
+    def positions(self, tensor) -> list[int]:
+        """Return where a gradient stands in the list."""
+        return [i for i, gradient in enumerate(self.gradients) if gradient is tensor]
+
+
+def is_stand_in(variable) -> bool:
+    """Return whether a variable only stands for one that a caller of a saved model would pass.
+
+    Keras, when it saves a model in TensorFlow's format, traces the optimizer's functions once more, with such ones.
+    """
+    operation = getattr(getattr(variable, "handle", None), "op", None)
+    return operation is not None and operation.type == "Placeholder"
+
+
+def find_call(tensor, deepest: int = 100) -> Call | None:
+    """Return the call of Horovod's `allreduce_grads` that this gradient came through, None if there is none.
+
+    Horovod holds the lists `grads` and `vars` there, position by position. AutoGraph renames the function, and what
+    it rewrites keeps its variables' names.
+    """
+    frame, known, optimizer, lists = sys._getframe(1), {}, None, None
+    for _ in range(deepest):
+        if frame is None:
+            break
+        name, local = frame.f_code.co_name, frame.f_locals
+        if lists is None:
+            if name.endswith("allreduce") and "compression" in local and "op" in local:
+                known = {"reduction": local["op"], "process_set": local["process_set"]}
+            elif name.endswith("allreduce_grads") and _holds(local.get("grads"), tensor) and known:
+                lists = list(local["grads"]), list(local.get("vars") or [])
+                in_order = not isinstance(local.get("groups"), list)
+        elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
+            optimizer = local["self"]
+        frame = frame.f_back
+    if lists is None or len(lists[0]) != len(lists[1]):
+        return None
+    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer)
+
+
+def _holds(gradients, tensor) -> bool:
+    return isinstance(gradients, list | tuple) and any(gradient is tensor for gradient in gradients)
+
+
+class Traced:
+    """A gradient between its compress and its decompress, in a trace."""
+
+    def __init__(self, entry: Entry, step: Step):
+        self.entry = entry
+        self.step = step
+
+
+class TracedCall:
+    """One call of Horovod's, while its gradients come one by one."""
+
+    def __init__(self, call: Call, traced: Mapping[int, Traced]):
+        self._call = call
+        self._left = dict(traced)
+
+    def expects(self, tensor: tf.Tensor) -> bool:
+        """Return whether this gradient is one that has not come yet."""
+        return any(position in self._left for position in self._call.positions(tensor))
+
+    def take(self, tensor: tf.Tensor) -> Traced:
+        """Return what was laid out for a gradient; ValueError if it could belong to several variables."""
+        positions = [position for position in self._call.positions(tensor) if position in self._left]
+        if len(positions) > 1 and not self._call.in_order:
+            names = ", ".join(self._left[position].entry.name for position in positions)
+            raise ValueError(
+                f"hvd_sparse: one gradient tensor could belong to each of {names}: use groups=None or a number"
+            )
+        return self._left.pop(positions[0])
+
+
+def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
+    """Refuse other reductions and process sets; warn of a second momentum."""
+    if call.reduction == hvd.Adasum:
+        raise ValueError("hvd_sparse does not work with op=Adasum: use op=hvd.Average or op=hvd.Sum")
+    if call.reduction not in (hvd.Average, hvd.Sum):
+        raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
+    theirs, ours = call.process_set, exchange.process_set
+    if theirs.process_set_id != ours.process_set_id:
+        raise ValueError(
+            "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
+            f"{theirs.ranks or 'all'} and {ours.ranks or 'all'}"
+        )
+    outer = getattr(call.optimizer, "momentum", 0.0)
+    if algorithm.momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
+        warnings.warn(
+            f"the optimizer has momentum={outer:g} and Compression.{algorithm.name} has "
+            f"momentum={algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "
+            "compression's is the one that knows what was delayed",
+            stacklevel=5,
+        )
+
+
+def refuse_keras_3(deepest: int = 30) -> None:
+    """Raise RuntimeError if a Horovod optimizer is being made around one of Keras 3.
+
+    Keras 3 never calls what Horovod overrides in it: each rank would train alone, and nothing would say so.
+    """
+    frame = sys._getframe(2)
+    for _ in range(deepest):
+        if frame is None:
+            return
+        optimizer = frame.f_locals.get("optimizer")
+        if frame.f_code.co_name == "create_distributed_optimizer" and is_keras_3(optimizer):
+            raise RuntimeError(
+                "hvd_sparse: Horovod's DistributedOptimizer does nothing under Keras 3: each rank would train alone. "
+                "Set the environment variable TF_USE_LEGACY_KERAS=1 before TensorFlow is imported (and install "
+                "tf-keras), or use hvd.DistributedGradientTape"
+            )
+        frame = frame.f_back
+
+
+def is_keras_3(optimizer) -> bool:
+    """Return whether an optimizer is one of Keras 3: these apply gradients in a method of that name."""
+    return any(
+        cls.__module__.split(".")[0] == "keras" and "apply" in vars(cls) and "apply_gradients" in vars(cls)
+        for cls in type(optimizer).__mro__
+    )

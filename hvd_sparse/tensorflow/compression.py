@@ -1,0 +1,219 @@
+"""`hvd.DistributedGradientTape(tape, compression=Compression.dgc(...))`: what Horovod calls, on an unmodified Horovod.
+
+Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOptimizer`. Horovod calls `compress` and
+`decompress` while it traces: they lay out a graph, and what has to change from step to step is in variables.
+"""
+
+import warnings
+import weakref
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
+from hvd_sparse.tensorflow.calls import Call, Traced, TracedCall, check_call, find_call, is_stand_in, refuse_keras_3
+from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.memory import make_memory, make_variable
+from hvd_sparse.tensorflow.model_scope import ModelScope
+from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
+from hvd_sparse.tensorflow.tensor_scope import TensorScope
+from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.variables import Variables
+
+SCOPES = {"tensor": TensorScope, "model": ModelScope}
+untraced = tf.autograph.experimental.do_not_convert
+
+
+class SparseCompressor(tf.Module):
+    """A compressor with a memory, for one optimizer or tape.
+
+    algorithm: one of `hvd_sparse.algorithms`. variables: those that are trained: a list, the model, or a function that
+    returns them. process_set: the optimizer's. Build it once, outside the training step.
+    Its own variables (step, residuals, velocities) are tracked: `tf.train.Checkpoint(compression=...)` saves them.
+    Errors: ValueError and TypeError for wrong arguments, for models or settings that differ between ranks, and for
+    reductions other than Sum and Average, on every rank; tf.errors.InvalidArgumentError from within a step. A gradient
+    that is not finite on any rank voids the step: every gradient becomes NaN on every rank (a LossScaleOptimizer then
+    skips the step), nothing of it enters a memory, nothing that was to be sent is lost.
+    """
+
+    def __init__(self, algorithm: Algorithm, variables, process_set=None):
+        super().__init__(name="hvd_sparse")
+        self.step = make_variable([], "hvd_sparse/step", tf.int64)
+        self.memories = {}
+        self._parts = Parts(algorithm, Variables(variables), Exchange(process_set), Traffic())
+        if self._parts.variables.is_loaded():
+            self._make_memories()
+        exchange = self._parts.exchange
+        if algorithm.momentum > 0.0 and hvd.is_initialized() and not exchange.is_used():
+            warnings.warn(
+                "Horovod compresses nothing with one process: the momentum of "
+                f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
+                stacklevel=3,
+            )
+
+    def __hash__(self):
+        refuse_keras_3()  # Horovod's optimizers hash their compression when they are made
+        return id(self)
+
+    def __eq__(self, other):
+        return self is other
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The settings."""
+        return self._parts.algorithm
+
+    @untraced
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
+        """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
+        if not self._parts.exchange.is_used():
+            return tensor, None
+        call = self._parts.call
+        if call is None or not call.expects(tensor):
+            lists = self._find_call(tensor)
+            if any(is_stand_in(variable) for variable in lists.variables):
+                return tensor, None
+            call = self._begin(lists)
+        traced = call.take(tensor)
+        return traced.entry.carried, traced
+
+    @untraced
+    def decompress(self, tensor: tf.Tensor, ctx: Traced | None) -> tf.Tensor:
+        """Return the reduced gradient, of the variable's shape and the gradient's type."""
+        if ctx is None:
+            return tensor
+        return self._parts.scope.result(ctx.entry, ctx.step, tensor)
+
+    def stats(self, session=None) -> dict:
+        """Return what travelled from this rank; in a graph of TensorFlow 1, give the session.
+
+        {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
+        step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
+        collectives were handed: payloads, dense tensors, tokens, votes), ratio, density (elements sent over all), and
+        no seconds: the operations of a graph run side by side.
+        """
+        residuals = [memory.residual for memory in self.memories.values() if "residual" in memory.buffers]
+        squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
+        norm = tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
+        *counted, norm = evaluate([*self._parts.traffic.variables, norm], session)
+        return {**Traffic.summary(*counted), "residual_norm": float(norm)}
+
+    def state_dict(self, summed: bool = False, session=None) -> dict:
+        """Return the step and every buffer, as NumPy arrays, between training steps; see the PyTorch twin.
+
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
+        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
+        ranks can continue from.
+        """
+        self._load()
+        return gather_state(self, self._parts.exchange, summed, session)
+
+    def load_state_dict(self, state: dict, session=None) -> None:
+        """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
+
+        ValueError if the state belongs to other variables, to another method, or is one rank's own and the number of
+        ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
+        """
+        self._load()
+        restore_state(self, state, self._parts.exchange, session)
+
+    def reset(self, session=None) -> None:
+        """Start anew, on every rank: no memory, step 0."""
+        self._change([(variable, lambda old: tf.zeros_like(old)) for variable in self._own()], session)
+
+    def rescale(self, factor: float, session=None) -> None:
+        """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
+        check_number("factor", factor, "above 0", lambda value: value > 0.0)
+        buffers = [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
+        self._change([(buffer, lambda old: old * factor) for buffer in buffers], session)
+
+    def _own(self) -> list[tf.Variable]:
+        buffers = [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
+        return [self.step, *self._parts.traffic.variables, *buffers]
+
+    @staticmethod
+    def _change(changes, session) -> None:
+        evaluate([variable.assign(change(variable.read_value())) for variable, change in changes], session)
+
+    def _load(self) -> None:
+        self._parts.variables.load()
+        if not self.memories:
+            self._make_memories()
+
+    def _make_memories(self) -> None:
+        parts = self._parts
+        memories = {name: make_memory(parts.algorithm, parts.variables[name], name) for name in parts.variables}
+        self.memories = memories
+        parts.scope = SCOPES[parts.algorithm.scope](parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
+
+    @staticmethod
+    def _find_call(tensor: tf.Tensor) -> Call:
+        call = find_call(tensor)
+        if call is None:
+            raise ValueError(
+                "hvd_sparse: this gradient did not come through hvd.DistributedGradientTape or a Horovod optimizer; "
+                "give the compression to one of these"
+            )
+        return call
+
+    def _begin(self, call: Call) -> TracedCall:
+        """Lay out a step for all gradients of the call that is being traced."""
+        parts = self._parts
+        self._load()
+        check_call(call, parts.algorithm, parts.exchange)
+        description = [*parts.algorithm.describe(), *parts.variables.describe()]
+        if not parts.agreed:
+            parts.exchange.agree(description)
+            parts.agreed = True
+        gradients, positions = {}, {}
+        for position, (gradient, variable) in enumerate(zip(call.gradients, call.variables, strict=True)):
+            if isinstance(gradient, tf.Tensor):
+                name = parts.variables.name_of(variable)
+                gradients[name], positions[position] = gradient, name
+        graph = tf.compat.v1.get_default_graph()
+        outer = getattr(graph, "outer_graph", graph)
+        number = parts.calls_in.get(outer, 0)
+        parts.calls_in[outer] = number + 1
+        with outer.as_default(), tf.control_dependencies(None):
+            suffix = f".{number}" if number else ""
+            entries, step = parts.scope.build(gradients, self._scale(call), suffix, description)
+        parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
+        return parts.call
+
+    def _scale(self, call: Call) -> float:
+        return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
+
+
+class Parts:
+    """What a compressor is made of and TensorFlow need not track."""
+
+    def __init__(self, algorithm: Algorithm, variables: Variables, exchange: Exchange, traffic: Traffic):
+        self.algorithm = algorithm
+        self.variables = variables
+        self.exchange = exchange
+        self.traffic = traffic
+        self.scope = None
+        self.agreed = False
+        self.call: TracedCall | None = None  # the one that is being traced
+        self.calls_in = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
+
+
+class Compression:
+    """The compressors, under the names that Horovod's own have: `Compression.dgc(model.trainable_variables, ...)`.
+
+    Every method takes variables, process_set and the shared arguments of `hvd_sparse.algorithms.Algorithm`.
+    Build a compressor of its own for each optimizer or tape, in the same order on every rank.
+    """
+
+    none = hvd.Compression.none
+    fp16 = hvd.Compression.fp16
+
+    @staticmethod
+    def gradient_dropping(variables, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
+        """Gradient Dropping (Aji and Heafield, 2017); see `GradientDropping`. Momentum stays in the optimizer."""
+        return SparseCompressor(GradientDropping(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def dgc(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
+        return SparseCompressor(DeepGradientCompression(density=density, **settings), variables, process_set)

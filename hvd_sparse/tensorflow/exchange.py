@@ -1,0 +1,110 @@
+"""Named collectives on Horovod, unmodified, as operations in a graph.
+
+The twin of `hvd_sparse.torch.exchange`. There a collective is a handle that Python waits on; here it is an operation,
+and the graph's order does the waiting. Names come from the compressor's ordinal and from fixed bucket numbers.
+"""
+
+import os
+import threading
+from collections import Counter
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.agreement import agree_failed, digest, explain_difference
+
+AGREE_SECONDS = 600
+_ordinals: Counter = Counter()
+
+
+class Exchange:
+    """The collectives of one compressor over one process set.
+
+    Compressors are numbered as they are built: build them in the same order on every rank.
+    """
+
+    def __init__(self, process_set=None):
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self.process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")
+        ranks = self.process_set.ranks
+        members = "all" if self.process_set is hvd.global_process_set or ranks is None else "-".join(map(str, ranks))
+        self._prefix = f"hvd_sparse.tf.{members}.{_ordinals[members]}"
+        _ordinals[members] += 1
+
+    def size(self) -> int:
+        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
+        size = self.process_set.size() if hvd.is_initialized() else None
+        if size is None:
+            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
+        return size
+
+    def is_used(self) -> bool:
+        """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        return elastic or (self.process_set.included() and self.size() > 1)
+
+    def rank(self) -> int:
+        """Return this process's rank within the process set."""
+        return self.process_set.rank()
+
+    def allgather(self, name: str, payload: tf.Tensor) -> tf.Tensor:
+        """Gather uint8[bytes], equal sizes on all ranks, to uint8[ranks, bytes]."""
+        gathered = hvd.allgather(
+            payload, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self.process_set
+        )
+        return tf.reshape(gathered, [self.size(), -1])
+
+    def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor over the ranks."""
+        name = f"{self._prefix}.{name}"
+        return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
+
+    def agree(self, lines: list[str]) -> None:
+        """Raise ValueError on every rank, naming the difference, unless all ranks give the same lines.
+
+        Runs at once, outside any graph; the graphs of TensorFlow 1, which know no such time, compare a digest in
+        every step instead (`Scope`).
+        """
+        failures: list[BaseException] = []
+
+        def compare() -> None:
+            try:
+                self._compare(lines)
+            except BaseException as failure:
+                failures.append(failure)
+
+        # A thread of its own: it is outside the graph that is traced here, and can be given up.
+        thread = threading.Thread(target=compare, daemon=True)
+        thread.start()
+        thread.join(AGREE_SECONDS)
+        if thread.is_alive():
+            raise RuntimeError(agree_failed(AGREE_SECONDS))
+        if failures:
+            raise failures[0]
+
+    def _compare(self, lines: list[str]) -> None:
+        if not tf.executing_eagerly():
+            return
+        digests = self._gather_bytes("agree.digest", digest(lines))
+        if all(one == digests[0] for one in digests):
+            return
+        texts = self._gather_bytes("agree.text", "\n".join(lines).encode())
+        raise ValueError(explain_difference([text.decode().split("\n") for text in texts]))
+
+    def _gather_bytes(self, name: str, content: bytes) -> list[bytes]:
+        def gather(part: str, array: np.ndarray) -> np.ndarray:
+            full = f"{self._prefix}.{name}.{part}"
+            return hvd.allgather(tf.constant(array), name=full, process_set=self.process_set).numpy()
+
+        sizes = gather("size", np.array([len(content)], np.int64))
+        whole = gather("bytes", np.frombuffer(content, np.uint8)).tobytes()
+        ends = np.cumsum(sizes)
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def digest_numbers(lines: list[str], count: int = 6) -> list[float]:
+    """Return a digest as numbers below 2**16: their squares add up exactly in float64."""
+    content = digest(lines)
+    return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(count)]

@@ -1,0 +1,170 @@
+"""What a worker remembers of a variable: residual and momentum, accumulated here, in TensorFlow.
+
+The twin of `hvd_sparse.torch.memory`, with the same names and the same arithmetic, rounding for rounding: payloads of
+the two frameworks are equal bit for bit. What differs is that a buffer is a tf.Variable, made before any tracing, and
+that a change of it is an operation in a graph, which has to be tied to what follows.
+"""
+
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
+
+
+class ResidualMemory(tf.Module):
+    """Gradient Dropping's memory of one variable: r <- r + g; what is sent leaves it (section 3).
+
+    Buffers are flat float32. A variable that always travels dense has no residual.
+    """
+
+    BUFFERS = ("residual",)
+
+    def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str):
+        super().__init__()
+        self.algorithm = algorithm
+        self.variable = variable
+        self.size = variable.shape.num_elements()
+        self.buffers = {
+            kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
+            for kind in self.BUFFERS
+            if kind != "residual" or self.size >= algorithm.min_numel
+        }
+
+    @property
+    def residual(self) -> tf.Variable:
+        """The accumulated, unsent gradient, float32[n]."""
+        return self.buffers["residual"]
+
+    def clip_factor(self, gradient: tf.Tensor, ranks: int) -> tf.Tensor | None:
+        """Return what to scale this variable's gradient with before it is accumulated, None for 1."""
+        return None
+
+    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+        """Add a finite gradient, scaled by `factor`, to the memory; return the residual after it."""
+        return read_after(self.residual, self.residual.assign_add(_scaled(gradient, factor)))
+
+    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
+        """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16."""
+        return tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
+
+    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Return what a variable that travels dense sends: the gradient itself, and any residual it still had.
+
+        Of the gradient's shape, in `dense_dtype`; with it, what its buffers become if the step counts.
+        """
+        sent = tf.cast(gradient, self.dense_dtype(gradient))
+        if "residual" in self.buffers:
+            sent += tf.cast(tf.reshape(self.residual.read_value(), self.variable.shape), sent.dtype)
+        return sent, self._empty_residual()
+
+    def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return what the buffers hold at `indices` once these were sent; `left` is what rounding kept back."""
+        return {"residual": left}
+
+    def _empty_residual(self) -> dict[str, tf.Tensor]:
+        return {"residual": tf.zeros([self.size])} if "residual" in self.buffers else {}
+
+
+class MomentumMemory(ResidualMemory):
+    """Deep Gradient Compression's memory of one variable (Algorithms 3 and 4).
+
+    momentum SGD:  u <- m*u + g      v <- v + u
+    Nesterov:      u <- m*(u + g)    v <- v + u + g
+    where g is clipped, then has weight_decay * variable added. Both are cleared where they were sent.
+    """
+
+    BUFFERS = ("residual", "velocity")
+    algorithm: DeepGradientCompression
+
+    @property
+    def velocity(self) -> tf.Variable:
+        """The local momentum, float32[n]."""
+        return self.buffers["velocity"]
+
+    def clip_factor(self, gradient: tf.Tensor, ranks: int) -> tf.Tensor | None:
+        """Return clip_norm / sqrt(ranks) over the variable's own L2 norm, at most 1 (section 3.2, Appendix C)."""
+        if self.algorithm.clip_norm is None or self.algorithm.clip_scope != "tensor":
+            return None
+        return clip_factor(self.algorithm, ranks, [gradient])
+
+    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+        """Add a finite gradient, scaled by `factor`, to velocity and residual; return the residual after it."""
+        velocity, terms = self._advance(gradient, factor)
+        with tf.control_dependencies([self.velocity.assign(velocity)]):
+            residual = self.residual.read_value() + terms[0]
+            for term in terms[1:]:
+                residual += term
+        return read_after(self.residual, self.residual.assign(residual))
+
+    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
+        """Return the type that a dense gradient travels in: that of the velocity."""
+        return tf.float32
+
+    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Return what a variable that travels dense sends: its velocity, for the momentum of dense training.
+
+        Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
+        nothing is delayed.
+        """
+        velocity, terms = self._advance(gradient, factor)
+        sent = tf.add_n(terms)
+        if "residual" in self.buffers:
+            sent += self.residual.read_value()
+        return tf.reshape(sent, self.variable.shape), {"velocity": velocity, **self._empty_residual()}
+
+    def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return what the buffers hold at `indices` once these were sent: no momentum either (factor masking, 3.3)."""
+        after = super().after_sending(indices, left)
+        return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
+
+    def _advance(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Return the next velocity, and the terms that the residual grows by."""
+        local = _scaled(gradient, factor)
+        if self.algorithm.weight_decay != 0.0:
+            local += tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1]) * self.algorithm.weight_decay
+        velocity, momentum = self.velocity.read_value(), self.algorithm.momentum
+        if self.algorithm.nesterov:
+            velocity = (velocity + local) * momentum
+            return velocity, [velocity, local]
+        velocity = velocity * momentum + local
+        return velocity, [velocity]
+
+
+def make_memory(algorithm: Algorithm, variable: tf.Variable, name: str) -> ResidualMemory:
+    """Return the memory that an algorithm keeps of a variable."""
+    kind = MomentumMemory if isinstance(algorithm, DeepGradientCompression) else ResidualMemory
+    return kind(algorithm, variable, name)
+
+
+def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value: float = 0) -> tf.Variable:
+    """Make a variable of this rank's own, filled with one value, on the CPU, outside any graph that is being traced.
+
+    In a v1 graph it is a local one: a broadcast of the global variables must not hand rank 0's residual to all.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.compat.v1.Variable(
+            lambda: tf.fill(shape, tf.constant(value, dtype)),
+            trainable=False,
+            name=name,
+            dtype=dtype,
+            use_resource=True,
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+        )
+
+
+def read_after(variable: tf.Variable, operation) -> tf.Tensor:
+    """Return the variable's value once the operation has run."""
+    with tf.control_dependencies([operation]):
+        return variable.read_value()
+
+
+def clip_factor(algorithm: Algorithm, ranks: int, gradients: list[tf.Tensor]) -> tf.Tensor:
+    """Return, as a float32 scalar, what scales gradients of this joint L2 norm down to clip_norm / sqrt(ranks)."""
+    squares = [tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64))) for gradient in gradients]
+    norm = tf.sqrt(tf.add_n(squares))
+    bound = tf.constant(algorithm.clip_norm * ranks**-0.5, tf.float64)
+    return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)), tf.float32)
+
+
+def _scaled(gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+    flat = tf.reshape(tf.cast(gradient, tf.float32), [-1])
+    return flat if factor is None else flat * factor

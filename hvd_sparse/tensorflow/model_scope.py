@@ -1,0 +1,45 @@
+"""scope="model": one selection in all variables together."""
+
+import itertools
+
+import tensorflow as tf
+
+from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step
+
+
+class ModelScope(Scope):
+    """One selection in all variables: a global threshold, and clipping by the norm of the whole local gradient.
+
+    Laid out in the order of the compressor's variables. The small ones travel dense, through Horovod's own allreduce.
+    """
+
+    def _selections(self) -> list[str]:
+        return ["model"]
+
+    def _send(self, entries: list[Entry], step: Step) -> list[tf.Operation]:
+        if not entries:
+            return []
+        sizes = [entry.memory.size for entry in entries]
+        (k,) = self._counts([sum(sizes)], step)
+        (hint,) = self._hints.values(["model"], [k])
+        residual = tf.concat([self._accumulate(entry, step) for entry in entries], 0)
+        selection = self._select(residual, sum(sizes), k, hint, step)
+        done = self._hints.update(["model"], [k], [selection.info])
+        gathered = self._gather("model", [selection.payload], step)
+        whole = self._reduce(gathered, 0, sum(sizes), k, step)
+        for entry, part in zip(entries, tf.split(whole, sizes), strict=True):
+            entry.decode = lambda part=part: part
+        return done + self._clear_parts(entries, selection, step)
+
+    def _clear_parts(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
+        """Cut the selection into that of each variable."""
+        offsets = [0, *itertools.accumulate(entry.memory.size for entry in entries)]
+        bounds = tf.searchsorted(selection.indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
+        parts = [
+            tf.split(tensor, bounds[1:] - bounds[:-1], num=len(entries))
+            for tensor in (selection.indices, selection.values, selection.left)
+        ]
+        done = []
+        for entry, offset, indices, values, left in zip(entries, offsets, *parts, strict=False):
+            done += self._clear(entry.memory, indices - offset, values, left, step)
+        return done

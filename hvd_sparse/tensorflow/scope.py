@@ -1,0 +1,273 @@
+"""What is selected together, and what travels together, in one step: what both scopes share.
+
+Horovod traces compress, allreduce and decompress of a gradient into a branch of its own. Nothing can be shared between
+branches, so a whole step is laid out in the graph around them, when the first gradient of a call is seen: memories,
+selections, the allgathers of a few buckets, the vote. A branch then takes its part out of it.
+
+    present   a sum over ranks, started with the step: do all take part, at the same step, with the same settings?
+    memory    each finite gradient is accumulated
+    payloads  selected, packed, and gathered once it is known that all are present
+    vote      how many gradients were not finite on any rank: if there are, the step does not count
+    clear     what was sent leaves the memory, if the step counts
+"""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.schedule import Constant
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.memory import ResidualMemory, clip_factor
+from hvd_sparse.tensorflow.threshold import ThresholdHints
+from hvd_sparse.tensorflow.traffic import Counted, Traffic
+
+
+@dataclass
+class Entry:
+    """One gradient of a step."""
+
+    name: str
+    gradient: tf.Tensor
+    memory: ResidualMemory
+    is_sparse: bool  # whether it ever travels as a payload
+    finite: tf.Tensor
+    factor: tf.Tensor | None = None  # of clipping
+    carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
+    decode: Callable[[], tf.Tensor] | None = None  # makes the reduced gradient, float32[n], in the caller's branch
+
+
+@dataclass
+class Step:
+    """What all entries of a step share."""
+
+    number: tf.Tensor  # int64, from 0
+    seed: tf.Tensor  # int64
+    density: tf.Tensor | float
+    is_dense: tf.Tensor | None  # whether everything travels dense at present; None if the schedule never gets there
+    scale: float  # what a sum over ranks is to be multiplied with
+    suffix: str  # tells several calls in one graph apart
+    present: tf.Operation | None = None
+    overflow: tf.Tensor | None = None
+    void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all travels dense
+    counted: Counted = field(default_factory=Counted)
+
+
+@dataclass
+class Selection:
+    """A selection to be sent."""
+
+    indices: tf.Tensor
+    values: tf.Tensor  # as they stood in the memory
+    sent: tf.Tensor  # as they travel
+    payload: tf.Tensor
+    info: tf.Tensor
+
+    @property
+    def left(self) -> tf.Tensor:
+        """What rounding on the wire keeps back."""
+        return self.values - self.sent
+
+
+class Scope(abc.ABC):
+    """What both scopes share: memories, and the layout of a step."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        memories: dict[str, ResidualMemory],
+        step: tf.Variable,
+        exchange: Exchange,
+        traffic: Traffic,
+    ):
+        self.algorithm = algorithm
+        self.memories = memories
+        self.exchange = exchange
+        self._step = step
+        self._traffic = traffic
+        self._hints = ThresholdHints(self._selections())
+
+    def build(
+        self, gradients: dict[str, tf.Tensor], scale: float, suffix: str, lines: list[str]
+    ) -> tuple[dict[str, Entry], Step]:
+        """Lay out a step for these gradients in the current graph; return an entry for each, and the step.
+
+        scale: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
+        settings, which must be the same on every rank.
+        """
+        entries = [
+            Entry(name, gradient, self.memories[name], self._is_ever_sparse(name), ops.all_finite(gradient))
+            for name, gradient in gradients.items()
+        ]
+        step = self._begin(scale, suffix, [*lines, *gradients])
+        self._vote(step, entries)
+        self._clip(entries)
+        done = self._send([entry for entry in entries if entry.is_sparse], step)
+        for entry in entries:
+            done += self._carry(entry, step)
+            step.counted.add(dense_bytes=entry.memory.size * entry.gradient.dtype.size, elements=entry.memory.size)
+        with tf.control_dependencies(done):
+            done = [self._step.assign(step.number + 1), *self._traffic.end_step(step.counted)]
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            # A graph of TensorFlow 1 runs what the results depend on, and no more.
+            with tf.control_dependencies(done):
+                step.overflow = tf.identity(step.overflow)
+        return {entry.name: entry for entry in entries}, step
+
+    def result(self, entry: Entry, step: Step, reduced: tf.Tensor) -> tf.Tensor:
+        """Return a reduced gradient in its own type and shape, from what Horovod made of what was carried."""
+        gradient = entry.gradient
+        shape, dtype = entry.memory.variable.shape, gradient.dtype
+
+        def dense() -> tf.Tensor:
+            return tf.cast(tf.reshape(reduced, shape), dtype)
+
+        def decoded() -> tf.Tensor:
+            with tf.control_dependencies([self._check_token(reduced, step)]):
+                return tf.cast(tf.reshape(entry.decode(), shape), dtype)
+
+        def either() -> tf.Tensor:
+            return tf.cond(step.is_dense, dense, decoded)
+
+        counts = dense if not entry.is_sparse else decoded if step.is_dense is None else either
+        return tf.cond(step.overflow, lambda: tf.fill(shape, tf.constant(float("nan"), dtype)), counts)
+
+    @abc.abstractmethod
+    def _selections(self) -> list[str]:
+        """Return the names of the selections of a step: each has a threshold of its own."""
+
+    @abc.abstractmethod
+    def _send(self, entries: list[Entry], step: Step) -> list[tf.Operation]:
+        """Accumulate, select and gather; give each entry its `decode`; return what the step has to have done."""
+
+    def _is_ever_sparse(self, name: str) -> bool:
+        always_dense = isinstance(self.algorithm.warmup, Constant) and self.algorithm.warmup.value >= 1.0
+        return self.memories[name].size >= max(self.algorithm.min_numel, 1) and not always_dense
+
+    def _begin(self, scale: float, suffix: str, lines: list[str]) -> Step:
+        schedule, number = self.algorithm.warmup, self._step.read_value()
+        density, is_dense = None, None
+        if isinstance(schedule, Constant):
+            density = schedule.value
+        else:
+            density = tf.numpy_function(lambda n: schedule.density(int(n)), [number], tf.float64, stateful=False)
+            density.set_shape([])
+            if schedule.highest >= 1.0:
+                is_dense = density >= 1.0
+        base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
+        step = Step(number, number + base, density, is_dense, scale, suffix)
+        step.present = self._check_presence(step, lines)
+        return step
+
+    def _check_presence(self, step: Step, lines: list[str]) -> tf.Operation:
+        """Compare step and settings with all ranks; what needs all of them has to wait for it.
+
+        The sums S of x and Q of x^2 over N ranks tell whether all x are equal: S^2 = N * Q (Cauchy and Schwarz).
+        """
+        digests = tf.constant(digest_numbers(lines), tf.float64)
+        numbers = tf.concat([[tf.cast(step.number, tf.float64)], digests], 0)
+        own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
+        step.counted.add(payload_bytes=8 * own.shape[0])
+        ranks = self.exchange.size()
+        sums = self.exchange.allreduce(f"present{step.suffix}", own)
+        total, squares = tf.split(sums[1:], 2)
+        equal = tf.equal(tf.square(total), squares * ranks)
+        joined = "hvd_sparse does not work with hvd.join(), Horovod cannot gather from ranks that joined; present:"
+        apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
+        other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])]):
+            checks = [
+                tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
+                tf.debugging.Assert(tf.reduce_all(equal[1:]), [other, total[1:]]),
+            ]
+        return tf.group(*checks)
+
+    def _vote(self, step: Step, entries: list[Entry]) -> None:
+        bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float32) for entry in entries])
+        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", bad) > 0.0
+        step.void = step.overflow if step.is_dense is None else tf.logical_or(step.overflow, step.is_dense)
+        step.counted.add(payload_bytes=4)
+
+    def _clip(self, entries: list[Entry]) -> None:
+        ranks = self.exchange.size()
+        whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
+        if whole:
+            zero = tf.zeros([], tf.float64)
+            finite = [tf.where(entry.finite, tf.cast(entry.gradient, tf.float64), zero) for entry in entries]
+            factor = clip_factor(self.algorithm, ranks, finite)
+        for entry in entries:
+            entry.factor = factor if whole else entry.memory.clip_factor(entry.gradient, ranks)
+
+    def _accumulate(self, entry: Entry, step: Step) -> tf.Tensor:
+        """Bring a finite gradient into its memory; return the residual."""
+        counts = entry.finite
+        if step.is_dense is not None:
+            counts = tf.logical_and(counts, tf.logical_not(step.is_dense))
+        memory = entry.memory
+        return tf.cond(counts, lambda: memory.accumulate(entry.gradient, entry.factor), memory.residual.read_value)
+
+    def _carry(self, entry: Entry, step: Step) -> list[tf.Operation]:
+        """Give Horovod what it is to allreduce; return the change of the memory of what travels dense."""
+        if entry.is_sparse and step.is_dense is None:
+            entry.carried = ops.token(self.exchange.rank())
+            step.counted.add(payload_bytes=8)
+            return []
+        sent, after = entry.memory.take_all(entry.gradient, entry.factor)
+        keep = step.overflow
+        if not entry.is_sparse:
+            entry.carried = sent
+            step.counted.add(payload_bytes=entry.memory.size * sent.dtype.size, sent=entry.memory.size)
+        else:
+            keep = tf.logical_or(keep, tf.logical_not(step.is_dense))
+            token = tf.cast(ops.token(self.exchange.rank()), sent.dtype)
+            entry.carried = tf.cond(step.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
+            step.counted.add(payload_bytes=tf.size(entry.carried) * sent.dtype.size)
+            step.counted.add(sent=tf.where(step.is_dense, entry.memory.size, 0))
+        buffers = entry.memory.buffers
+        with tf.control_dependencies([sent]):
+            return [
+                buffers[kind].assign(tf.where(keep, buffers[kind].read_value(), new)) for kind, new in after.items()
+            ]
+
+    def _counts(self, sizes: list[int], step: Step) -> list[tf.Tensor]:
+        """Return k of every selection, int64 scalars; 1 when its payload does not count."""
+        sizes = tf.constant(sizes, tf.float64)
+        counts = tf.clip_by_value(tf.floor(step.density * sizes + 0.5), 1.0, sizes)
+        if step.is_dense is not None:
+            counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
+        return tf.unstack(tf.cast(counts, tf.int64))
+
+    def _select(self, residual: tf.Tensor, n: int, k: tf.Tensor, hint: tf.Tensor, step: Step) -> Selection:
+        indices, values, info = ops.select_top_k(residual, k, step.seed, hint)
+        values_dtype = self.algorithm.values
+        sent = values if values_dtype == "float32" else ops.quantize(values, values_dtype)
+        payload = ops.pack(indices, sent, n, k, self.algorithm.coding, values_dtype)
+        step.counted.add(payload_bytes=tf.size(payload))
+        step.counted.add(sent=k if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(k), k))
+        return Selection(indices, values, sent, payload, info)
+
+    def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
+        with tf.control_dependencies([step.present]):
+            message = tf.concat(payloads, 0) if len(payloads) > 1 else tf.identity(payloads[0])
+        return self.exchange.allgather(f"{name}{step.suffix}", message)
+
+    def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
+        """Take what was sent out of the memory, unless the step does not count."""
+        operations = []
+        for kind, new in memory.after_sending(indices, left).items():
+            old = values if kind == "residual" else memory.buffers[kind].sparse_read(indices)
+            new = tf.where(step.void, old, new)
+            operations.append(memory.buffers[kind].scatter_update(tf.IndexedSlices(new, indices)))
+        return operations
+
+    def _reduce(self, gathered: tf.Tensor, offset, n: int, k: tf.Tensor, step: Step) -> tf.Tensor:
+        return ops.reduce_payloads(gathered, offset, n, k, step.scale, self.algorithm.coding, self.algorithm.values)
+
+    def _check_token(self, reduced: tf.Tensor, step: Step) -> tf.Operation:
+        expected = step.scale * self.exchange.size()
+        ones = tf.cast(reduced[0], tf.float32)
+        message = "hvd_sparse: Horovod's reduction turned a token of 1 into another value than its op says:"
+        return tf.debugging.Assert(tf.abs(ones - expected) <= 1e-3 * expected, [message, ones, expected])

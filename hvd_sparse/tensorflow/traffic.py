@@ -1,0 +1,54 @@
+"""What travelled, counted in variables, as a graph counts."""
+
+from collections import defaultdict
+
+import tensorflow as tf
+
+from hvd_sparse.tensorflow.memory import make_variable
+from hvd_sparse.traffic import report
+
+COUNTERS = ("dense_bytes", "payload_bytes", "elements", "sent")
+
+
+class Counted:
+    """The counters of one step while its graph is laid out: Python numbers, and tensors where they vary."""
+
+    def __init__(self):
+        self._fixed = defaultdict(int)
+        self._varying = defaultdict(list)
+
+    def add(self, **counts) -> None:
+        """Add numbers, or integer scalar tensors, to counters by name."""
+        for name, count in counts.items():
+            known = tf.get_static_value(count) if tf.is_tensor(count) else count
+            if known is None:
+                self._varying[name].append(tf.cast(count, tf.int64))
+            else:
+                self._fixed[name] += int(known)
+
+    def vector(self) -> tf.Tensor:
+        """Return the counters, int64[4]."""
+        return tf.stack([tf.add_n([tf.constant(self._fixed[n], tf.int64), *self._varying[n]]) for n in COUNTERS])
+
+
+class Traffic:
+    """Counters of one compressor on this rank: see `hvd_sparse.traffic.Traffic`. A graph knows no seconds."""
+
+    def __init__(self):
+        self.variables = [
+            make_variable(shape, f"hvd_sparse/traffic/{name}", tf.int64)
+            for name, shape in (("steps", []), ("step", [len(COUNTERS)]), ("total", [len(COUNTERS)]))
+        ]
+
+    def end_step(self, counted: Counted) -> list[tf.Operation]:
+        """Close a step."""
+        steps, step, total = self.variables
+        vector = counted.vector()
+        return [steps.assign_add(1), step.assign(vector), total.assign_add(vector)]
+
+    @staticmethod
+    def summary(steps: int, step, total) -> dict:
+        """Return {"steps": int, "step": last step, "total": all} from the variables' values."""
+        counters = (dict(zip(COUNTERS, map(int, vector), strict=True)) for vector in (step, total))
+        last, every = ({**report(defaultdict(int, counts)), "seconds": {}} for counts in counters)
+        return {"steps": int(steps), "step": last, "total": every}
