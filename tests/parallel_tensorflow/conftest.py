@@ -1,0 +1,39 @@
+"""One Horovod job a session, see tests/shared/job.py.
+
+mpirun -np 3 --oversubscribe python -m pytest -x -q tests/parallel_tensorflow
+horovodrun -np 2 --gloo python -m pytest -x -q tests/parallel_tensorflow
+"""
+
+import os
+
+import pytest
+
+os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for the tests of process sets
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # what Horovod's Keras optimizer needs
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from job import Job
+
+job = Job(hvd)
+pytest_runtest_logreport = job.pytest_runtest_logreport
+pytest_collectreport = job.pytest_collectreport
+pytest_internalerror = job.pytest_internalerror
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    # nothing of the plugin is at work in a lone process, and that is tested too
+    config.addinivalue_line("filterwarnings", "ignore:Horovod compresses nothing with one process")
+    job.pytest_configure(config)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def together():
+    """Start each test on all ranks at once."""
+    job.limit()
+    hvd.allreduce(tf.zeros([]), name="together")
+    yield
+    job.unlimit()

@@ -1,0 +1,193 @@
+"""Keras' fit through Horovod's own optimizer: the model trains, ranks agree, and what Keras does around it works."""
+
+import json
+import subprocess
+import sys
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_helpers import assert_ranks_agree
+
+from hvd_sparse.tensorflow import Compression
+
+layers = tf.keras.layers
+needs_two = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+SETTINGS = {"density": 0.05, "min_numel": 60}
+LOADER = """
+import os, sys
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+import numpy as np, tensorflow as tf
+model = tf.keras.models.load_model(sys.argv[1])
+assert "horovod" not in sys.modules and "hvd_sparse" not in sys.modules
+print(model(np.ones((1, 20), np.float32)).numpy().tolist())
+"""
+
+
+def make_model(seed=1):
+    tf.keras.utils.set_random_seed(seed)
+    sizes = (layers.Dense(60, activation="relu"), layers.Dense(30, activation="relu"), layers.Dense(3))
+    return tf.keras.Sequential([tf.keras.Input((20,)), *sizes])
+
+
+def samples(count=44):
+    """Return this rank's part of a problem that can be learnt."""
+    generator = np.random.default_rng(hvd.rank())
+    x = generator.standard_normal((count, 20)).astype(np.float32)
+    return x, np.argmax(x[:, :3], axis=1)
+
+
+def compile_with(model, compression, optimizer=None, wrap=None, **options):
+    optimizer = hvd_keras.DistributedOptimizer(
+        optimizer or tf.keras.optimizers.SGD(0.1), compression=compression, **options
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(wrap(optimizer) if wrap else optimizer, loss)
+
+
+def fit(model, epochs=1, callbacks=()):
+    x, y = samples()
+    return model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=list(callbacks)).history["loss"]
+
+
+def assert_alike(model):
+    assert_ranks_agree({str(i): variable.numpy() for i, variable in enumerate(model.trainable_variables)})
+
+
+@needs_two
+@pytest.mark.parametrize("groups", [None, 1])
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_fit_learns_and_ranks_agree(scope, groups):
+    model = make_model(seed=hvd.rank())
+    compression = Compression.dgc(model.trainable_variables, scope=scope, warmup=6, **SETTINGS)
+    compile_with(model, compression, groups=groups)
+    losses = fit(model, 8, [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)])  # 44 = 5 * 8 + 4: two traces
+    assert losses[-1] < 0.7 * losses[0]
+    assert_alike(model)
+    stats = compression.stats()
+    assert stats["steps"] == 48
+    assert stats["step"]["ratio"] > 5
+
+
+@needs_two
+def test_density_one_is_horovod():
+    dense, sparse = make_model(), make_model()
+    compile_with(dense, hvd.Compression.none)
+    compile_with(sparse, Compression.gradient_dropping(sparse.trainable_variables, density=1.0))
+    fit(dense, 2), fit(sparse, 2)
+    for one, other in zip(dense.get_weights(), sparse.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@needs_two
+def test_backward_passes_per_step():
+    model = make_model()
+    compression = Compression.dgc(model.trainable_variables, **SETTINGS)
+    compile_with(model, compression, backward_passes_per_step=2)
+    fit(model, 2)  # 12 batches
+    assert compression.stats()["steps"] == 6
+    assert_alike(model)
+
+
+@needs_two
+def test_loss_scale_overflow_skips_the_step():
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = make_model()
+        before = model.get_weights()
+        compression = Compression.dgc(model.trainable_variables, **SETTINGS)
+
+        def wrap(optimizer):
+            return tf.keras.mixed_precision.LossScaleOptimizer(
+                optimizer, initial_scale=2.0**40 if hvd.rank() == 0 else 1.0
+            )
+
+        compile_with(model, compression, wrap=wrap)
+        x, y = samples()
+        model.train_on_batch(x[:8], y[:8])  # rank 0's loss overflows float16: the step is void on every rank
+        for one, other in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        if hvd.rank() == 0:
+            assert float(model.optimizer.loss_scale) == 2.0**39
+        assert_alike(model)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+
+
+@needs_two
+def test_model_built_at_its_first_call():
+    tf.keras.utils.set_random_seed(1)
+    model = tf.keras.Sequential([layers.Dense(60, activation="relu"), layers.Dense(3)])
+    compression = Compression.dgc(model, **SETTINGS)
+    with pytest.raises(ValueError, match=r"variables is empty|not yet been created"):
+        compression.state_dict()
+    compile_with(model, compression)
+    fit(model)
+    assert compression.stats()["steps"] == 6
+    assert len(compression.state_dict()["memory"]) == 4
+    assert_alike(model)
+
+
+@needs_two
+def test_frozen_layer():
+    model = make_model()
+    compression = Compression.dgc(model.trainable_variables, **SETTINGS)
+    compile_with(model, compression)
+    fit(model)
+    frozen = model.layers[0]
+    frozen.trainable = False
+    before = frozen.get_weights()
+    kept = next(iter(compression.state_dict()["memory"].values()))
+    compile_with(model, compression)
+    fit(model)
+    for one, other in zip(before, frozen.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    still = next(iter(compression.state_dict()["memory"].values()))
+    for kind, buffer in kept.items():
+        assert np.any(buffer)
+        np.testing.assert_array_equal(buffer, still[kind])
+    frozen.trainable = True
+    compile_with(model, compression)
+    fit(model)
+    assert np.any(before[0] != frozen.get_weights()[0])
+    assert compression.stats()["steps"] == 18
+    assert_alike(model)
+
+
+@needs_two
+@pytest.mark.parametrize("form", ["h5", "tf"])
+def test_saved_model_needs_no_horovod(form, tmp_path):
+    model = make_model()
+    compile_with(model, Compression.dgc(model.trainable_variables, **SETTINGS))
+    fit(model)
+    path = str(tmp_path / ("model.h5" if form == "h5" else "model"))
+    model.save(path, save_format=form, include_optimizer=form == "h5")
+    if hvd.rank() == 0:
+        done = subprocess.run([sys.executable, "-c", LOADER, path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        np.testing.assert_allclose(json.loads(done.stdout), model(np.ones((1, 20), np.float32)), rtol=1e-5)
+
+
+@needs_two
+def test_second_momentum_warns():
+    model = make_model()
+    compression = Compression.dgc(model.trainable_variables, **SETTINGS)
+    compile_with(model, compression, optimizer=tf.keras.optimizers.SGD(0.1, momentum=0.5))
+    if hvd.rank() == 0:
+        with pytest.warns(UserWarning, match=r"momentum=0.5 .* both are applied"):
+            fit(model)
+    else:
+        fit(model)
+
+
+@pytest.mark.skipif(hvd.size() > 1, reason="what a lone process does")
+def test_one_process_compresses_nothing():
+    model, plain = make_model(), make_model()
+    with pytest.warns(UserWarning, match="nothing with one process"):
+        compression = Compression.dgc(model.trainable_variables, **SETTINGS)
+    compile_with(model, compression)
+    compile_with(plain, hvd.Compression.none)
+    assert fit(model) == fit(plain)
+    assert compression.stats()["steps"] == 0

@@ -1,0 +1,163 @@
+"""What models do to a tape: missing and sparse gradients, groups, retracing, several steps in one graph."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_helpers import assert_ranks_agree, residual_of, total
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+SUM = {"op": hvd.Sum}
+
+
+def rows_of(table, rank):
+    """Return which rows of an embedding a rank reads."""
+    return tf.constant([rank, 7, 7], tf.int64) % table.shape[0]
+
+
+def embedding_model():
+    tables = tf.Variable(tf.ones([40, 8])), tf.Variable(tf.fill([8, 50], 0.5)), tf.Variable(tf.zeros([5]))
+
+    def loss(rows):
+        return tf.reduce_sum(tf.matmul(tf.gather(tables[0], rows), tables[1]))
+
+    return tables, loss
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_and_missing_gradients(sparse_as_dense):
+    tables, loss = embedding_model()
+    compression = Compression.gradient_dropping(tables, density=0.05, min_numel=50)
+
+    @tf.function
+    def reduce(rows, compression):
+        with tf.GradientTape() as tape:
+            value = loss(rows)
+        options = {"compression": compression} if compression is not None else {}
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense, op=hvd.Sum, **options)
+        return tape.gradient(value, tables)
+
+    rows = rows_of(tables[0], hvd.rank())
+    dense = reduce(rows, None)
+    fed = [0.0, 0.0]
+    out = [0.0, 0.0]
+    for _ in range(4):
+        reduced = reduce(rows, compression)
+        assert reduced[2] is None
+        for i in range(2):
+            fed[i] += tf.convert_to_tensor(dense[i]).numpy().astype(np.float64)
+            out[i] += tf.convert_to_tensor(reduced[i]).numpy().astype(np.float64)
+    assert isinstance(reduced[0], tf.IndexedSlices) != sparse_as_dense
+    for i, name in enumerate(list(compression.memories)[:2]):
+        left = total(residual_of(compression, name)).reshape(out[i].shape)
+        np.testing.assert_array_equal(out[i] + left, fed[i])
+
+
+@pytest.mark.parametrize("groups", [None, 1, 5, "lists"])
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_groups(groups, scope):
+    variables = [tf.Variable(tf.zeros([100 + 10 * i]), name=f"v{i}") for i in range(5)]  # Horovod groups by name
+    gradients = [np.arange(100 + 10 * i) * (hvd.rank() + 1.0) for i in range(5)]
+    compression = Compression.gradient_dropping(variables, density=0.1, min_numel=105, scope=scope)
+    chosen = [[variables[3], variables[1]], [variables[0]]] if groups == "lists" else groups
+
+    @tf.function
+    def reduce():
+        with tf.GradientTape() as tape:
+            terms = zip(variables, gradients, strict=True)
+            loss = tf.add_n([tf.reduce_sum(v * tf.constant(g, tf.float32)) for v, g in terms])
+        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=chosen, op=hvd.Sum)
+        return tape.gradient(loss, variables)
+
+    out = [np.zeros(v.shape) for v in variables]
+    for _ in range(3):
+        for i, reduced in enumerate(reduce()):
+            out[i] += reduced.numpy()
+    for i, name in enumerate(compression.memories):
+        fed = 3 * np.arange(100 + 10 * i) * sum(rank + 1 for rank in range(hvd.size()))
+        np.testing.assert_array_equal(out[i] + total(residual_of(compression, name)), fed)
+    if scope == "tensor":  # three times its own k of each variable, so none was taken for another
+        assert [np.count_nonzero(o) for o in out[1:]] == [33, 36, 39, 42]
+
+
+def test_one_tensor_as_the_gradient_of_two_variables():
+    a, b = tf.Variable(tf.zeros([200]), name="a"), tf.Variable(tf.zeros([200]), name="b")
+    compression = Compression.gradient_dropping([a, b], density=0.05, min_numel=50)
+
+    @tf.function
+    def reduce(weights, groups):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((a + b) * weights)
+        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=groups, **SUM)
+        return tape.gradient(loss, [a, b])
+
+    for reduced in reduce(tf.range(200.0), None):
+        np.testing.assert_array_equal(reduced.numpy().nonzero()[0], np.arange(190, 200))
+    with pytest.raises(ValueError, match="one gradient tensor could belong to each of"):
+        reduce(tf.range(200.0), [[b, a]])
+
+
+def test_retracing_and_several_traces_share_the_memory():
+    weights = tf.Variable(tf.zeros([30, 10]))
+    compression = Compression.gradient_dropping([weights], density=0.02, min_numel=50)
+
+    @tf.function
+    def reduce(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.matmul(batch, weights))
+        return hvd.DistributedGradientTape(tape, compression=compression, **SUM).gradient(loss, [weights])[0]
+
+    fed = out = 0.0
+    for step, size in enumerate([8, 8, 3, 8, 5]):  # a last smaller batch, and another one
+        batch = np.full([size, 30], float(step + hvd.rank() + 1), np.float32)
+        fed += total(np.repeat(batch.sum(0)[:, None], 10, axis=1))
+        out += reduce(tf.constant(batch)).numpy().astype(np.float64)
+    assert reduce.experimental_get_tracing_count() == 3
+    left = total(residual_of(compression, next(iter(compression.memories)))).reshape(30, 10)
+    np.testing.assert_array_equal(out + left, fed)
+    assert compression.stats()["steps"] == 5
+
+
+def test_several_steps_and_several_compressors_in_one_graph():
+    one, two = tf.Variable(tf.zeros([300])), tf.Variable(tf.zeros([300]))
+    compressions = [
+        Compression.dgc([v], density=0.02, min_numel=50, scope=s) for v, s in ((one, "tensor"), (two, "model"))
+    ]
+
+    @tf.function
+    def train(scale):
+        for repeat in range(2):
+            for variable, compression in zip((one, two), compressions, strict=True):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable * tf.range(300.0) * scale * (repeat + 1.0))
+                tape = hvd.DistributedGradientTape(tape, compression=compression)
+                variable.assign_sub(tape.gradient(loss, [variable])[0])
+
+    for step in range(3):
+        train(tf.constant(step + hvd.rank() + 1.0))
+    assert [compression.stats()["steps"] for compression in compressions] == [6, 6]
+    np.testing.assert_array_equal(one.numpy(), two.numpy())  # one variable alone: both scopes mean the same
+    assert np.count_nonzero(one.numpy()) > 6
+    assert_ranks_agree({"one": one.numpy()})
+
+
+@pytest.mark.skipif(hvd.size() < 3, reason="a part of a job, and a rank outside it, need three processes")
+def test_process_set():
+    members = hvd.add_process_set([0, 2])
+    try:
+        variable = tf.Variable(tf.zeros([200]))
+        compression = Compression.gradient_dropping([variable], density=0.05, min_numel=50, process_set=members)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * tf.range(200.0) * (hvd.rank() + 1.0))
+        tape = hvd.DistributedGradientTape(tape, compression=compression, process_set=members, op=hvd.Sum)
+        reduced = tape.gradient(loss, [variable])[0].numpy()
+        if members.included():
+            np.testing.assert_array_equal(reduced, np.where(np.arange(200) >= 190, np.arange(200) * 4.0, 0.0))
+            assert compression.stats()["steps"] == 1
+        else:  # Horovod leaves other ranks' gradients alone
+            np.testing.assert_array_equal(reduced, np.arange(200) * (hvd.rank() + 1.0))
+            assert compression.stats()["steps"] == 0
+    finally:
+        hvd.remove_process_set(members)

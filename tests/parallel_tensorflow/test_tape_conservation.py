@@ -1,0 +1,52 @@
+"""What goes in comes out or stays: sum of gradients = sum of results + residuals, exactly, on whole numbers."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from gradients import SCOPES, SHAPES, whole_numbers
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
+
+from hvd_sparse.schedule import Schedule
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+
+
+class NowAndThenDense(Schedule):
+    """Everything travels dense in every third step."""
+
+    def density(self, step):
+        return 1.0 if step % 3 == 2 else 0.05
+
+    def describe(self):
+        return "now and then dense"
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("density", [0.02, 0.3, "warm-up", "now and then dense"])
+def test_sum_in_is_sum_out(density, scope, graph):
+    settings = {"density": density}
+    if density == "warm-up":
+        settings = {"density": 0.01, "warmup": 10}
+    elif density == "now and then dense":
+        settings = {"density": NowAndThenDense()}
+    variables = make_variables()
+    compression = Compression.gradient_dropping(list(variables.values()), scope=scope, min_numel=50, **settings)
+    reduce = Reducer(variables, compression, graph, op=hvd.Sum)
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(16):
+        for rank in range(hvd.size()):
+            for name, gradient in whole_numbers(SHAPES, step, rank).items():
+                fed[name] += gradient
+        reduced = reduce(whole_numbers(SHAPES, step, hvd.rank()))
+        assert_ranks_agree(reduced)
+        for name in SHAPES:
+            out[name] += reduced[name]
+    for name in SHAPES:
+        left = total(residual_of(compression, name)).reshape(SHAPES[name])
+        np.testing.assert_array_equal(out[name] + left, fed[name], err_msg=name)
+    sent = compression.stats()
+    assert sent["steps"] == 16
+    assert 0 < sent["total"]["density"] < 1

@@ -1,0 +1,87 @@
+"""A graph of TensorFlow 1: hvd.DistributedOptimizer around a v1 optimizer, run by sessions."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import Method, train
+
+from hvd_sparse.schedule import WarmUp
+from hvd_sparse.tensorflow import Compression
+
+v1 = tf.compat.v1
+pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+SHAPES = {"w": (20, 30), "b": (30,)}
+STEPS, LR = 25, 0.1
+
+
+def gradients_of(step, rank):
+    generator = np.random.default_rng([step, rank])
+    return {name: generator.standard_normal(shape) for name, shape in SHAPES.items()}
+
+
+def build(compression_of, **options):
+    """Return placeholders for gradients, the variables, the compression, and an operation that takes a step."""
+    variables = {
+        name: v1.get_variable(name, shape, initializer=v1.zeros_initializer()) for name, shape in SHAPES.items()
+    }
+    fed = {name: v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()}
+    compression = compression_of(list(variables.values()))
+    optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(LR), compression=compression, **options)
+    loss = tf.add_n([tf.reduce_sum(variables[name] * fed[name]) for name in SHAPES])
+    return fed, variables, compression, optimizer.minimize(loss)
+
+
+def start(session):
+    session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+    session.run(hvd.broadcast_global_variables(0))
+
+
+def take_steps(session, fed, step_operation, steps):
+    for step in steps:
+        own = gradients_of(step, hvd.rank())
+        session.run(step_operation, {fed[name]: own[name] for name in SHAPES})
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_optimizer_follows_the_paper(scope):
+    def dgc(variables):
+        return Compression.dgc(variables, density=0.02, min_numel=100, warmup=8, momentum=0.9, scope=scope)
+
+    with tf.Graph().as_default():
+        fed, variables, compression, step = build(dgc)
+        with v1.Session() as session:
+            start(session)
+            take_steps(session, fed, step, range(STEPS))
+            values = session.run(variables)
+            stats, state = compression.stats(session), compression.state_dict(session=session)
+            with pytest.raises(ValueError, match="pass session="):
+                compression.stats()
+            compression.reset(session)
+            assert compression.state_dict(session=session)["step"] == 0
+            compression.load_state_dict(state, session)
+            again = compression.state_dict(session=session)
+    method = Method(density=WarmUp(0.02, 8).density, scope=scope, momentum=0.9)
+    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    expected = train(method, zeros, gradients_of, hvd.size(), STEPS, LR)
+    for name in SHAPES:
+        np.testing.assert_allclose(values[name], expected.parameters[name], rtol=1e-4, atol=1e-5)
+    assert stats["steps"] == state["step"] == again["step"] == STEPS
+    for one, other in zip(state["memory"].values(), again["memory"].values(), strict=True):
+        for kind in one:
+            np.testing.assert_array_equal(one[kind], other[kind])
+
+
+def test_backward_passes_per_step():
+    with tf.Graph().as_default():
+        fed, variables, compression, step = build(
+            lambda variables: Compression.gradient_dropping(variables, density=1.0), backward_passes_per_step=2
+        )
+        with v1.Session() as session:
+            start(session)
+            take_steps(session, fed, step, range(6))
+            values, stats = session.run(variables), compression.stats(session)
+    fed_in = {name: sum(gradients_of(s, r)[name] for s in range(6) for r in range(hvd.size())) for name in SHAPES}
+    for name in SHAPES:
+        np.testing.assert_allclose(values[name], -LR * fed_in[name] / hvd.size(), rtol=1e-4, atol=1e-5)
+    assert stats["steps"] == 3
