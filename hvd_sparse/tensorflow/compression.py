@@ -11,7 +11,16 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
-from hvd_sparse.tensorflow.calls import Call, Traced, TracedCall, check_call, find_call, is_stand_in, refuse_keras_3
+from hvd_sparse.tensorflow.calls import (
+    Call,
+    Traced,
+    TracedCall,
+    check_call,
+    check_process_set,
+    find_call,
+    is_stand_in,
+    refuse_keras_3,
+)
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.memory import make_memory, make_variable
 from hvd_sparse.tensorflow.model_scope import ModelScope
@@ -67,6 +76,9 @@ class SparseCompressor(tf.Module):
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
         if not self._parts.exchange.is_used():
+            call = find_call(tensor)
+            if call is not None:  # ranks outside must refuse, or they would wait for those that do
+                check_process_set(call, self._parts.exchange)
             return tensor, None
         call = self._parts.call
         if call is None or not call.expects(tensor):
@@ -161,7 +173,7 @@ class SparseCompressor(tf.Module):
         parts = self._parts
         self._load()
         check_call(call, parts.algorithm, parts.exchange)
-        description = [*parts.algorithm.describe(), *parts.variables.describe()]
+        description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         if not parts.agreed:
             parts.exchange.agree(description)
             parts.agreed = True

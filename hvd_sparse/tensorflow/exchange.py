@@ -40,6 +40,10 @@ class Exchange:
             raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
         return size
 
+    def describe(self) -> str:
+        """Return which compressor this is, for the comparison between ranks."""
+        return f"compressor = {self._prefix}"
+
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"

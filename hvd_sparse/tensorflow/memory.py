@@ -89,11 +89,11 @@ class MomentumMemory(ResidualMemory):
     def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
         """Add a finite gradient, scaled by `factor`, to velocity and residual; return the residual after it."""
         velocity, terms = self._advance(gradient, factor)
-        with tf.control_dependencies([self.velocity.assign(velocity)]):
-            residual = self.residual.read_value() + terms[0]
-            for term in terms[1:]:
-                residual += term
-        return read_after(self.residual, self.residual.assign(residual))
+        done = self.velocity.assign(velocity)
+        for term in terms:  # one by one: TensorFlow's optimizer would add three terms in an order of its own
+            with tf.control_dependencies([done]):
+                done = self.residual.assign_add(term)
+        return read_after(self.residual, done)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: that of the velocity."""

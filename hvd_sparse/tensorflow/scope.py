@@ -186,10 +186,12 @@ class Scope(abc.ABC):
         return tf.group(*checks)
 
     def _vote(self, step: Step, entries: list[Entry]) -> None:
-        bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float32) for entry in entries])
-        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", bad) > 0.0
+        bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float64) for entry in entries])
+        # With the step in it no vote is a constant, which TensorFlow would send once and never again.
+        own = tf.stack([bad, tf.cast(step.number, tf.float64)])
+        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", own)[0] > 0.0
         step.void = step.overflow if step.is_dense is None else tf.logical_or(step.overflow, step.is_dense)
-        step.counted.add(payload_bytes=4)
+        step.counted.add(payload_bytes=16)
 
     def _clip(self, entries: list[Entry]) -> None:
         ranks = self.exchange.size()

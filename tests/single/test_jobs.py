@@ -3,19 +3,14 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 
+import launching
 import pytest
+from launching import launch, mpirun
 
-LIMIT_SECONDS = 120
-MPIRUN = shutil.which("mpirun")
-
-pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
-    pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside another job"),
-]
+pytestmark = launching.MARKS
 
 PREAMBLE = """
 import os, sys, time
@@ -55,30 +50,6 @@ def run_job(tmp_path):
         return code, "".join(file.read_text() for file in sorted(tmp_path.iterdir())) + output
 
     return run
-
-
-def mpirun(ranks):
-    return [MPIRUN, "-np", str(ranks), "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none"]
-
-
-def launch(command, environment=()):
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    # a group of its own: on a hang, mpirun and all ranks are ended
-    job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **root, **dict(environment)},
-    )
-    try:
-        output, _ = job.communicate(timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, 15)
-        output, _ = job.communicate()
-        pytest.fail(f"the job hung:\n{output}")
-    return job.returncode, output
 
 
 UNEVEN = """
@@ -221,7 +192,10 @@ def test_a_failure_on_one_rank_ends_the_test_job(tmp_path):
     here = os.path.dirname(os.path.abspath(__file__))
     shutil.copy(os.path.join(here, "..", "parallel", "conftest.py"), tmp_path)
     (tmp_path / "test_failing.py").write_text(FAILING)
-    code, output = launch([*mpirun(2), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)])
+    shared = {"PYTHONPATH": os.path.join(here, "..", "shared")}
+    code, output = launch(
+        [*mpirun(2), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], shared
+    )
     assert code != 0
     assert "rank 1 of 2 failed" in output and "the reason to be shown" in output, output
     assert "reached" not in output.replace("never_reached", "")

@@ -1,0 +1,39 @@
+"""Start jobs of several processes, and end them if they hang."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+LIMIT_SECONDS = 240
+MPIRUN = shutil.which("mpirun")
+MARKS = [
+    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
+    pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside another job"),
+]
+
+
+def mpirun(ranks):
+    return [MPIRUN, "-np", str(ranks), "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none"]
+
+
+def launch(command, environment=()):
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    # a group of its own: on a hang, mpirun and all ranks are ended
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **root, **dict(environment)},
+    )
+    try:
+        output, _ = job.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)
+        output, _ = job.communicate()
+        pytest.fail(f"the job hung:\n{output}")
+    return job.returncode, output

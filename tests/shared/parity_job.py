@@ -1,0 +1,121 @@
+"""Train on drawn gradients in one framework, and keep every payload that left this rank: mpirun -np 2 python ... DIR.
+
+    python parity_job.py torch|tensorflow DIR
+
+For each case of CASES, DIR/FRAMEWORK.CASE.RANK.npz holds `sent`, the payload bytes of all steps, and the parameters.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from gradients import draw
+
+SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in the order of their names
+STEPS, LR = 50, 0.1
+SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
+DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 30.0}
+CASES = {
+    f"{method}-{scope}-{number}": (method, {"scope": scope, **SETTINGS, **options})
+    for scope in ("tensor", "model")
+    for method, variants in {
+        "gradient_dropping": [{}, {"values": "bfloat16"}],
+        "dgc": [{}, {**DGC, "nesterov": True}, {**DGC, "factor_masking": False}],
+    }.items()
+    for number, options in enumerate(variants)
+}
+
+
+def gradients_of(step, rank):
+    return {name: gradient.astype(np.float32) for name, gradient in draw(SHAPES, step, rank, seed=5).items()}
+
+
+def listen(exchange, read):
+    """Return a list that every payload is appended to when it is handed to Horovod."""
+    heard, allgather = [], exchange.allgather
+
+    def recorded(name, payload):
+        return allgather(name, payload if name.startswith("agree") else read(payload, heard))
+
+    exchange.allgather = recorded
+    return heard
+
+
+def train_torch(method, settings, initial):
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_sparse.torch import Compression
+
+    parameters = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in initial.items()}
+    compression = getattr(Compression, method)(list(parameters.items()), **settings)
+
+    def read(payload, heard):
+        heard.append(payload.numpy().tobytes())
+        return payload
+
+    heard = listen(compression._exchange, read)
+    optimizer = torch.optim.SGD(parameters.values(), lr=LR)
+    optimizer = hvd.DistributedOptimizer(optimizer, list(parameters.items()), compression=compression)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        terms = gradients_of(step, hvd.rank()).items()
+        sum((parameters[name] * torch.tensor(gradient)).sum() for name, gradient in terms).backward()
+        optimizer.synchronize()
+        with (
+            torch.no_grad()
+        ):  # SGD rounds once where TensorFlow rounds twice, and weight decay would send the difference
+            for parameter in parameters.values():
+                parameter -= LR * parameter.grad
+    return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def train_tensorflow(method, settings, initial):
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    from hvd_sparse.tensorflow import Compression
+
+    variables = {name: tf.Variable(value, name=name) for name, value in initial.items()}
+    compression = getattr(Compression, method)(list(variables.values()), **settings)
+
+    def read(payload, heard):
+        def keep(array):
+            heard.append(array.tobytes())
+            return array
+
+        kept = tf.numpy_function(keep, [payload], tf.uint8)
+        kept.set_shape([None])
+        return kept
+
+    heard = listen(compression._parts.exchange, read)
+
+    @tf.function
+    def train(gradients):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variables[name] * gradients[name]) for name in SHAPES])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for name, reduced in zip(SHAPES, tape.gradient(loss, list(variables.values())), strict=True):
+            variables[name].assign_sub(LR * reduced)
+
+    for step in range(STEPS):
+        train({name: tf.constant(gradient) for name, gradient in gradients_of(step, hvd.rank()).items()})
+    return heard, {name: variable.numpy() for name, variable in variables.items()}
+
+
+def main():
+    framework, folder = sys.argv[1], Path(sys.argv[2])
+    if framework == "torch":
+        import horovod.torch as hvd
+    else:
+        import horovod.tensorflow as hvd
+    hvd.init()
+    initial = {name: value.astype(np.float32) for name, value in draw(SHAPES, 0, 0, seed=9).items()}
+    for case, (method, settings) in CASES.items():
+        heard, parameters = (train_torch if framework == "torch" else train_tensorflow)(method, settings, initial)
+        sent = np.frombuffer(b"".join(heard), np.uint8)
+        np.savez(folder / f"{framework}.{case}.{hvd.rank()}.npz", sent=sent, **parameters)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Jobs of the TensorFlow frontend that a test inside a job could not look at from outside, or would not survive."""
+
+import json
+import pathlib
+import sys
+
+import launching
+import numpy as np
+import pytest
+from launching import launch, mpirun
+from parity_job import CASES, SHAPES
+
+pytestmark = launching.MARKS
+SHARED = pathlib.Path(__file__).parent.parent / "shared"
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(SHARED)}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Return where each framework's job left what it sent."""
+    folder = tmp_path_factory.mktemp("parity")
+    for framework in ("torch", "tensorflow"):
+        script = [sys.executable, str(SHARED / "parity_job.py"), framework, str(folder)]
+        code, output = launch([*mpirun(2), *script], QUIET)
+        assert code == 0, output
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_frameworks_send_the_same_bytes(folder, case):
+    """The same gradients give the same payloads, bit for bit, over 50 steps, and the same parameters."""
+    for rank in range(2):
+        ours, theirs = (np.load(folder / f"{framework}.{case}.{rank}.npz") for framework in ("torch", "tensorflow"))
+        assert ours["sent"].size > 50_000
+        np.testing.assert_array_equal(ours["sent"], theirs["sent"])
+        for name in SHAPES:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
+
+
+TIMELINE = """
+import time
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from hvd_sparse.tensorflow import Compression
+hvd.init()
+variables = [tf.Variable(tf.zeros([5000])), tf.Variable(tf.zeros([10]))]
+compression = Compression.dgc(variables, density=0.01, scope="{scope}")
+
+@tf.function
+def step():  # nothing that is fed: a graph optimizer would fold what is constant, and run it once
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in variables])
+    return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+
+for _ in range(20):
+    step()
+time.sleep(1)  # the timeline is written by a thread of its own
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("scope", "message"), [("tensor", "bucket.0"), ("model", "model")])
+def test_every_collective_runs_in_every_step(tmp_path, scope, message):
+    """Horovod's own timeline counts them."""
+    timeline = tmp_path / "timeline.json"
+    script = [sys.executable, "-c", TIMELINE.format(scope=scope)]
+    code, output = launch([*mpirun(2), *script], {**QUIET, "HOROVOD_TIMELINE": str(timeline)})
+    assert code == 0, output
+    text = timeline.read_text().rstrip().rstrip(",").removesuffix("]").rstrip().rstrip(",")
+    events = [event for event in json.loads(f"{text}]") if event]
+    names = {event["pid"]: event["args"]["name"] for event in events if "name" in event.get("args", {})}
+
+    def runs(tensor, kind):
+        begins = (e for e in events if e.get("ph") == "B" and e["name"] == kind)
+        return sum(names[event["pid"]].endswith(tensor) for event in begins)
+
+    assert runs(f".{message}", "ALLGATHER") == 20
+    assert runs(".present", "ALLREDUCE") == 20
+    assert runs(".vote", "ALLREDUCE") == 20
+    assert runs("Token_0", "ALLREDUCE") == 20
+
+
+KERAS_3 = """
+import horovod.tensorflow as hvd, horovod.tensorflow.keras as hvd_keras
+import numpy as np, tensorflow as tf
+from hvd_sparse.tensorflow import Compression
+hvd.init()
+assert tf.keras.__version__.startswith("3."), tf.keras.__version__
+model = tf.keras.Sequential([tf.keras.Input((20,)), tf.keras.layers.Dense(100), tf.keras.layers.Dense(3)])
+compression = Compression.dgc(model.trainable_variables, density=0.05, min_numel=60)
+for wrap in (hvd.DistributedOptimizer, hvd_keras.DistributedOptimizer):
+    try:
+        wrap(tf.keras.optimizers.SGD(0.1), compression=compression)
+    except RuntimeError as error:
+        assert "TF_USE_LEGACY_KERAS=1" in str(error)
+    else:
+        raise AssertionError("an optimizer of Keras 3 was not refused")
+optimizer = tf.keras.optimizers.SGD(0.01)  # a loop of one's own is fine, with Keras 3 too
+x = np.random.default_rng(hvd.rank()).standard_normal((8, 20)).astype(np.float32)
+variables = [variable.value for variable in model.trainable_variables]
+hvd.broadcast_variables(variables, 0)
+for _ in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x)))
+    tape = hvd.DistributedGradientTape(tape, compression=compression)
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables))
+assert compression.stats()["steps"] == 3
+weights = tf.concat([tf.reshape(v, [1, -1]) for v in variables], 1)
+everywhere = hvd.allgather(weights, name="weights").numpy()
+assert (everywhere == everywhere[0]).all()
+"""
+
+
+def test_keras_3_is_refused_where_it_would_not_reduce(monkeypatch):
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    pytest.importorskip("keras", minversion="3", reason="TensorFlow before 2.16 has Keras 2")
+    code, output = launch([*mpirun(2), sys.executable, "-c", KERAS_3], QUIET)
+    assert code == 0, output
+
+
+JOIN = """
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from hvd_sparse.tensorflow import Compression
+hvd.init()
+variables = [tf.Variable(tf.zeros([5000]))]
+compression = Compression.dgc(variables, density=0.01, scope="{scope}")
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variables[0])
+    return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+
+for _ in range(3 + (hvd.rank() != {first})):
+    step()
+hvd.join()
+"""
+
+
+@pytest.mark.parametrize(("scope", "first"), [("tensor", 0), ("model", 1)])
+def test_join_with_uneven_steps_is_refused(scope, first):
+    """Rank `first`, the coordinator or another, has joined; the other, which trains on, says what is wrong."""
+    code, output = launch([*mpirun(2), sys.executable, "-c", JOIN.format(scope=scope, first=first)], QUIET)
+    assert code != 0
+    assert "hvd_sparse does not work with hvd.join()" in output, output
