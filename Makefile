@@ -4,6 +4,7 @@
 #   PYTHON=python3.11   the Python to build .venv with
 #   MPI=system          the system's MPI in place of the one from PyPI
 #   RANKS=2             processes of `make train`
+#   FRAMEWORK=pytorch   what `make train` and `make bench` use: pytorch or tensorflow (`make train`: keras, for fit)
 #   DENSITY=0.001       what DGC sends in `make train`
 
 SHELL := /bin/bash
@@ -11,6 +12,7 @@ export PYTHON ?= python3
 export MPI ?= wheel
 export VENV ?= $(CURDIR)/.venv
 RANKS ?= 2
+FRAMEWORK ?= pytorch
 DENSITY ?= 0.001
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
@@ -37,7 +39,7 @@ $(VENV)/.extension: $(VENV)/.horovod $(SOURCES) scripts/extension.sh
 	@scripts/extension.sh && touch $@
 
 train: setup  ## train the digits example, dense and DGC side by side
-	@$(RUN) python scripts/train.py --ranks $(RANKS) --density $(DENSITY)
+	@$(RUN) python scripts/train.py --framework $(FRAMEWORK) --ranks $(RANKS) --density $(DENSITY)
 
 test: setup lint  ## run every test
 	@scripts/test.sh all
@@ -55,7 +57,7 @@ format: setup  ## put style right
 	@$(RUN) ruff check --fix . && $(RUN) ruff format . && $(RUN) clang-format -i $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)
 
 bench: setup  ## check, then time the native functions
-	@$(RUN) python benchmarks/kernels.py
+	@$(RUN) python benchmarks/kernels.py --framework $(FRAMEWORK)
 
 results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
 	@$(RUN) python benchmarks/convergence.py

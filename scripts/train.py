@@ -1,4 +1,4 @@
-"""The main job: train the digits example under horovodrun, dense and with DGC, and put both side by side."""
+"""The main job: train a digits example under horovodrun, dense and with DGC, and put both side by side."""
 
 import argparse
 import json
@@ -9,12 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK_TAG = re.compile(r"\[[\d,]+\]<stdout>:")  # what horovodrun puts before lines, and at times behind them
+EXAMPLES = {
+    "pytorch": "pytorch_digits.py",
+    "tensorflow": "tensorflow2_digits.py",
+    "keras": "tensorflow2_keras_digits.py",
+}
 COLUMNS = ("method", "accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds")
 
 
-def train(method: str, ranks: int, options: list[str]) -> dict:
-    """Run the example on `ranks` processes; show what it prints, and return its last line, a JSON object."""
-    command = ["horovodrun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / "pytorch_digits.py")]
+def train(example: str, method: str, ranks: int, options: list[str]) -> dict:
+    """Run an example on `ranks` processes; show what it prints, and return its last line, a JSON object."""
+    command = ["horovodrun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / example)]
     command += ["--method", method, *options]
     print("\n$ " + " ".join(command).replace(f"{ROOT}/", ""), flush=True)
     result = None
@@ -48,9 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--density", type=float, default=0.001)
+    parser.add_argument("--framework", choices=EXAMPLES, default="pytorch")
     arguments, options = parser.parse_known_args()
-    dense = train("none", arguments.ranks, options)
-    sparse = train("dgc", arguments.ranks, ["--density", str(arguments.density), *options])
+    example = EXAMPLES[arguments.framework]
+    dense = train(example, "none", arguments.ranks, options)
+    sparse = train(example, "dgc", arguments.ranks, ["--density", str(arguments.density), *options])
     print(f"\n{table([dense, sparse])}")
     gained = sparse["accuracy"] - dense["accuracy"]
     settled, overall = sparse["last_step"]["ratio"], dense["payload_bytes"] / sparse["payload_bytes"]

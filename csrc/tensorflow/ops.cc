@@ -216,5 +216,14 @@ REGISTER_OP("HvdSparseToken")
     .SetShapeFn(TokenShape)
     .Doc("What a rank sends in place of its gradient: 1, and its rank plus 1.");
 
+// TensorFlow's ResourceScatterUpdate makes every later read of the whole variable a copy of it; this one does not.
+REGISTER_OP("HvdSparseScatterUpdate")
+    .Input("variable: resource")
+    .Input("indices: int64")
+    .Input("values: float")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Sets a float32 variable's elements at the indices, in place.");
+
 }  // namespace
 }  // namespace hvd_sparse

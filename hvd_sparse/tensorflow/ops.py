@@ -123,3 +123,11 @@ def quantize(values: tf.Tensor, value_dtype: str) -> tf.Tensor:
 def token(rank: Integer) -> tf.Tensor:
     """Return float32[2], 1 and rank + 1: what a rank sends in place of a gradient. Runs anew in every step."""
     return _ops.hvd_sparse_token(_integer(rank))
+
+
+def scatter_update(variable: tf.Variable, indices: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    """Set variable[indices] = values in place: a variable float32[n], indices int64[m], values float32[m].
+
+    Unlike `tf.Variable.scatter_update` it leaves later reads of the whole variable free of copies.
+    """
+    return _ops.hvd_sparse_scatter_update(variable.handle, indices, values)

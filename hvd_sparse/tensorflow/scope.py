@@ -5,8 +5,9 @@ branches, so a whole step is laid out in the graph around them, when the first g
 selections, the allgathers of a few buckets, the vote. A branch then takes its part out of it.
 
     present   a sum over ranks, started with the step: do all take part, at the same step, with the same settings?
+              All other collectives wait for it: one that not every rank starts would never end
     memory    each finite gradient is accumulated
-    payloads  selected, packed, and gathered once it is known that all are present
+    payloads  selected, packed and gathered
     vote      how many gradients were not finite on any rank: if there are, the step does not count
     clear     what was sent leaves the memory, if the step counts
 """
@@ -24,6 +25,8 @@ from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.memory import ResidualMemory, clip_factor
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.tensorflow.traffic import Counted, Traffic
+
+TOKEN_ELEMENTS = 2  # of `ops.token`
 
 
 @dataclass
@@ -189,7 +192,7 @@ class Scope(abc.ABC):
         bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float64) for entry in entries])
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         own = tf.stack([bad, tf.cast(step.number, tf.float64)])
-        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", own)[0] > 0.0
+        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", _after(step.present, own))[0] > 0.0
         step.void = step.overflow if step.is_dense is None else tf.logical_or(step.overflow, step.is_dense)
         step.counted.add(payload_bytes=16)
 
@@ -214,19 +217,22 @@ class Scope(abc.ABC):
     def _carry(self, entry: Entry, step: Step) -> list[tf.Operation]:
         """Give Horovod what it is to allreduce; return the change of the memory of what travels dense."""
         if entry.is_sparse and step.is_dense is None:
-            entry.carried = ops.token(self.exchange.rank())
+            entry.carried = _after(step.present, ops.token(self.exchange.rank()))
             step.counted.add(payload_bytes=8)
             return []
         sent, after = entry.memory.take_all(entry.gradient, entry.factor)
         keep = step.overflow
         if not entry.is_sparse:
-            entry.carried = sent
+            entry.carried = _after(step.present, sent)
             step.counted.add(payload_bytes=entry.memory.size * sent.dtype.size, sent=entry.memory.size)
         else:
             keep = tf.logical_or(keep, tf.logical_not(step.is_dense))
             token = tf.cast(ops.token(self.exchange.rank()), sent.dtype)
-            entry.carried = tf.cond(step.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
-            step.counted.add(payload_bytes=tf.size(entry.carried) * sent.dtype.size)
+            carried = tf.cond(step.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
+            entry.carried = _after(step.present, carried)
+            # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
+            elements = tf.where(step.is_dense, entry.memory.size, TOKEN_ELEMENTS)
+            step.counted.add(payload_bytes=elements * sent.dtype.size)
             step.counted.add(sent=tf.where(step.is_dense, entry.memory.size, 0))
         buffers = entry.memory.buffers
         with tf.control_dependencies([sent]):
@@ -252,9 +258,8 @@ class Scope(abc.ABC):
         return Selection(indices, values, sent, payload, info)
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
-        with tf.control_dependencies([step.present]):
-            message = tf.concat(payloads, 0) if len(payloads) > 1 else tf.identity(payloads[0])
-        return self.exchange.allgather(f"{name}{step.suffix}", message)
+        message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
+        return self.exchange.allgather(f"{name}{step.suffix}", _after(step.present, message))
 
     def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
         """Take what was sent out of the memory, unless the step does not count."""
@@ -262,7 +267,7 @@ class Scope(abc.ABC):
         for kind, new in memory.after_sending(indices, left).items():
             old = values if kind == "residual" else memory.buffers[kind].sparse_read(indices)
             new = tf.where(step.void, old, new)
-            operations.append(memory.buffers[kind].scatter_update(tf.IndexedSlices(new, indices)))
+            operations.append(ops.scatter_update(memory.buffers[kind], indices, new))
         return operations
 
     def _reduce(self, gathered: tf.Tensor, offset, n: int, k: tf.Tensor, step: Step) -> tf.Tensor:
@@ -273,3 +278,9 @@ class Scope(abc.ABC):
         ones = tf.cast(reduced[0], tf.float32)
         message = "hvd_sparse: Horovod's reduction turned a token of 1 into another value than its op says:"
         return tf.debugging.Assert(tf.abs(ones - expected) <= 1e-3 * expected, [message, ones, expected])
+
+
+def _after(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor, once the operation has run."""
+    with tf.control_dependencies([operation]):
+        return tf.identity(tensor)

@@ -1,0 +1,69 @@
+"""What one rank does to one tensor in one step, in PyTorch: natively, and with torch.topk in its place."""
+
+import numpy as np
+import torch
+
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.memory import make_memory
+from hvd_sparse.wire import payload_size, top_k_count
+
+
+def use_threads(count: int) -> None:
+    """Compute with so many threads."""
+    torch.set_num_threads(count)
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a gradient as a tensor, without copying."""
+    return torch.from_numpy(array)
+
+
+class Worker:
+    """Check, accumulate, select, pack, clear."""
+
+    def __init__(self, algorithm, n: int):
+        self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
+        self.memory = make_memory(algorithm, torch.empty(1).expand(n))
+        self.hint = ThresholdHint()
+        self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)
+        self.out = torch.empty(n)
+
+    def compress(self, gradient: torch.Tensor) -> None:
+        """Do it as `hvd_sparse.torch` does."""
+        if not ops.all_finite(gradient):
+            raise ValueError("the benchmark's gradient is finite")
+        self.memory.accumulate(gradient)
+        indices, values, info = ops.select_top_k(self.memory.residual, self.k, 0, self.hint.value(self.k))
+        threshold, passed = info.tolist()
+        self.hint.update(self.k, threshold, int(passed))
+        ops.pack(indices, values, self.n, self.k, self.bytes)
+        self.memory.clear(indices, None)
+
+    def compress_with_topk(self, gradient: torch.Tensor) -> None:
+        """Do the same work with torch.topk, and 32-bit indices for a payload."""
+        torch.isfinite(gradient).all()
+        self.memory.accumulate(gradient)
+        residual = self.memory.residual
+        indices = torch.topk(residual.abs(), self.k, sorted=False).indices
+        self.plain = (indices.to(torch.int32), residual[indices])
+        self.memory.clear(indices, None)
+
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Only accumulate."""
+        self.memory.accumulate(gradient)
+
+    def reduce(self, ranks: int) -> None:
+        """Decode and add the payloads of so many ranks."""
+        self.gathered = self.bytes.repeat(ranks, 1) if not hasattr(self, "gathered") else self.gathered
+        ops.reduce_payloads(self.gathered, 0, self.n, self.k, self.out)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return payload, what was selected with torch.topk, and residual, as far as there is one."""
+        plain = getattr(self, "plain", (torch.empty(0), torch.empty(0)))
+        return {
+            "payload": self.bytes.numpy(),
+            "indices": plain[0].numpy(),
+            "values": plain[1].numpy(),
+            "residual": self.memory.residual.numpy(),
+        }

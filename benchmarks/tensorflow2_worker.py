@@ -1,0 +1,87 @@
+"""What one rank does to one variable in one step, in TensorFlow: natively, and with tf.math.top_k in its place."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.memory import make_memory
+from hvd_sparse.tensorflow.threshold import ThresholdHints
+from hvd_sparse.wire import top_k_count
+
+
+def use_threads(count: int) -> None:
+    """Compute with so many threads."""
+    tf.config.threading.set_intra_op_parallelism_threads(count)
+    tf.config.threading.set_inter_op_parallelism_threads(count)
+
+
+def as_tensor(array: np.ndarray) -> tf.Tensor:
+    """Return a gradient as a tensor."""
+    return tf.constant(array)
+
+
+class Worker:
+    """Check, accumulate, select, pack, clear; each in one tf.function."""
+
+    def __init__(self, algorithm, n: int):
+        self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
+        self.memory = make_memory(algorithm, tf.Variable(tf.zeros([n])), "benchmark")
+        self.hints = ThresholdHints(["benchmark"])
+        self._compress = tf.function(self._compress_once)
+        self._compress_with_topk = tf.function(self._compress_with_topk_once)
+        self._accumulate = tf.function(lambda gradient: self.memory.accumulate(gradient, None)[0])
+        self._reduce = tf.function(lambda gathered: ops.reduce_payloads(gathered, 0, n, self.k)[0])
+
+    def _compress_once(self, gradient: tf.Tensor) -> tf.Tensor:
+        residual = self._residual_after(gradient, ops.all_finite(gradient))
+        names, counts = ["benchmark"], [tf.constant(self.k, tf.int64)]
+        indices, values, info = ops.select_top_k(residual, self.k, 0, self.hints.values(names, counts)[0])
+        self.hints.update(names, counts, [info])
+        payload = ops.pack(indices, values, self.n, self.k)
+        self._clear(indices, values)
+        return payload
+
+    def _compress_with_topk_once(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        residual = self._residual_after(gradient, tf.reduce_all(tf.math.is_finite(gradient)))
+        indices = tf.math.top_k(tf.abs(residual), self.k, sorted=False).indices
+        values = tf.gather(residual, indices)
+        self._clear(indices, values)
+        return indices, values
+
+    def _residual_after(self, gradient: tf.Tensor, finite: tf.Tensor) -> tf.Tensor:
+        return tf.cond(finite, lambda: self.memory.accumulate(gradient, None), self.memory.residual.read_value)
+
+    def _clear(self, indices: tf.Tensor, values: tf.Tensor) -> None:
+        for kind, new in self.memory.after_sending(indices, tf.zeros_like(values)).items():
+            ops.scatter_update(self.memory.buffers[kind], tf.cast(indices, tf.int64), new)
+
+    def compress(self, gradient: tf.Tensor) -> None:
+        """Do it as `hvd_sparse.tensorflow` does."""
+        self.bytes = self._compress(gradient)
+
+    def compress_with_topk(self, gradient: tf.Tensor) -> None:
+        """Do the same work with tf.math.top_k, and 32-bit indices for a payload."""
+        self.plain = self._compress_with_topk(gradient)
+
+    def accumulate(self, gradient: tf.Tensor) -> None:
+        """Only accumulate."""
+        self._accumulate(gradient).numpy()
+
+    def reduce(self, ranks: int) -> None:
+        """Decode and add the payloads of so many ranks."""
+        self.gathered = tf.tile(self.bytes[None], [ranks, 1]) if not hasattr(self, "gathered") else self.gathered
+        self._reduce(self.gathered).numpy()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return payload, what was selected with tf.math.top_k, and residual, as far as there is one."""
+        plain = getattr(self, "plain", (tf.zeros([0]), tf.zeros([0])))
+        return {
+            "payload": getattr(self, "bytes", tf.zeros([0])).numpy(),
+            "indices": plain[0].numpy(),
+            "values": plain[1].numpy(),
+            "residual": self.memory.residual.numpy(),
+        }
