@@ -47,16 +47,16 @@ class Model(nn.Module):
 def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    training.add_arguments(parser, batch_size=8, lr=4.0, clip_norm=0.25)
-    parser.add_argument("--steps", type=reporting.positive_integer, default=600, help="(default: %(default)s)")
+    training.add_arguments(parser, batch_size=8, lr=1.0, clip_norm=0.25)
+    parser.add_argument("--steps", type=reporting.positive_integer, default=12000, help="(default: %(default)s)")
     parser.add_argument(
         "--warmup-steps",
         type=reporting.whole_number,
-        default=60,
+        default=2000,
         help="steps over which the learning rate rises and the density falls (default: %(default)s)",
     )
-    parser.add_argument("--hidden", type=reporting.positive_integer, default=320, help="(default: %(default)s)")
-    parser.add_argument("--sequence-length", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
+    parser.add_argument("--hidden", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
+    parser.add_argument("--sequence-length", type=reporting.positive_integer, default=32, help="(default: %(default)s)")
     parser.add_argument("--evaluations", type=reporting.positive_integer, default=6, help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="PATH", help='(default: char_lstm-METHOD.png; "" for none)')
     return training.start(parser)

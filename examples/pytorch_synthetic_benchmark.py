@@ -4,17 +4,15 @@ horovodrun -np 4 python examples/pytorch_synthetic_benchmark.py --model lstm --m
 """
 
 import argparse
-import statistics
 import time
 
 import pytorch_training as training
 import reporting
+import synthetic
 import torch
 import torch.nn.functional as F
+from synthetic import CLASSES, SEQUENCE_LENGTH
 from torch import nn
-
-CLASSES = 1000
-SEQUENCE_LENGTH = 32
 
 
 class LSTM(nn.Module):
@@ -54,30 +52,9 @@ def make_model(name, width):
 def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    training.add_arguments(parser, batch_size=32, lr=0.01)
-    parser.add_argument("--model", choices=("mlp", "convnet", "lstm"), default="mlp", help="(default: %(default)s)")
-    parser.add_argument(
-        "--width",
-        type=reporting.positive_integer,
-        help="features of mlp and lstm (default: 1024, 512), channels of convnet's first stage (32)",
-    )
-    parser.add_argument(
-        "--num-warmup-batches",
-        type=reporting.whole_number,
-        default=10,
-        help="batches before the clock starts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-batches-per-iter",
-        type=reporting.positive_integer,
-        default=10,
-        help="batches a measurement (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-iters", type=reporting.positive_integer, default=10, help="measurements (default: %(default)s)"
-    )
+    synthetic.add_arguments(parser, training.add_arguments)
     args = training.start(parser)
-    args.width = args.width or {"mlp": 1024, "convnet": 32, "lstm": 512}[args.model]
+    args.width = synthetic.default_width(args)
     return args
 
 
@@ -94,17 +71,6 @@ def train_batches(count, model, optimizer, traffic, data, target, args):
     return (time.perf_counter() - start) / max(1, count)
 
 
-def measure(step, args):
-    """Warm up, then return the samples a second of each measurement on this rank."""
-    step(args.num_warmup_batches)
-    rates = []
-    for iteration in range(args.num_iters):
-        rates.append(args.batch_size / step(args.num_batches_per_iter))
-        if args.verbose:
-            print(f"Iteration {iteration + 1}: {rates[-1]:.1f} samples/s per rank")
-    return rates
-
-
 def main():
     """Run the benchmark; every rank takes part, rank 0 reports."""
     args = parse_arguments()
@@ -114,37 +80,12 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
     data = torch.randn(args.batch_size, *sample_shape, device=args.device)
     target = torch.randint(CLASSES, (args.batch_size,), device=args.device)
-    if args.verbose:
-        print(
-            f"Model {args.model}, width {args.width}: {traffic.parameters:,} parameters in "
-            f"{len(list(model.parameters()))} tensors; {args.size} ranks, method {args.method}"
-        )
+    synthetic.describe(traffic, len(list(model.parameters())), args)
 
-    start = time.perf_counter()
-    rates = measure(lambda count: train_batches(count, model, optimizer, traffic, data, target, args), args)
-    seconds = time.perf_counter() - start
+    def step(count):
+        return train_batches(count, model, optimizer, traffic, data, target, args)
 
-    mean, interval = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
-    total = training.sum_over_ranks([mean], "samples_per_second")[0]
-    if args.rank == 0:
-        if args.verbose:
-            sent = traffic.stats()["step"]
-            print(f"Samples/s per rank: {mean:.1f} +-{interval:.1f}\nSamples/s in total: {total:.1f}")
-            print(
-                f"Gradients a step and rank: {sent['dense_bytes']:,} bytes as float32, "
-                f"{sent['payload_bytes']:,} sent (ratio {sent['ratio']:.1f}, density {sent['density']:.2g})"
-            )
-        reporting.print_json(
-            "pytorch_synthetic_benchmark",
-            args,
-            traffic,
-            model=args.model,
-            width=args.width,
-            samples_per_second_per_rank=mean,
-            samples_per_second_interval=interval,
-            samples_per_second=total,
-            seconds=seconds,
-        )
+    synthetic.report("pytorch_synthetic_benchmark", step, traffic, training.sum_over_ranks, args)
 
 
 if __name__ == "__main__":
