@@ -11,6 +11,7 @@ SHELL := /bin/bash
 export PYTHON ?= python3
 export MPI ?= wheel
 export VENV ?= $(CURDIR)/.venv
+export REQUIREMENTS ?= requirements.txt
 RANKS ?= 2
 FRAMEWORK ?= pytorch
 DENSITY ?= 0.001
@@ -18,7 +19,7 @@ DENSITY ?= 0.001
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel sanitize lint format bench results clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize lint format bench results clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -29,7 +30,7 @@ help:  ## show this
 
 setup: $(VENV)/.extension  ## make .venv, build Horovod and the extension
 
-$(VENV)/.environment: requirements.txt scripts/environment.sh scripts/step.sh
+$(VENV)/.environment: $(REQUIREMENTS) scripts/environment.sh scripts/step.sh
 	@scripts/environment.sh && touch $@
 
 $(VENV)/.horovod: $(VENV)/.environment scripts/horovod.sh
@@ -47,6 +48,12 @@ test: setup lint  ## run every test
 test-native test-single test-parallel: test-%: setup
 	@scripts/test.sh $*
 
+test-tensorflow: setup
+	@scripts/test.sh tensorflow
+
+test-compat:  ## run TensorFlow's tests on TensorFlow 2.15 with Keras 2, in an environment of its own
+	@$(MAKE) VENV=$(CURDIR)/.venv-compat REQUIREMENTS=requirements-compat.txt test-tensorflow
+
 sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/test.sh sanitize
 
@@ -63,5 +70,5 @@ results: setup  ## train every example over seeds and ranks, and write benchmark
 	@$(RUN) python benchmarks/convergence.py
 
 clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
-	rm -rf $(VENV) build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

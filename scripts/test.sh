@@ -4,7 +4,7 @@
 
 cd "$ROOT"
 run=scripts/run.sh
-pytest="python -m pytest -q"
+pytest="pytest -q"  # not python -m: that would put the source tree before what is installed
 [ -t 1 ] || pytest="$pytest --color=no"  # mpirun gives its first rank a terminal of its own
 
 suite() {
@@ -37,6 +37,12 @@ parallel)
     suite "TensorFlow's, horovodrun --gloo -np 2" timeout 900 $run horovodrun --gloo -np 2 $pytest tests/parallel_tensorflow
     suite "parallel tests, horovodrun --mpi -np 2" timeout 900 $run horovodrun --mpi -np 2 $pytest tests/parallel
     ;;
+tensorflow)
+    suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py
+    for ranks in 1 2; do
+        suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
+    done
+    ;;
 all) for part in native sanitize single parallel; do "$0" $part; done ;;
-*) fail "no suite named $1" "native, sanitize, single, parallel or all" ;;
+*) fail "no suite named $1" "native, sanitize, single, parallel, tensorflow or all" ;;
 esac

@@ -154,7 +154,9 @@ class SparseCompressor:
     def _agree(self) -> None:
         self._exchange.size()  # raises if Horovod is not initialised
         self._check_optimizer()
-        self._exchange.agree(self._agreement or self._start_agreement(), self._description())
+        if self._agreement is None or self._agreement.is_lost():
+            self._agreement = self._start_agreement()
+        self._exchange.agree(self._agreement, self._description())
         self._agreed = True
 
     def _start_agreement(self) -> Pending:

@@ -34,6 +34,14 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or hvd.poll(self._handle)
 
+    def is_lost(self) -> bool:
+        """Return whether Horovod no longer knows it, since it was shut down in between."""
+        try:
+            self.is_done()
+        except ValueError:
+            return True
+        return False
+
     def wait_at_most(self, seconds: float) -> None:
         """Raise RuntimeError if the other ranks have not taken part after so long."""
         deadline = monotonic() + seconds

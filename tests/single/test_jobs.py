@@ -44,8 +44,8 @@ def step(parameters, optimizer):
 def run_job(tmp_path):
     """Return run(script, ranks, environment): (exit code, what ranks and mpirun wrote). A hang is a failure."""
 
-    def run(script, ranks=2, environment=None):
-        command = [*mpirun(ranks), sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
+    def run(script, ranks=2, environment=None, launcher=None):
+        command = [*(launcher or mpirun(ranks)), sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
         code, output = launch(command, {"JOB_OUTPUT": str(tmp_path), **(environment or {})})
         return code, "".join(file.read_text() for file in sorted(tmp_path.iterdir())) + output
 
@@ -137,6 +137,28 @@ def test_a_process_set_given_to_the_optimizer_alone_is_refused(run_job):
         environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
     )
     assert code != 0 and re.search("ValueError.*process_set", output), output
+
+
+@pytest.mark.parametrize("between", ["pass", "compression.reset()", "compression.stats()"])
+def test_horovod_may_be_restarted_before_the_first_step(run_job, between):
+    """With one process: two that start again may find each other's old addresses, by Horovod's own doing."""
+    code, output = run_job(
+        f"""
+        weights = torch.nn.Parameter(torch.zeros(2000))
+        compression = Compression.gradient_dropping([("weights", weights)], density=0.1)
+        hvd.allreduce(torch.ones(1))
+        hvd.shutdown()
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        {between}
+        weights.grad = torch.arange(2000.0)
+        carried, context = compression.compress(weights.grad)
+        reduced = compression.decompress(hvd.allreduce(carried, op=hvd.Sum), context)
+        print("sent", int((reduced != 0).sum()))
+        """,
+        launcher=["horovodrun", "-np", "1", "--gloo"],  # MPI cannot be started twice
+    )
+    assert code == 0 and "sent 200" in output, output
 
 
 SPARSE = """
