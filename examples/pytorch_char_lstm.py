@@ -48,11 +48,11 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     training.add_arguments(parser, batch_size=8, lr=1.0, clip_norm=0.25)
-    parser.add_argument("--steps", type=reporting.positive_integer, default=12000, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=reporting.positive_integer, default=6000, help="(default: %(default)s)")
     parser.add_argument(
         "--warmup-steps",
         type=reporting.whole_number,
-        default=2000,
+        default=600,
         help="steps over which the learning rate rises and the density falls (default: %(default)s)",
     )
     parser.add_argument("--hidden", type=reporting.positive_integer, default=64, help="(default: %(default)s)")

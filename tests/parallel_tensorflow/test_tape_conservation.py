@@ -50,3 +50,21 @@ def test_sum_in_is_sum_out(density, scope, graph):
     sent = compression.stats()
     assert sent["steps"] == 16
     assert 0 < sent["total"]["density"] < 1
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_what_rounding_keeps_back_is_not_lost(scope):
+    """bfloat16 has 8 bits: most of these whole numbers do not survive the wire, and nothing else is held back."""
+    variables = make_variables()
+    settings = {"density": 0.9999, "min_numel": 50, "values": "bfloat16", "scope": scope}
+    compression = Compression.gradient_dropping(list(variables.values()), **settings)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    fed, out = np.zeros(500), np.zeros(500)
+    for step in range(8):
+        reduced = reduce(whole_numbers(SHAPES, step, hvd.rank(), most=5000))
+        assert_ranks_agree(reduced)
+        fed += sum(whole_numbers(SHAPES, step, rank, most=5000)["head.weight"] for rank in range(hvd.size()))
+        out += reduced["head.weight"]
+    left = total(residual_of(compression, "head.weight"))
+    np.testing.assert_array_equal(out + left, fed)
+    assert np.count_nonzero(left) > 250
