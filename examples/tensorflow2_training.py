@@ -3,9 +3,11 @@
 The baselines (`none`, `fp16`) use Horovod's own compressors and run without the plugin.
 """
 
+import importlib.util
 import os
 
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras optimizer needs Keras 2 (the package tf-keras)
+if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 without it
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras optimizer needs Keras 2
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import horovod.tensorflow as hvd

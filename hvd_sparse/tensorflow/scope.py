@@ -108,9 +108,10 @@ class Scope(abc.ABC):
         step = self._begin(scale, suffix, [*lines, *gradients])
         self._vote(step, entries)
         self._clip(entries)
-        done = self._send([entry for entry in entries if entry.is_sparse], step)
+        sent = self._send([entry for entry in entries if entry.is_sparse], step)
+        done = list(sent)
         for entry in entries:
-            done += self._carry(entry, step)
+            done += self._carry(entry, step, sent if entry.is_sparse else [])
             step.counted.add(dense_bytes=entry.memory.size * entry.gradient.dtype.size, elements=entry.memory.size)
         with tf.control_dependencies(done):
             done = [self._step.assign(step.number + 1), *self._traffic.end_step(step.counted)]
@@ -214,13 +215,17 @@ class Scope(abc.ABC):
         memory = entry.memory
         return tf.cond(counts, lambda: memory.accumulate(entry.gradient, entry.factor), memory.residual.read_value)
 
-    def _carry(self, entry: Entry, step: Step) -> list[tf.Operation]:
-        """Give Horovod what it is to allreduce; return the change of the memory of what travels dense."""
+    def _carry(self, entry: Entry, step: Step, before: list[tf.Operation]) -> list[tf.Operation]:
+        """Give Horovod what it is to allreduce; return the change of the memory of what travels dense.
+
+        before: what else changes this memory. A graph of TensorFlow 1 orders nothing by itself.
+        """
         if entry.is_sparse and step.is_dense is None:
             entry.carried = _after(step.present, ops.token(self.exchange.rank()))
             step.counted.add(payload_bytes=8)
             return []
-        sent, after = entry.memory.take_all(entry.gradient, entry.factor)
+        with tf.control_dependencies(before):
+            sent, after = entry.memory.take_all(entry.gradient, entry.factor)
         keep = step.overflow
         if not entry.is_sparse:
             entry.carried = _after(step.present, sent)

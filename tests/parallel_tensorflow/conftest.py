@@ -4,12 +4,14 @@ mpirun -np 3 --oversubscribe python -m pytest -x -q tests/parallel_tensorflow
 horovodrun -np 2 --gloo python -m pytest -x -q tests/parallel_tensorflow
 """
 
+import importlib.util
 import os
 
 import pytest
 
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for the tests of process sets
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # what Horovod's Keras optimizer needs
+if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 without it
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # what Horovod's Keras optimizer needs
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import horovod.tensorflow as hvd
 import tensorflow as tf

@@ -17,8 +17,7 @@ layers = tf.keras.layers
 needs_two = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 SETTINGS = {"density": 0.05, "min_numel": 60}
 LOADER = """
-import os, sys
-os.environ["TF_USE_LEGACY_KERAS"] = "1"
+import sys
 import numpy as np, tensorflow as tf
 model = tf.keras.models.load_model(sys.argv[1])
 assert "horovod" not in sys.modules and "hvd_sparse" not in sys.modules

@@ -3,8 +3,9 @@
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 from gradients import SCOPES, SHAPES, whole_numbers
-from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, reduce_through_tape, residual_of, total
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
@@ -68,3 +69,29 @@ def test_what_rounding_keeps_back_is_not_lost(scope):
     left = total(residual_of(compression, "head.weight"))
     np.testing.assert_array_equal(out + left, fed)
     assert np.count_nonzero(left) > 250
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_in_a_graph_of_tensorflow_1(scope):
+    """It orders nothing by itself: a sparse step and the dense one beside it must not undo each other."""
+    v1 = tf.compat.v1
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    with tf.Graph().as_default(), v1.Session() as session:
+        variables = make_variables()
+        own = {name: v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()}
+        settings = {"density": NowAndThenDense(), "min_numel": 50, "scope": scope}
+        compression = Compression.gradient_dropping(list(variables.values()), **settings)
+        reduced = reduce_through_tape(variables, own, compression, op=hvd.Sum)
+        session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+        for step in range(16):
+            drawn = [whole_numbers(SHAPES, step, rank) for rank in range(hvd.size())]
+            found = session.run(reduced, {own[name]: drawn[hvd.rank()][name] for name in SHAPES})
+            for name in SHAPES:
+                fed[name] += sum(one[name] for one in drawn)
+                out[name] += found[name]
+        memory = compression.state_dict(summed=True, session=session)["memory"]
+    for name in SHAPES:
+        left = memory[name].get("residual", np.zeros(fed[name].size)).reshape(SHAPES[name])
+        np.testing.assert_array_equal(out[name] + left, fed[name], err_msg=name)
+    assert memory["head.weight"]["residual"].any()

@@ -1,0 +1,207 @@
+"""What cannot work is refused with a clear error, on every rank, and nobody is left waiting."""
+
+import warnings
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import SCOPES, draw
+from tf_helpers import Reducer, assert_alive, make_variables, several
+
+from hvd_sparse.tensorflow import Compression
+
+LAST = hvd.size() - 1
+SHAPES = {"weight": (300,), "bias": (20,)}
+SETTINGS = {"density": 0.05, "min_numel": 100}
+
+
+def make(shapes=SHAPES, **settings):
+    """Return a reducer, not yet traced."""
+    variables = make_variables(shapes)
+    compression = Compression.gradient_dropping(list(variables.values()), **{**SETTINGS, **settings})
+    return Reducer(variables, compression)
+
+
+def refuse(reduce, error, message):
+    """Assert that a step raises, here, on every rank, and that collectives go on working."""
+    shapes = {name: tuple(variable.shape) for name, variable in reduce.variables.items()}
+    with pytest.raises(error, match=message) as refusal:
+        reduce(draw(shapes, 0, hvd.rank()))
+    assert_alive()
+    return str(refusal.value)
+
+
+@several
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("op", ["Min", "Max", "Product", "Adasum"])
+def test_other_reductions(op, graph):
+    variables = make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(variables.values()), **SETTINGS)
+    reduce = Reducer(variables, compression, graph, op=getattr(hvd, op))
+    refuse(reduce, ValueError, r"op.*hvd\.Average or .*hvd\.Sum")
+
+
+@several
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_unknown_variables(graph):
+    variables, others = make_variables(SHAPES), make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(others.values()), **SETTINGS)
+    reduce = Reducer(variables, compression, graph)
+    refuse(reduce, ValueError, r"'weight:0' belongs to none of the 2 variables")
+
+
+@several
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("how", ["allreduce", "grouped_allreduce"])
+def test_a_gradient_that_came_through_no_tape(how, graph):
+    compression = Compression.gradient_dropping([tf.Variable(tf.zeros([300]))], **SETTINGS)
+
+    def reduce(tensor):
+        given = [tensor] if how == "grouped_allreduce" else tensor
+        return getattr(hvd, how)(given, compression=compression, op=hvd.Sum)
+
+    for tensor in (tf.zeros([300]), tf.Variable(tf.zeros([300]))):
+        with pytest.raises(ValueError, match=r"did not come through hvd\.DistributedGradientTape"):
+            (tf.function(reduce) if graph else reduce)(tensor)
+    assert_alive()
+
+
+@several
+@pytest.mark.parametrize("whose", ["tape", "compression"])
+@pytest.mark.parametrize("members", ["first", "all but the last"])
+def test_another_process_set(members, whose):
+    """On the ranks outside of it too: they would wait for those that refuse."""
+    chosen = hvd.add_process_set([0] if members == "first" else list(range(LAST)))
+    try:
+        variables = make_variables(SHAPES)
+        ours, theirs = ({"process_set": chosen}, {}) if whose == "compression" else ({}, {"process_set": chosen})
+        compression = Compression.gradient_dropping(list(variables.values()), **SETTINGS, **ours)
+        refuse(Reducer(variables, compression, **theirs), ValueError, "must have the same process_set")
+    finally:
+        assert hvd.remove_process_set(chosen)
+
+
+DIFFERENCES = {
+    "density": ({"density": 0.02}, "constant(0.02)"),
+    "warm-up": ({"warmup": 30}, "warm_up(final=0.05, steps=30"),
+    "scope": ({"scope": "model"}, "scope = 'model'"),
+    "seed": ({"seed": 7}, "seed = 7"),
+    "shape": ({"shapes": {"weight": (150, 2), "bias": (20,)}}, "weight: (150, 2) float32"),
+    "variable": ({"shapes": {**SHAPES, "extra": (7,)}}, "extra: (7,) float32"),
+}
+
+
+@several
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_settings_or_models_that_differ_between_ranks(what):
+    """The error names what differs, and the rank, on every rank; again and again."""
+    settings, message = DIFFERENCES[what]
+    reduce = make(**(settings if hvd.rank() == LAST else {}))
+    for _ in range(2):
+        text = refuse(reduce, ValueError, "ranks do not agree on model or settings")
+        assert f"rank {LAST} has" in text and message in text, text
+
+
+@several
+def test_methods_that_differ_between_ranks():
+    variables = make_variables(SHAPES)
+    method = Compression.dgc if hvd.rank() == LAST else Compression.gradient_dropping
+    reduce = Reducer(variables, method(list(variables.values()), **SETTINGS))
+    assert "method = dgc" in refuse(reduce, ValueError, f"rank {LAST} has")
+
+
+@several
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_state_loaded_on_one_rank_only(scope):
+    """Loaded on the others too, all can go on."""
+    reduce = make(scope=scope)
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    if hvd.rank() == 0:
+        reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 8})
+    refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step; load the state on every rank")
+    reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 8})
+    reduce(draw(SHAPES, 1, hvd.rank()))
+    assert reduce.compression.step.numpy() == 9
+
+
+@pytest.mark.skipif(hvd.size() != 3, reason="three ranks, the middle one at the mean of the steps")
+def test_different_steps_are_seen_on_every_rank():
+    reduce = make()
+    reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 4 + hvd.rank()})
+    refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step")
+
+
+@several
+def test_gradients_that_differ_between_ranks():
+    """One is missing on the last rank: the others must not wait for its reduction."""
+    reduce = make()
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    own = draw(SHAPES, 1, hvd.rank())
+    if hvd.rank() == LAST:
+        del own["bias"]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"do not agree on .*the gradients that are there"):
+        reduce(own)
+    assert_alive()
+
+
+@several
+def test_a_rank_that_joined():
+    """Horovod lets a rank that ran out of data join; it cannot be gathered from."""
+    reduce = make()
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    if hvd.rank() != LAST:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"does not work with hvd\.join"):
+            reduce(draw(SHAPES, 1, hvd.rank()))
+    hvd.join()
+    assert_alive()
+    reduce(draw(SHAPES, 2, hvd.rank()))
+
+
+CONSTRUCTION = {
+    "density 0": ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0"),
+    "density text": ({"density": "1%"}, TypeError, "density .*'1%'"),
+    "scope": ({"scope": "layer"}, ValueError, "scope must be one of 'tensor', 'model'; got 'layer'"),
+    "values": ({"values": "int8"}, ValueError, "values must be one of .*'int8'"),
+    "warmup epochs": ({"warmup": 4.0}, TypeError, "warmup .*4.0"),
+    "min_numel": ({"min_numel": -1}, ValueError, "min_numel .*-1"),
+    "process set": ({"process_set": [0]}, TypeError, "process_set .*list"),
+    "unknown": ({"densty": 0.1}, TypeError, "densty"),
+}
+
+
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
+@pytest.mark.parametrize("what", CONSTRUCTION)
+def test_arguments(what, method):
+    settings, error, message = CONSTRUCTION[what]
+    with pytest.raises(error, match=message):
+        getattr(Compression, method)([tf.Variable(tf.zeros([3]))], **settings)
+
+
+NOT_VARIABLES = {
+    "none": (lambda: [], ValueError, "variables is empty"),
+    "no list": (lambda: 3, TypeError, "variables must be a list of tf.Variable, got int"),
+    "a variable": (lambda: tf.Variable(tf.zeros([3])), TypeError, r"a single one; pass \[variable\]"),
+    "arrays": (lambda: [np.zeros(3)], TypeError, "variables must be tf.Variable, got ndarray"),
+    "tensors": (lambda: [tf.zeros([3])], TypeError, "variables must be tf.Variable, got EagerTensor"),
+    "integers": (lambda: [tf.Variable([1, 2], name="counter")], TypeError, "counter.*must be float32.*int32"),
+    "complex": (lambda: [tf.Variable([1j], name="wave")], TypeError, "wave.*must be float32.*complex128"),
+    "empty": (lambda: [tf.Variable(tf.zeros([0, 3]), name="void")], ValueError, "void.*shape without zeros"),
+    "open": (lambda: [tf.Variable([1.0], shape=[None], name="open")], ValueError, "open.*known shape"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_VARIABLES)
+def test_what_is_no_list_of_real_variables(what):
+    variables, error, message = NOT_VARIABLES[what]
+    with pytest.raises(error, match=message):
+        Compression.dgc(variables())
+
+
+def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Compression.dgc([tf.Variable(tf.zeros([3]))], momentum=0.9)
+        Compression.gradient_dropping([tf.Variable(tf.zeros([3]))])
+    messages = [str(warning.message) for warning in caught if "momentum" in str(warning.message)]
+    assert len(messages) == (hvd.size() == 1), messages

@@ -1,0 +1,272 @@
+"""A checkpoint continues a run bit for bit; summed over the ranks it serves any number of them."""
+
+import functools
+import pickle
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import draw, whole_numbers
+from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, several, total
+
+from hvd_sparse import wire
+from hvd_sparse.schedule import WarmUp
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+SHAPES = {"weight": (30, 20), "head": (500,), "bias": (20,)}
+DROPPING = {"density": 0.05, "min_numel": 100}
+DGC = {"density": 0.02, "warmup": WarmUp(0.02, steps=8), "nesterov": True, "min_numel": 100, "seed": 9}
+SETTINGS = {"gradient_dropping": DROPPING, "dgc": DGC}
+KINDS = ("residual", "velocity")
+BOTH = [("gradient_dropping", "tensor"), ("dgc", "tensor"), ("dgc", "model")]
+
+
+@functools.cache
+def traced(method, scope, number):
+    """Return a reducer, with variables of its own; tests share its graph."""
+    variables = make_variables(SHAPES)
+    compression = getattr(Compression, method)(list(variables.values()), scope=scope, **SETTINGS[method])
+    return Reducer(variables, compression)
+
+
+def fresh(method, scope, number=0):
+    """Return a reducer whose memory is empty, its variables as at the start."""
+    reduce = traced(method, scope, number)
+    reduce.compression.reset()
+    assign(reduce, {name: variable.numpy() for name, variable in make_variables(SHAPES).items()})
+    return reduce
+
+
+def assign(reduce, values):
+    for name, variable in reduce.variables.items():
+        variable.assign(values[name])
+
+
+def train(reduce, steps):
+    """Descend; whole numbers tie often: what is sent then depends on the step, which must be restored too."""
+    for step in steps:
+        reduced = reduce(whole_numbers(SHAPES, step, hvd.rank(), most=2))
+        assign(reduce, {n: (v.numpy() - 0.1 * reduced[n]).astype(np.float32) for n, v in reduce.variables.items()})
+
+
+def everything(reduce):
+    """Return {what: array} of variables and memory."""
+    arrays = {name: variable.numpy() for name, variable in reduce.variables.items()}
+    for name in SHAPES:
+        arrays.update({f"{name}.{kind}": memory_of(reduce.compression, name, kind) for kind in KINDS})
+    return arrays
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for what, array in expected.items():
+        np.testing.assert_array_equal(found[what], array, err_msg=what)
+
+
+@pytest.mark.parametrize(("method", "scope"), BOTH)
+@pytest.mark.parametrize("means", ["state_dict", "tf.train.Checkpoint"])
+def test_a_resumed_run_is_the_uninterrupted_one(means, method, scope, tmp_path):
+    reduce = fresh(method, scope)
+    train(reduce, range(5))
+    variables = {name: variable.numpy() for name, variable in reduce.variables.items()}
+    if means == "state_dict":
+        saved = pickle.dumps(reduce.compression.state_dict())
+    else:
+        path = tf.train.Checkpoint(compression=reduce.compression).save(str(tmp_path / "checkpoint"))
+    train(reduce, range(5, 12))
+    uninterrupted = everything(reduce)
+
+    resumed = fresh(method, scope, number=1)
+    train(resumed, range(2))  # loading discards what was there
+    assign(resumed, variables)
+    if means == "state_dict":
+        resumed.compression.load_state_dict(pickle.loads(saved))
+    else:
+        restored = tf.train.Checkpoint(compression=resumed.compression).restore(path)
+        restored.assert_existing_objects_matched().assert_consumed()
+    assert resumed.compression.step.numpy() == 5
+    train(resumed, range(5, 12))
+    assert_same(everything(resumed), uninterrupted)
+    assert resumed.compression.state_dict()["step"] == 12
+    assert any(array.any() for what, array in uninterrupted.items() if "residual" in what)
+    assert_ranks_agree({name: variable.numpy() for name, variable in resumed.variables.items()})
+
+
+def test_the_step_matters_to_a_resumed_run():
+    """Without it the test above would see a difference."""
+    reduce = fresh("dgc", "tensor")
+    train(reduce, range(5))
+    state = reduce.compression.state_dict()
+    variables = {name: variable.numpy() for name, variable in reduce.variables.items()}
+    train(reduce, range(5, 6))
+    one = everything(reduce)
+    assign(reduce, variables)
+    reduce.compression.load_state_dict({**state, "step": 6})
+    train(reduce, range(5, 6))
+    assert any((array != one[what]).any() for what, array in everything(reduce).items())
+
+
+def test_a_state_is_a_copy():
+    """Steps after it do not change it, and loading it does not tie it to the compressor."""
+    reduce = fresh("gradient_dropping", "tensor")
+    train(reduce, range(1))
+    state = reduce.compression.state_dict()
+    kept = state["memory"]["weight"]["residual"].copy()
+    for _ in range(2):
+        reduce.compression.load_state_dict(state)
+        train(reduce, range(1, 2))
+        np.testing.assert_array_equal(state["memory"]["weight"]["residual"], kept)
+        assert (memory_of(reduce.compression, "weight") != kept).any()
+
+
+@pytest.mark.parametrize(("method", "scope"), BOTH)
+def test_a_summed_state_is_shared_out(method, scope):
+    """The same on every rank; loaded, the ranks' memories add up to it again: no gradient is lost."""
+    reduce = fresh(method, scope)
+    train(reduce, range(4))
+    kinds = KINDS if method == "dgc" else KINDS[:1]
+    before = {(name, kind): total(memory_of(reduce.compression, name, kind)) for name in SHAPES for kind in kinds}
+    state = reduce.compression.state_dict(summed=True)
+    memory = state["memory"]
+    assert_ranks_agree({f"{name}.{kind}": array for name in SHAPES for kind, array in memory[name].items()})
+    new = fresh(method, scope, number=1)
+    new.compression.load_state_dict(state)
+    for (name, kind), expected in before.items():
+        saved = memory[name].get(kind, np.zeros(expected.shape))
+        np.testing.assert_allclose(saved, expected, rtol=1e-6, atol=1e-6, err_msg=f"{name}.{kind}")
+        share = memory_of(new.compression, name, kind)
+        np.testing.assert_allclose(share, expected / hvd.size(), rtol=1e-6, atol=1e-6, err_msg=f"{name}.{kind}")
+        np.testing.assert_allclose(total(share), expected, rtol=1e-6, atol=1e-6, err_msg=f"{name}.{kind}")
+    assert all(before["weight", kind].any() for kind in kinds)
+    assert new.compression.state_dict()["step"] == 4
+    train(new, range(4, 5))
+
+
+def test_fewer_ranks_continue_from_a_summed_state():
+    """As after the loss of a worker: those left take over its residual; a state of its own would be refused."""
+    reduce = fresh("gradient_dropping", "tensor")
+    train(reduce, range(3))
+    expected = total(memory_of(reduce.compression, "weight"))
+    own, summed = reduce.compression.state_dict(), reduce.compression.state_dict(summed=True)
+    left = hvd.add_process_set(list(range(hvd.size() - 1)))
+    try:
+        share = np.zeros(600)
+        if left.included():
+            variables = make_variables(SHAPES)
+            fewer = Compression.gradient_dropping(list(variables.values()), process_set=left, **DROPPING)
+            with pytest.raises(ValueError, match=f"{hvd.size()} ranks, and there are {left.size()} now"):
+                fewer.load_state_dict(own)
+            fewer.load_state_dict(summed)
+            share = memory_of(fewer, "weight")
+        np.testing.assert_allclose(total(share), expected, rtol=1e-6, atol=1e-5)
+    finally:
+        assert hvd.remove_process_set(left)
+
+
+def wrong_states(state):
+    memory = state["memory"]
+    short = {**memory, "weight": {"residual": np.zeros(3, np.float32)}}
+    velocity = {**memory, "weight": {"velocity": np.zeros(600, np.float32)}}
+    never_sent = {**memory, "bias": {"residual": np.ones(20, np.float32)}}
+    return {
+        "nothing": (None, "state"),
+        "empty": ({}, "state"),
+        "another version": ({**state, "version": 99}, "version"),
+        "another model": ({**state, "memory": {**memory, "extra": {}}}, "other parameters.*extra"),
+        "a variable short": ({**state, "memory": {"bias": {}}}, "other parameters"),
+        "another shape": ({**state, "memory": short}, "weight.*600 elements"),
+        "another method": ({**state, "memory": velocity}, "another method.*velocity"),
+        "a residual of what now travels dense": ({**state, "memory": never_sent}, "bias.*min_numel"),
+        "another number of ranks": ({**state, "ranks": hvd.size() + 3}, f"{hvd.size() + 3} ranks"),
+        "a negative step": ({**state, "step": -1}, "step"),
+        **{f"no {key}": ({k: v for k, v in state.items() if k != key}, key) for key in ("memory", "summed", "step")},
+    }
+
+
+def test_a_wrong_state_is_refused_and_changes_nothing():
+    reduce = fresh("gradient_dropping", "tensor")
+    train(reduce, range(1))
+    before = everything(reduce)
+    for state, message in wrong_states(reduce.compression.state_dict()).values():
+        with pytest.raises(ValueError, match=message):
+            reduce.compression.load_state_dict(state)
+        assert_same(everything(reduce), before)
+        assert reduce.compression.step.numpy() == 1
+    assert_alive()
+
+
+@pytest.mark.parametrize(("method", "scope"), BOTH)
+def test_reset_and_rescale(method, scope):
+    """rescale multiplies every buffer; reset leaves a compressor as if new."""
+    reduce = fresh(method, scope)
+    train(reduce, range(3))
+    first = everything(reduce)
+    reduce.compression.rescale(0.25)
+    for name in SHAPES:
+        for kind in KINDS:
+            expected = first[f"{name}.{kind}"] * 0.25
+            np.testing.assert_array_equal(memory_of(reduce.compression, name, kind), expected)
+    assert first["weight.residual"].any() and reduce.compression.step.numpy() == 3
+    for factor in (float("nan"), 0.0, "2"):
+        with pytest.raises((ValueError, TypeError), match="factor"):
+            reduce.compression.rescale(factor)
+    again = fresh(method, scope)
+    stats = again.compression.stats()
+    assert (stats["steps"], stats["residual_norm"], stats["total"]["payload_bytes"]) == (0, 0.0, 0)
+    assert again.compression.state_dict()["step"] == 0
+    train(again, range(3))
+    assert_same(everything(again), first)
+
+
+PRESENCE = 8 * (1 + 2 + 2 * 6)  # ranks, step and its square, a digest of six numbers and their squares; float64
+VOTE, TOKEN = 16, 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scope", "values"), [("float64", "tensor", "float16"), ("float32", "model", "float32")]
+)
+def test_stats_are_those_worked_out_by_hand(dtype, scope, values):
+    variables = make_variables(SHAPES, tf.as_dtype(dtype))
+    settings = {**DROPPING, "scope": scope, "values": values}
+    compression = Compression.gradient_dropping(list(variables.values()), **settings)
+    sizes = [600, 500] if scope == "tensor" else [1100]
+    counts = [wire.top_k_count(n, 0.05) for n in sizes]
+    assert counts in ([30, 25], [55])
+    payloads = sum(wire.payload_size(n, k, value_dtype=values) for n, k in zip(sizes, counts, strict=True))
+    item = np.dtype(dtype).itemsize
+    payload_bytes, dense_bytes = payloads + 2 * TOKEN + 20 * item + VOTE + PRESENCE, 1120 * item
+    reduce = Reducer(variables, compression)
+    assert compression.stats()["steps"] == compression.stats()["total"]["dense_bytes"] == 0
+    for steps in (1, 2, 3):
+        reduce(draw(SHAPES, steps, hvd.rank()))
+        stats = compression.stats()
+        assert stats["steps"] == steps
+        for part, times in (("step", 1), ("total", steps)):
+            assert stats[part]["payload_bytes"] == times * payload_bytes
+            assert stats[part]["dense_bytes"] == times * dense_bytes
+            assert stats[part]["ratio"] == pytest.approx(dense_bytes / payload_bytes, rel=1e-12)
+            assert stats[part]["density"] == pytest.approx((55 + 20) / 1120, rel=1e-12)
+        waiting = np.concatenate([memory_of(compression, name) for name in SHAPES])
+        assert stats["residual_norm"] == pytest.approx(np.linalg.norm(waiting), rel=1e-12) != 0.0
+
+
+def test_stats_follow_a_warm_up_from_dense():
+    """All travels dense in the first step, 5 % of the large in the second."""
+    variables = make_variables(SHAPES)
+    schedule = WarmUp(0.05, steps=1, initial=1.0, factor=0.05)
+    compression = Compression.gradient_dropping(list(variables.values()), density=schedule, min_numel=100)
+    reduce = Reducer(variables, compression)
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    dense = compression.stats()["step"]
+    assert dense["density"] == 1.0
+    # the payloads of one element hold nothing, and stand where the graph has their place
+    idle = wire.payload_size(600, 1) + wire.payload_size(500, 1)
+    assert dense["payload_bytes"] == 1120 * 4 + idle + VOTE + PRESENCE
+    reduce(draw(SHAPES, 1, hvd.rank()))
+    stats = compression.stats()
+    assert stats["step"]["density"] == pytest.approx(75 / 1120)
+    assert stats["total"]["density"] == pytest.approx((1120 + 75) / 2240)
+    payloads = wire.payload_size(600, 30) + wire.payload_size(500, 25)
+    assert stats["step"]["payload_bytes"] == payloads + 2 * TOKEN + 20 * 4 + VOTE + PRESENCE
