@@ -28,9 +28,10 @@ CHAR_LSTM = {
     "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
     "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
 }
+DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
 EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
-    "digits": ("pytorch_digits.py", ["--batch-size", "2"], "accuracy", DIGITS),
-    "tensorflow2_digits": ("tensorflow2_digits.py", ["--batch-size", "2"], "accuracy", DIGITS),
+    "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
+    "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "20000", "--warmup-steps", "2000"], "perplexity", CHAR_LSTM),
 }
 

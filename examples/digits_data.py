@@ -9,11 +9,11 @@ from sklearn.model_selection import train_test_split
 def add_arguments(parser, add_shared=reporting.add_arguments):
     """Add the switches of a digits example."""
     add_shared(parser, batch_size=4, lr=0.02)
-    parser.add_argument("--epochs", type=reporting.positive_integer, default=40, help="(default: %(default)s)")
+    parser.add_argument("--epochs", type=reporting.positive_integer, default=60, help="(default: %(default)s)")
     parser.add_argument(
         "--warmup-epochs",
         type=reporting.non_negative,
-        default=4,
+        default=6,
         help="epochs over which the learning rate rises and the density falls (default: %(default)s)",
     )
     parser.add_argument("--plot", metavar="PATH", help='(default: digits-METHOD.png; "" for none)')
