@@ -52,6 +52,7 @@ test-tensorflow: setup
 	@scripts/test.sh tensorflow
 
 test-compat:  ## run TensorFlow's tests on TensorFlow 2.15 with Keras 2, in an environment of its own
+	@rm -f .venv-compat/.extension  # a copy of the package is installed there
 	@$(MAKE) VENV=$(CURDIR)/.venv-compat REQUIREMENTS=requirements-compat.txt test-tensorflow
 
 sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
