@@ -27,6 +27,13 @@ def count_steps(images, args):
     args.warmup_steps = int(min(args.warmup_epochs, args.epochs) * args.steps_per_epoch)
 
 
+def end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic):
+    """Show an epoch's metrics on the bar, and append them to the rows."""
+    bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{accuracy:.1f} %")
+    metrics = {"train_loss": train_loss, "test_loss": test_loss, "accuracy": accuracy}
+    rows.append({"epoch": len(rows) + 1, **metrics, **traffic.since_last()})
+
+
 def report(example, rows, traffic, seconds, args):
     """Print table and JSON line and draw the curves, on rank 0."""
     if args.rank != 0:

@@ -78,16 +78,7 @@ def train(model, optimizer, traffic, data, args):
                 bar.update()
             train_loss = training.sum_over_ranks([losses], "train")[0] / args.steps_per_epoch / args.size
             test_loss, accuracy = evaluate(model, test_images, test_labels, args)
-            bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{accuracy:.1f} %")
-            rows.append(
-                {
-                    "epoch": epoch + 1,
-                    "train_loss": train_loss,
-                    "test_loss": test_loss,
-                    "accuracy": accuracy,
-                    **traffic.since_last(),
-                }
-            )
+            digits_data.end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic)
     return rows
 
 

@@ -14,8 +14,6 @@ import numpy as np
 import reporting
 import tensorflow as tf
 
-loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
 
 def parse_arguments():
     """Read the command line."""
@@ -24,28 +22,11 @@ def parse_arguments():
     return training.start(parser)
 
 
-def make_step(model, optimizer, compression, args):
-    """Return a function that takes one training step and returns the loss."""
-
-    @tf.function
-    def step(images, labels):
-        with tf.GradientTape() as tape:
-            loss = loss_of(labels, model(images, training=True))
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        if args.clip_norm and not reporting.compresses_momentum(args):
-            gradients, _ = tf.clip_by_global_norm(gradients, args.clip_norm)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    return step
-
-
 def evaluate(model, images, labels, args):
     """Return mean loss and accuracy in percent over the test set, each rank testing its share."""
     images, labels = images[args.rank :: args.size, ..., None], labels[args.rank :: args.size]
     output = model(images, training=False)
-    loss = float(loss_of(labels, output)) * len(labels)
+    loss = float(training.loss_of(labels, output)) * len(labels)
     correct = int(np.sum(np.argmax(output, axis=1) == labels))
     loss, correct, count = training.sum_over_ranks([loss, correct, len(labels)], "test")
     return loss / count, 100 * correct / count
@@ -65,16 +46,7 @@ def train(model, step, traffic, data, args):
                 bar.update()
             train_loss = training.sum_over_ranks([losses], "train")[0] / args.steps_per_epoch / args.size
             test_loss, accuracy = evaluate(model, test_images, test_labels, args)
-            bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{accuracy:.1f} %")
-            rows.append(
-                {
-                    "epoch": epoch + 1,
-                    "train_loss": train_loss,
-                    "test_loss": test_loss,
-                    "accuracy": accuracy,
-                    **traffic.since_last(),
-                }
-            )
+            digits_data.end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic)
     return rows
 
 
@@ -91,7 +63,7 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
-    rows = train(model, make_step(model, optimizer, compression, args), traffic, data, args)
+    rows = train(model, training.make_step(model, optimizer, compression, args), traffic, data, args)
     digits_data.report("tensorflow2_digits", rows, traffic, time.perf_counter() - start, args)
 
 

@@ -67,9 +67,7 @@ class Progress(tf.keras.callbacks.Callback):
         metrics = [float(logs[name]) for name in ("loss", "val_loss", "val_accuracy")]
         sums = training.sum_over_ranks(metrics, "epoch")
         train_loss, test_loss, accuracy = (value / self.args.size for value in sums)
-        self.bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{100 * accuracy:.1f} %")
-        losses = {"train_loss": train_loss, "test_loss": test_loss}
-        self.rows.append({"epoch": epoch + 1, **losses, "accuracy": 100 * accuracy, **self.traffic.since_last()})
+        digits_data.end_epoch(self.rows, self.bar, train_loss, test_loss, 100 * accuracy, self.traffic)
 
     def on_train_end(self, logs=None):
         """Close the bar."""

@@ -36,29 +36,11 @@ def make_model(name, width):
     return model
 
 
-def make_step(model, optimizer, compression, data, target, args):
-    """Return a function that takes one training step."""
-    loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = loss_of(target, model(data, training=True))
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        if args.clip_norm and not reporting.compresses_momentum(args):
-            gradients, _ = tf.clip_by_global_norm(gradients, args.clip_norm)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    return step
-
-
-def train_batches(count, step, traffic):
+def train_batches(count, step, data, target, traffic):
     """Take `count` training steps on the same batch and return the seconds a step."""
     start = time.perf_counter()
     for _ in range(count):
-        step().numpy()
+        step(data, target).numpy()
         traffic.steps += 1
     return (time.perf_counter() - start) / max(1, count)
 
@@ -76,9 +58,13 @@ def main():
     data = tf.random.normal([args.batch_size, *model.input_shape[1:]])
     target = tf.random.uniform([args.batch_size], maxval=CLASSES, dtype=tf.int64)
     synthetic.describe(traffic, len(model.trainable_variables), args)
-    step = make_step(model, training.make_sgd(args, args.lr), compression, data, target, args)
+    step = training.make_step(model, training.make_sgd(args, args.lr), compression, args)
     name = "tensorflow2_synthetic_benchmark"
-    synthetic.report(name, lambda count: train_batches(count, step, traffic), traffic, training.sum_over_ranks, args)
+
+    def measured(count):
+        return train_batches(count, step, data, target, traffic)
+
+    synthetic.report(name, measured, traffic, training.sum_over_ranks, args)
 
 
 if __name__ == "__main__":

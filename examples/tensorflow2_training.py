@@ -62,6 +62,29 @@ class LearningRate(tf.keras.optimizers.schedules.LearningRateSchedule):
         return self.config
 
 
+def loss_of(labels, logits):
+    """Return the mean cross entropy."""
+    losses = tf.keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+    return tf.reduce_mean(losses)
+
+
+def make_step(model, optimizer, compression, args):
+    """Return a function that takes one training step on a batch, with a tape, and returns the loss."""
+
+    @tf.function
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(inputs, training=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if args.clip_norm and not reporting.compresses_momentum(args):
+            gradients, _ = tf.clip_by_global_norm(gradients, args.clip_norm)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
 def digits_model():
     """Return the network of `pytorch_digits.py`, built: 151,306 parameters."""
     layers = tf.keras.layers

@@ -14,6 +14,7 @@ def check_build() -> str:
     """Return the table of what was built and what is installed beside it."""
 
     def box(present: bool) -> str:
+        """Tick a box."""
         return "[X]" if present else "[ ]"
 
     lines = [f"hvd_sparse v{__version__}:", "", "Operators built:"]

@@ -271,6 +271,7 @@ def pack(indices, values, n: int, k: int, coding: str = "run_length", value_dtyp
     payload = np.zeros(layout.size, np.uint8)
 
     def place(offset: int, section: np.ndarray) -> None:
+        """Write a section's bytes into the payload."""
         data = np.frombuffer(section.tobytes(), np.uint8)
         payload[offset : offset + data.size] = data
 

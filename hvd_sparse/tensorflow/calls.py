@@ -12,6 +12,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.members import two_momenta
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.scope import Entry, Step
 
@@ -108,25 +109,10 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
         raise ValueError("hvd_sparse does not work with op=Adasum: use op=hvd.Average or op=hvd.Sum")
     if call.reduction not in (hvd.Average, hvd.Sum):
         raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
-    check_process_set(call, exchange)
+    exchange.check_process_set(call.process_set)
     outer = getattr(call.optimizer, "momentum", 0.0)
     if algorithm.momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
-        warnings.warn(
-            f"the optimizer has momentum={outer:g} and Compression.{algorithm.name} has "
-            f"momentum={algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "
-            "compression's is the one that knows what was delayed",
-            stacklevel=5,
-        )
-
-
-def check_process_set(call: Call, exchange: Exchange) -> None:
-    """Raise ValueError unless a call is for the ranks that the compression exchanges with."""
-    theirs, ours = call.process_set, exchange.process_set
-    if theirs.process_set_id != ours.process_set_id:
-        raise ValueError(
-            "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
-            f"{theirs.ranks or 'all'} and {ours.ranks or 'all'}"
-        )
+        warnings.warn(two_momenta(outer, algorithm.name, algorithm.momentum), stacklevel=5)
 
 
 def refuse_keras_3(deepest: int = 30) -> None:

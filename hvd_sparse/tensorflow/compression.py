@@ -16,7 +16,6 @@ from hvd_sparse.tensorflow.calls import (
     Traced,
     TracedCall,
     check_call,
-    check_process_set,
     find_call,
     is_stand_in,
     refuse_keras_3,
@@ -78,7 +77,7 @@ class SparseCompressor(tf.Module):
         if not self._parts.exchange.is_used():
             call = find_call(tensor)
             if call is not None:  # ranks outside must refuse, or they would wait for those that do
-                check_process_set(call, self._parts.exchange)
+                self._parts.exchange.check_process_set(call.process_set)
             return tensor, None
         call = self._parts.call
         if call is None or not call.expects(tensor):
@@ -131,17 +130,16 @@ class SparseCompressor(tf.Module):
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no memory, step 0."""
-        self._change([(variable, lambda old: tf.zeros_like(old)) for variable in self._own()], session)
+        own = [self.step, *self._parts.traffic.variables, *self._buffers()]
+        self._change([(variable, lambda old: tf.zeros_like(old)) for variable in own], session)
 
     def rescale(self, factor: float, session=None) -> None:
         """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
         check_number("factor", factor, "above 0", lambda value: value > 0.0)
-        buffers = [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
-        self._change([(buffer, lambda old: old * factor) for buffer in buffers], session)
+        self._change([(buffer, lambda old: old * factor) for buffer in self._buffers()], session)
 
-    def _own(self) -> list[tf.Variable]:
-        buffers = [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
-        return [self.step, *self._parts.traffic.variables, *buffers]
+    def _buffers(self) -> list[tf.Variable]:
+        return [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
 
     @staticmethod
     def _change(changes, session) -> None:

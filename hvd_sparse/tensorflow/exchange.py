@@ -6,39 +6,22 @@ and the graph's order does the waiting. Names come from the compressor's ordinal
 
 import os
 import threading
-from collections import Counter
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.agreement import agree_failed, digest, explain_difference
+from hvd_sparse.members import Members
 
 AGREE_SECONDS = 600
-_ordinals: Counter = Counter()
 
 
-class Exchange:
-    """The collectives of one compressor over one process set.
-
-    Compressors are numbered as they are built: build them in the same order on every rank.
-    """
+class Exchange(Members):
+    """The collectives of one compressor over one process set."""
 
     def __init__(self, process_set=None):
-        self.process_set = hvd.global_process_set if process_set is None else process_set
-        if not isinstance(self.process_set, hvd.ProcessSet):
-            raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")
-        ranks = self.process_set.ranks
-        members = "all" if self.process_set is hvd.global_process_set or ranks is None else "-".join(map(str, ranks))
-        self._prefix = f"hvd_sparse.tf.{members}.{_ordinals[members]}"
-        _ordinals[members] += 1
-
-    def size(self) -> int:
-        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
-        size = self.process_set.size() if hvd.is_initialized() else None
-        if size is None:
-            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
-        return size
+        super().__init__(hvd, process_set, "hvd_sparse.tf")
 
     def describe(self) -> str:
         """Return which compressor this is, for the comparison between ranks."""
@@ -48,10 +31,6 @@ class Exchange:
         """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         return elastic or (self.process_set.included() and self.size() > 1)
-
-    def rank(self) -> int:
-        """Return this process's rank within the process set."""
-        return self.process_set.rank()
 
     def allgather(self, name: str, payload: tf.Tensor) -> tf.Tensor:
         """Gather uint8[bytes], equal sizes on all ranks, to uint8[ranks, bytes]."""
@@ -74,6 +53,7 @@ class Exchange:
         failures: list[BaseException] = []
 
         def compare() -> None:
+            """Compare, and keep what goes wrong for the caller's thread."""
             try:
                 self._compare(lines)
             except BaseException as failure:
@@ -99,6 +79,7 @@ class Exchange:
 
     def _gather_bytes(self, name: str, content: bytes) -> list[bytes]:
         def gather(part: str, array: np.ndarray) -> np.ndarray:
+            """Gather one array of each rank."""
             full = f"{self._prefix}.{name}.{part}"
             return hvd.allgather(tf.constant(array), name=full, process_set=self.process_set).numpy()
 

@@ -127,13 +127,16 @@ class Scope(abc.ABC):
         shape, dtype = entry.memory.variable.shape, gradient.dtype
 
         def dense() -> tf.Tensor:
+            """Take what Horovod reduced."""
             return tf.cast(tf.reshape(reduced, shape), dtype)
 
         def decoded() -> tf.Tensor:
+            """Take the payloads' sum."""
             with tf.control_dependencies([self._check_token(reduced, step)]):
                 return tf.cast(tf.reshape(entry.decode(), shape), dtype)
 
         def either() -> tf.Tensor:
+            """Take what the schedule says at this step."""
             return tf.cond(step.is_dense, dense, decoded)
 
         counts = dense if not entry.is_sparse else decoded if step.is_dense is None else either

@@ -15,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
+from hvd_sparse.members import two_momenta
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
@@ -211,19 +212,10 @@ class SparseCompressor:
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
         theirs = getattr(optimizer, "process_set", self._exchange.process_set)
-        if theirs.process_set_id != self._exchange.process_set.process_set_id:
-            raise ValueError(
-                "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
-                f"{theirs.ranks or 'all'} and {self._exchange.process_set.ranks or 'all'}"
-            )
+        self._exchange.check_process_set(theirs)
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
         if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
-            warnings.warn(
-                f"the optimizer has momentum={outer:g} and Compression.{self.algorithm.name} has "
-                f"momentum={self.algorithm.momentum:g}: both are applied. Set the optimizer's to 0, as the "
-                "compression's is the one that knows what was delayed",
-                stacklevel=4,
-            )
+            warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
 
 
 def reduction_scale(token: torch.Tensor, ranks: int) -> float:

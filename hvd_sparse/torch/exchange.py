@@ -5,16 +5,15 @@ hooks run in another order on every rank.
 """
 
 import os
-from collections import Counter
 from time import monotonic, sleep
 
 import horovod.torch as hvd
 import torch
 
 from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
+from hvd_sparse.members import Members
 
 AGREE_SECONDS = 600
-_ordinals: Counter = Counter()
 
 
 class Pending:
@@ -51,36 +50,16 @@ class Pending:
             sleep(0.0005)
 
 
-class Exchange:
-    """The collectives of one compressor over one process set.
-
-    Compressors are numbered as they are built: build them in the same order on every rank.
-    """
+class Exchange(Members):
+    """The collectives of one compressor over one process set."""
 
     def __init__(self, process_set=None):
-        self.process_set = hvd.global_process_set if process_set is None else process_set
-        if not isinstance(self.process_set, hvd.ProcessSet):
-            raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")
-        ranks = self.process_set.ranks
-        members = "all" if self.process_set is hvd.global_process_set or ranks is None else "-".join(map(str, ranks))
-        self._prefix = f"hvd_sparse.{members}.{_ordinals[members]}"
-        _ordinals[members] += 1
-
-    def size(self) -> int:
-        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
-        size = self.process_set.size() if hvd.is_initialized() else None
-        if size is None:
-            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
-        return size
+        super().__init__(hvd, process_set, "hvd_sparse")
 
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         return hvd.is_initialized() and hvd.size() == 1 and not elastic
-
-    def rank(self) -> int:
-        """Return this process's rank within the process set."""
-        return self.process_set.rank()
 
     def allgather(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes], equal sizes on all ranks; the result is uint8[ranks * bytes]."""

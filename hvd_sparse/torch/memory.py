@@ -125,6 +125,7 @@ class MomentumMemory(ResidualMemory):
             sent.add_(self.residual)
 
         def commit() -> None:
+            """Make the change, as the step counts."""
             self.velocity.copy_(velocity)
             self._clear_residual()
 

@@ -110,6 +110,7 @@ def _register_fakes() -> None:
     fake = torch.library.register_fake
 
     def empty(values, shape, dtype=None):
+        """Make a tensor of this shape where `values` is."""
         return values.new_empty(shape, dtype=dtype or values.dtype)
 
     @fake("hvd_sparse::select_top_k")

@@ -121,6 +121,7 @@ class TensorScope(Scope):
 
     def _start(self, message: Message) -> None:
         def start() -> Pending:
+            """Start the allgather, once it is known that all take part."""
             message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
             return message.pending
 

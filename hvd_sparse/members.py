@@ -1,0 +1,51 @@
+"""The ranks that a compressor exchanges with, and how its collectives' names begin: the same for both frameworks."""
+
+from collections import Counter
+
+_ordinals: Counter = Counter()
+
+
+class Members:
+    """The ranks of one compressor.
+
+    hvd: `horovod.torch` or `horovod.tensorflow`. Compressors are numbered as they are built: build them in the same
+    order on every rank. Raises TypeError unless process_set is None or one of Horovod's.
+    """
+
+    def __init__(self, hvd, process_set, prefix: str):
+        self._hvd = hvd
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        if not isinstance(self.process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")
+        ranks = self.process_set.ranks
+        whole = self.process_set is hvd.global_process_set or ranks is None
+        family = f"{prefix}.{'all' if whole else '-'.join(map(str, ranks))}"
+        self._prefix = f"{family}.{_ordinals[family]}"
+        _ordinals[family] += 1
+
+    def size(self) -> int:
+        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
+        size = self.process_set.size() if self._hvd.is_initialized() else None
+        if size is None:
+            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
+        return size
+
+    def rank(self) -> int:
+        """Return this process's rank within the process set."""
+        return self.process_set.rank()
+
+    def check_process_set(self, theirs) -> None:
+        """Raise ValueError unless an optimizer's process set is this one."""
+        if theirs.process_set_id != self.process_set.process_set_id:
+            raise ValueError(
+                "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
+                f"{theirs.ranks or 'all'} and {self.process_set.ranks or 'all'}"
+            )
+
+
+def two_momenta(outer: float, name: str, inner: float) -> str:
+    """Return the warning for an optimizer with a momentum around a compression with one."""
+    return (
+        f"the optimizer has momentum={outer:g} and Compression.{name} has momentum={inner:g}: both are applied. Set "
+        "the optimizer's to 0, as the compression's is the one that knows what was delayed"
+    )
