@@ -32,7 +32,7 @@ DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
 EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", DIGITS),
-    "char_lstm": ("pytorch_char_lstm.py", ["--steps", "20000", "--warmup-steps", "2000"], "perplexity", CHAR_LSTM),
+    "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
 }
 
 
@@ -44,8 +44,8 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]:
-    """Run every method of an experiment with every seed; show each result as it comes."""
+def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path) -> list[dict]:
+    """Run every method of an experiment with every seed; show and write each result as it comes."""
     script, common, metric, methods = EXPERIMENTS[name]
     results = []
     for label, options in methods.items():
@@ -55,7 +55,15 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str]) -> list[dict]
             print(
                 f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True
             )
+            write(name, results, ranks, out)
     return results
+
+
+def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
+    """Write the results so far as one JSON and one Markdown file."""
+    where = f"{ranks} ranks; {machine()}"
+    (out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1) + "\n")
+    (out / f"convergence_{name}.md").write_text(f"{table(name, results)}\n\n{where}\n")
 
 
 def table(name: str, results: list[dict]) -> str:
@@ -64,6 +72,8 @@ def table(name: str, results: list[dict]) -> str:
     lines = [f"| {name} | {metric}, mean | each seed | density | ratio, all steps |", "|---|---|---|---|---|"]
     for label in EXPERIMENTS[name][3]:
         rows = [row for row in results if row["label"] == label]
+        if not rows:
+            continue
         values = [row[metric] for row in rows]
         lines.append(
             f"| {label} | {statistics.mean(values):.3f} | {', '.join(f'{value:.3f}' for value in values)} "
@@ -97,12 +107,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     summary = {}
     for name in arguments.experiments:
-        results = run(name, arguments.ranks, arguments.seeds, extra)
-        text = table(name, results)
-        where = f"{arguments.ranks} ranks; {machine()}"
-        (arguments.out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1))
-        (arguments.out / f"convergence_{name}.md").write_text(f"{text}\n\n{where}\n")
-        print(f"\n{text}\n")
+        results = run(name, arguments.ranks, arguments.seeds, extra, arguments.out)
+        print(f"\n{table(name, results)}\n")
         summary[name] = [{key: row[key] for key in ("label", "seed", "ratio")} for row in results]
     print(json.dumps(summary))
 

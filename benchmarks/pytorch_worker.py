@@ -20,9 +20,10 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 class Worker:
-    """Check, accumulate, select, pack, clear."""
+    """Accumulate, select, pack, clear; what is not finite is found on the way."""
 
     def __init__(self, algorithm, n: int):
+        self.momentum = algorithm.momentum
         self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
         self.memory = make_memory(algorithm, torch.empty(1).expand(n))
         self.hint = ThresholdHint()
@@ -31,20 +32,22 @@ class Worker:
 
     def compress(self, gradient: torch.Tensor) -> None:
         """Do it as `hvd_sparse.torch` does."""
-        if not ops.all_finite(gradient):
+        indices, values, info = self.memory.accumulate_top_k(gradient, 1.0, self.k, 0, self.hint.value(self.k))
+        threshold, passed, finite = info.tolist()
+        if not finite:
             raise ValueError("the benchmark's gradient is finite")
-        self.memory.accumulate(gradient)
-        indices, values, info = ops.select_top_k(self.memory.residual, self.k, 0, self.hint.value(self.k))
-        threshold, passed = info.tolist()
         self.hint.update(self.k, threshold, int(passed))
         ops.pack(indices, values, self.n, self.k, self.bytes)
         self.memory.clear(indices, None)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
-        """Do the same work with torch.topk, and 32-bit indices for a payload."""
-        torch.isfinite(gradient).all()
-        self.memory.accumulate(gradient)
-        residual = self.memory.residual
+        """Do the same work with PyTorch alone, and 32-bit indices for a payload."""
+        if not torch.isfinite(gradient).all():
+            raise ValueError("the benchmark's gradient is finite")
+        residual, update = self.memory.residual, gradient
+        if self.momentum:
+            update = self.memory.velocity.mul_(self.momentum).add_(gradient)
+        residual.add_(update)
         indices = torch.topk(residual.abs(), self.k, sorted=False).indices
         self.plain = (indices.to(torch.int32), residual[indices])
         self.memory.clear(indices, None)

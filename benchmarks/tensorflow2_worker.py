@@ -25,35 +25,38 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
 
 
 class Worker:
-    """Check, accumulate, select, pack, clear; each in one tf.function."""
+    """Accumulate, select, pack, clear, in one tf.function; what is not finite is found on the way."""
 
     def __init__(self, algorithm, n: int):
+        self.momentum = algorithm.momentum
         self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
         self.memory = make_memory(algorithm, tf.Variable(tf.zeros([n])), "benchmark")
         self.hints = ThresholdHints(["benchmark"])
         self._compress = tf.function(self._compress_once)
         self._compress_with_topk = tf.function(self._compress_with_topk_once)
-        self._accumulate = tf.function(lambda gradient: self.memory.accumulate(gradient, None)[0])
+        self._accumulate = tf.function(lambda gradient: self.memory.accumulate(gradient, None, True))
         self._reduce = tf.function(lambda gathered: ops.reduce_payloads(gathered, 0, n, self.k)[0])
 
     def _compress_once(self, gradient: tf.Tensor) -> tf.Tensor:
-        residual = self._residual_after(gradient, ops.all_finite(gradient))
         names, counts = ["benchmark"], [tf.constant(self.k, tf.int64)]
-        indices, values, info = ops.select_top_k(residual, self.k, 0, self.hints.values(names, counts)[0])
+        selection = {"k": self.k, "threshold_hint": self.hints.values(names, counts)[0]}
+        finite, indices, values, info = self.memory.accumulate_top_k(gradient, None, True, **selection)
+        tf.debugging.Assert(finite, ["the benchmark's gradient is finite"])
         self.hints.update(names, counts, [info])
         payload = ops.pack(indices, values, self.n, self.k)
         self._clear(indices, values)
         return payload
 
     def _compress_with_topk_once(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        residual = self._residual_after(gradient, tf.reduce_all(tf.math.is_finite(gradient)))
+        tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(gradient)), ["the benchmark's gradient is finite"])
+        update = gradient
+        if self.momentum:
+            update = self.memory.velocity.assign(self.memory.velocity * self.momentum + gradient)
+        residual = self.memory.residual.assign_add(update)
         indices = tf.math.top_k(tf.abs(residual), self.k, sorted=False).indices
         values = tf.gather(residual, indices)
         self._clear(indices, values)
         return indices, values
-
-    def _residual_after(self, gradient: tf.Tensor, finite: tf.Tensor) -> tf.Tensor:
-        return tf.cond(finite, lambda: self.memory.accumulate(gradient, None), self.memory.residual.read_value)
 
     def _clear(self, indices: tf.Tensor, values: tf.Tensor) -> None:
         for kind, new in self.memory.after_sending(indices, tf.zeros_like(values)).items():
@@ -64,7 +67,7 @@ class Worker:
         self.bytes = self._compress(gradient)
 
     def compress_with_topk(self, gradient: tf.Tensor) -> None:
-        """Do the same work with tf.math.top_k, and 32-bit indices for a payload."""
+        """Do the same work with TensorFlow alone, and 32-bit indices for a payload."""
         self.plain = self._compress_with_topk(gradient)
 
     def accumulate(self, gradient: tf.Tensor) -> None:

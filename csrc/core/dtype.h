@@ -31,18 +31,16 @@ inline uint32_t FloatToBits(float value) {
 inline float ToFloat(BFloat16 value) { return BitsToFloat(static_cast<uint32_t>(value.bits) << 16); }
 
 inline float ToFloat(Float16 value) {
+  // Without branches, for vector units; without denormal operands, for a host that flushes them.
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t exponent = (value.bits >> 10) & 0x1fu;
-  const uint32_t mantissa = value.bits & 0x3ffu;
-  if (exponent == 0) {  // zero or denormal: mantissa * 2^-24 is exact
-    const float magnitude = static_cast<float>(mantissa) * BitsToFloat(0x33800000u);
-    return BitsToFloat(sign | FloatToBits(magnitude));
-  }
-  const uint32_t wide = exponent == 0x1fu ? 0xffu : exponent + 112u;
-  return BitsToFloat(sign | (wide << 23) | (mantissa << 13));
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  const uint32_t normal = magnitude + (magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u);
+  const uint32_t denormal = FloatToBits(BitsToFloat(magnitude + 0x38800000u) - BitsToFloat(0x38800000u));
+  return BitsToFloat(sign | (magnitude >= 0x00800000u ? normal : denormal));
 }
 
 inline float ToFloat(float value) { return value; }
+inline float ToFloat(double value) { return static_cast<float>(value); }
 
 // Magnitudes are compared as the integers that their bits spell: the same order as the numbers', exact for every type,
 // faster for the 16-bit ones, and untouched by a host that flushes denormals to zero. NaN is above infinity.

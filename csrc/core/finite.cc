@@ -9,7 +9,6 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kGrain = int64_t{1} << 18;
 constexpr int64_t kChunk = 4096;
 
 // Integers: their maximum vectorises where a floating-point one may not.

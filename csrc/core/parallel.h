@@ -12,6 +12,8 @@ using RangeFunction = std::function<void(int64_t begin, int64_t end)>;
 // `grain` elements where there are that many. Results of the core do not depend on how ranges are cut.
 using ParallelFor = std::function<void(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body)>;
 
+constexpr int64_t kGrain = int64_t{1} << 18;  // elements of a tensor that are worth a thread
+
 inline void SerialFor(int64_t begin, int64_t end, int64_t /*grain*/, const RangeFunction& body) {
   if (begin < end) body(begin, end);
 }

@@ -13,7 +13,6 @@ namespace hvd_sparse {
 namespace {
 
 constexpr int kDigitBits = 11;
-constexpr int64_t kGrain = int64_t{1} << 18;
 
 // NaN counts as zero.
 template <typename T>
@@ -82,12 +81,15 @@ double SampledThreshold(const T* data, int64_t n, int64_t size, const ThresholdP
 
 }  // namespace
 
+Status CheckCount(int64_t k, int64_t n) {
+  if (k >= 1 && k <= n) return Status::Ok();
+  return Status::InvalidArgument("k must be in [1, " + std::to_string(n) + "], the number of values; got " +
+                                 std::to_string(k));
+}
+
 Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
                        double* threshold) {
-  if (params.k < 1 || params.k > values.size) {
-    return Status::InvalidArgument("k must be in [1, " + std::to_string(values.size) + "], the number of values; got " +
-                                   std::to_string(params.k));
-  }
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(params.k, values.size));
   if (!(params.sample_fraction > 0 && params.sample_fraction <= 1)) {
     return Status::InvalidArgument("sample_fraction must be in (0, 1], got " + std::to_string(params.sample_fraction));
   }

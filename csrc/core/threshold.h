@@ -9,6 +9,9 @@ namespace hvd_sparse {
 
 enum class ThresholdMethod { kExact, kSampled };
 
+// An error unless k is in [1, n].
+Status CheckCount(int64_t k, int64_t n);
+
 struct ThresholdParams {
   int64_t k = 0;
   ThresholdMethod method = ThresholdMethod::kExact;

@@ -7,6 +7,7 @@
 
 #include "../core/parallel.h"
 #include "../core/payload.h"
+#include "../core/select.h"
 #include "absl/strings/str_cat.h"
 #include "attributes.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -69,9 +70,9 @@ class Call {
   }
 
   // Values of any shape, read in row-major order.
-  absl::Status Values(Array* array) const {
+  absl::Status Values(Array* array, const char* name = "values") const {
     const Tensor* tensor = nullptr;
-    TF_RETURN_IF_ERROR(context_->input("values", &tensor));
+    TF_RETURN_IF_ERROR(context_->input(name, &tensor));
     DType dtype = DType::kFloat32;
     switch (tensor->dtype()) {
       case tensorflow::DT_DOUBLE: dtype = DType::kFloat64; break;
@@ -110,6 +111,14 @@ class Call {
       for (const int64_t index : selected) *out++ = data[index];
       return absl::OkStatus();
     });
+  }
+
+  absl::Status OutputSelection(const Array& values, const Selection& selection) const {
+    double* info = nullptr;
+    TF_RETURN_IF_ERROR(Output("info", {2}, &info));
+    info[0] = selection.threshold;
+    info[1] = static_cast<double>(selection.passed);
+    return OutputSelected(values, selection.indices);
   }
 
   // TensorFlow's pool for the work inside one op; the calling thread takes its part.
@@ -176,3 +185,6 @@ class FormatKernel : public Kernel {
 };
 
 }  // namespace hvd_sparse
+
+#define HVD_SPARSE_REGISTER(name) \
+  REGISTER_KERNEL_BUILDER(Name("HvdSparse" #name).Device(tensorflow::DEVICE_CPU), name##Kernel)

@@ -1,6 +1,5 @@
 // CPU kernels of the TensorFlow ops: check tensors, call the core, report. Nothing of Python, Horovod or MPI here.
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -12,8 +11,6 @@
 #include "../core/select.h"
 #include "../core/threshold.h"
 #include "kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
 
 namespace hvd_sparse {
 namespace {
@@ -58,11 +55,7 @@ class SelectTopKKernel : public Kernel {
     TF_RETURN_IF_ERROR(call.Number("threshold_hint", &params.threshold_hint));
     Selection selection;
     TF_RETURN_IF_ERROR(call.Report(SelectTopK(values, params, call.Pool(), &selection)));
-    double* info = nullptr;
-    TF_RETURN_IF_ERROR(call.Output("info", {2}, &info));
-    info[0] = selection.threshold;
-    info[1] = static_cast<double>(selection.passed);
-    return call.OutputSelected(values, selection.indices);
+    return call.OutputSelection(values, selection);
   }
 };
 
@@ -245,52 +238,6 @@ class TokenKernel : public Kernel {
   }
 };
 
-class ScatterUpdateKernel : public Kernel {
- public:
-  explicit ScatterUpdateKernel(OpKernelConstruction* construction) : Kernel(construction, "scatter_update") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    const int64_t* indices = nullptr;
-    const float* values = nullptr;
-    int64_t count = 0, value_count = 0;
-    TF_RETURN_IF_ERROR(call.Vector("indices", &indices, &count));
-    TF_RETURN_IF_ERROR(call.Vector("values", &values, &value_count));
-    if (count != value_count) return call.Invalid(count, " indices but ", value_count, " values");
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    TF_RETURN_IF_ERROR(
-        tensorflow::LookupResource(call.context(), tensorflow::HandleFromInput(call.context(), 0), &variable));
-    const tensorflow::mutex_lock lock(*variable->mu());
-    float* data = nullptr;
-    TF_RETURN_IF_ERROR(Own(call, variable->tensor(), &data));
-    const int64_t size = variable->tensor()->NumElements();
-    for (int64_t i = 0; i < count; ++i) {
-      if (indices[i] < 0 || indices[i] >= size) return call.Invalid("index ", indices[i], " of ", size, " elements");
-    }
-    for (int64_t i = 0; i < count; ++i) data[indices[i]] = values[i];
-    return absl::OkStatus();
-  }
-
- private:
-  // Whoever has read the variable may still hold its buffer: the variable then goes on with a copy.
-  static absl::Status Own(const Call& call, Tensor* tensor, float** data) {
-    if (tensor->dtype() != tensorflow::DT_FLOAT || tensor->dims() != 1) {
-      return call.Invalid("the variable must be float32 with one dimension");
-    }
-    if (!tensor->RefCountIsOne()) {
-      Tensor copy;
-      TF_RETURN_IF_ERROR(call.context()->allocate_temp(tensor->dtype(), tensor->shape(), &copy));
-      std::memcpy(copy.data(), tensor->data(), tensor->TotalBytes());
-      *tensor = copy;
-    }
-    *data = tensor->flat<float>().data();
-    return absl::OkStatus();
-  }
-};
-
-#define HVD_SPARSE_REGISTER(name) \
-  REGISTER_KERNEL_BUILDER(Name("HvdSparse" #name).Device(tensorflow::DEVICE_CPU), name##Kernel)
-
 HVD_SPARSE_REGISTER(SelectThreshold);
 HVD_SPARSE_REGISTER(SelectTopK);
 HVD_SPARSE_REGISTER(FilterThreshold);
@@ -302,9 +249,6 @@ HVD_SPARSE_REGISTER(Unpack);
 HVD_SPARSE_REGISTER(ReducePayloads);
 HVD_SPARSE_REGISTER(Quantize);
 HVD_SPARSE_REGISTER(Token);
-HVD_SPARSE_REGISTER(ScatterUpdate);
-
-#undef HVD_SPARSE_REGISTER
 
 }  // namespace
 }  // namespace hvd_sparse

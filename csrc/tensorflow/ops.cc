@@ -56,6 +56,15 @@ absl::Status SelectTopKShape(InferenceContext* c) {
   return SetVectors(c, c->MakeDim(KnownCount(c, 1)));
 }
 
+absl::Status AccumulateTopKShape(InferenceContext* c) {
+  const DimensionHandle k = c->MakeDim(KnownCount(c, c->num_inputs() - 3));
+  c->set_output(0, c->Scalar());
+  c->set_output(1, c->Vector(k));
+  c->set_output(2, c->Vector(k));
+  c->set_output(3, c->Vector(2));
+  return absl::OkStatus();
+}
+
 absl::Status FilterThresholdShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0}));
   return SetVectors(c, c->UnknownDim());
@@ -119,6 +128,48 @@ REGISTER_OP("HvdSparseSelectThreshold")
     .Attr("method: {'exact', 'sampled'} = 'exact'")
     .SetShapeFn(SelectThresholdShape)
     .Doc("A threshold that k magnitudes reach: exact, or that of a sample.");
+
+REGISTER_OP("HvdSparseAccumulate")
+    .Input("gradient: T")
+    .Input("factor: float")
+    .Input("residual: resource")
+    .Input("velocity: V * resource")
+    .Input("parameter: P * float")
+    .Input("is_active: bool")
+    .Output("finite: bool")
+    .Attr(kValueTypes)
+    .Attr("V: int >= 0 = 0")
+    .Attr("P: int >= 0 = 0")
+    .Attr("momentum: float = 0.0")
+    .Attr("nesterov: bool = false")
+    .Attr("weight_decay: float = 0.0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("Brings a gradient into a memory if active; tells whether it was finite.");
+
+REGISTER_OP("HvdSparseAccumulateTopK")
+    .Input("gradient: T")
+    .Input("factor: float")
+    .Input("residual: resource")
+    .Input("velocity: V * resource")
+    .Input("parameter: P * float")
+    .Input("is_active: bool")
+    .Input("k: int64")
+    .Input("seed: int64")
+    .Input("threshold_hint: double")
+    .Output("finite: bool")
+    .Output("indices: int64")
+    .Output("selected: float")
+    .Output("info: double")
+    .Attr(kValueTypes)
+    .Attr("V: int >= 0 = 0")
+    .Attr("P: int >= 0 = 0")
+    .Attr("momentum: float = 0.0")
+    .Attr("nesterov: bool = false")
+    .Attr("weight_decay: float = 0.0")
+    .SetIsStateful()
+    .SetShapeFn(AccumulateTopKShape)
+    .Doc("HvdSparseAccumulate, then HvdSparseSelectTopK in the residual, in one pass over memory.");
 
 REGISTER_OP("HvdSparseSelectTopK")
     .Input("values: T")

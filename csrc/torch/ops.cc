@@ -4,9 +4,12 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <initializer_list>
+#include <optional>
 #include <string>
 #include <tuple>
 
+#include "../core/accumulate.h"
 #include "../core/finite.h"
 #include "../core/payload.h"
 #include "../core/quantize.h"
@@ -71,6 +74,12 @@ Tensor FromIndices(const std::vector<int64_t>& indices) {
   return result;
 }
 
+Tensor InfoOf(std::initializer_list<double> numbers) {
+  Tensor info = at::empty({static_cast<int64_t>(numbers.size())}, at::kDouble);
+  std::copy(numbers.begin(), numbers.end(), info.mutable_data_ptr<double>());
+  return info;
+}
+
 Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& method, double fraction, int64_t seed) {
   TORCH_CHECK_VALUE(method == "exact" || method == "sampled",
                     "hvd_sparse.select_threshold: method must be exact or sampled, got ", method);
@@ -83,16 +92,74 @@ Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& met
   return at::scalar_tensor(threshold, at::kDouble);
 }
 
+// The memory that a gradient goes into, and how; `contiguous` gradient and parameter must outlive it.
+struct Accumulation {
+  Array gradient;
+  AccumulateParams params;
+  Memory memory;
+};
+
+float* MemoryData(const char* op, const char* name, Tensor& tensor, int64_t size) {
+  CheckTensor(op, name, tensor, at::kFloat);
+  TORCH_CHECK_VALUE(tensor.numel() == size, "hvd_sparse.", op, ": ", name, " must have ", size,
+                    " elements, as many as the gradient; got ", tensor.numel());
+  return tensor.mutable_data_ptr<float>();
+}
+
+Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tensor& residual, std::optional<Tensor>& velocity,
+                            const std::optional<Tensor>& parameter, double factor, double momentum, bool nesterov,
+                            double weight_decay) {
+  Accumulation result{AsArray(op, gradient), {}, {}};
+  result.memory.residual = MemoryData(op, "residual", residual, gradient.numel());
+  result.memory.velocity = velocity ? MemoryData(op, "velocity", *velocity, gradient.numel()) : nullptr;
+  result.params.rule = !velocity  ? AccumulateRule::kResidual
+                       : nesterov ? AccumulateRule::kNesterov
+                                  : AccumulateRule::kMomentum;
+  result.params.factor = static_cast<float>(factor);
+  result.params.momentum = static_cast<float>(momentum);
+  result.params.weight_decay = static_cast<float>(weight_decay);
+  TORCH_CHECK_VALUE(weight_decay == 0 || parameter, "hvd_sparse.", op, ": weight_decay needs the parameter");
+  if (weight_decay == 0) return result;
+  CheckTensor(op, "parameter", *parameter, at::kFloat);
+  TORCH_CHECK_VALUE(parameter->numel() == gradient.numel(), "hvd_sparse.", op, ": parameter must have ",
+                    gradient.numel(), " elements, as many as the gradient; got ", parameter->numel());
+  result.params.parameter = parameter->const_data_ptr<float>();
+  return result;
+}
+
+Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tensor> velocity,
+                    const std::optional<Tensor>& parameter, double factor, double momentum, bool nesterov,
+                    double weight_decay) {
+  const Tensor flat = gradient.contiguous();
+  const Accumulation a =
+      AsAccumulation("accumulate", flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
+  return at::scalar_tensor(Accumulate(a.gradient, a.params, TorchParallelFor, a.memory), at::kBool);
+}
+
+std::tuple<Tensor, Tensor, Tensor> AccumulateTopKOp(const Tensor& gradient, Tensor residual,
+                                                    std::optional<Tensor> velocity,
+                                                    const std::optional<Tensor>& parameter, double factor,
+                                                    double momentum, bool nesterov, double weight_decay, int64_t k,
+                                                    int64_t seed, double threshold_hint) {
+  const Tensor flat = gradient.contiguous();
+  const Accumulation a =
+      AsAccumulation("accumulate_top_k", flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
+  Selection selection;
+  bool finite = true;
+  Raise("accumulate_top_k", AccumulateTopK(a.gradient, a.params, {k, threshold_hint, static_cast<uint64_t>(seed)},
+                                           TorchParallelFor, a.memory, &finite, &selection));
+  const Tensor indices = FromIndices(selection.indices);
+  return {indices, residual.view(-1).index_select(0, indices),
+          InfoOf({selection.threshold, static_cast<double>(selection.passed), finite ? 1.0 : 0.0})};
+}
+
 std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
   const Tensor flat = values.contiguous().view(-1);
   Selection selection;
   Raise("select_top_k", SelectTopK(AsArray("select_top_k", flat), {k, threshold_hint, static_cast<uint64_t>(seed)},
                                    TorchParallelFor, &selection));
   const Tensor indices = FromIndices(selection.indices);
-  Tensor info = at::empty({2}, at::kDouble);
-  info.mutable_data_ptr<double>()[0] = selection.threshold;
-  info.mutable_data_ptr<double>()[1] = static_cast<double>(selection.passed);
-  return {indices, flat.index_select(0, indices), info};
+  return {indices, flat.index_select(0, indices), InfoOf({selection.threshold, static_cast<double>(selection.passed)})};
 }
 
 std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double threshold) {
@@ -196,6 +263,13 @@ Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype) {
 }  // namespace hvd_sparse
 
 TORCH_LIBRARY(hvd_sparse, m) {
+  m.def(
+      "accumulate(Tensor gradient, Tensor(a!) residual, Tensor(b!)? velocity, Tensor? parameter, float factor, "
+      "float momentum, bool nesterov, float weight_decay) -> Tensor");
+  m.def(
+      "accumulate_top_k(Tensor gradient, Tensor(a!) residual, Tensor(b!)? velocity, Tensor? parameter, float factor, "
+      "float momentum, bool nesterov, float weight_decay, int k, int seed, float threshold_hint) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("select_threshold(Tensor values, int k, str method, float sample_fraction, int seed) -> Tensor");
   m.def("select_top_k(Tensor values, int k, int seed, float threshold_hint) -> (Tensor, Tensor, Tensor)");
   m.def("filter_threshold(Tensor values, float threshold) -> (Tensor, Tensor)");
@@ -212,6 +286,8 @@ TORCH_LIBRARY(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
+  m.impl("accumulate", &hvd_sparse::AccumulateOp);
+  m.impl("accumulate_top_k", &hvd_sparse::AccumulateTopKOp);
   m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
   m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
   m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);

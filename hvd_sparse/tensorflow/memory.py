@@ -1,4 +1,4 @@
-"""What a worker remembers of a variable: residual and momentum, accumulated here, in TensorFlow.
+"""What a worker remembers of a variable: residual and momentum; when they change, and by which rule.
 
 The twin of `hvd_sparse.torch.memory`, with the same names and the same arithmetic, rounding for rounding: payloads of
 the two frameworks are equal bit for bit. What differs is that a buffer is a tf.Variable, made before any tracing, and
@@ -8,6 +8,7 @@ that a change of it is an operation in a graph, which has to be tied to what fol
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
+from hvd_sparse.tensorflow import ops
 
 
 class ResidualMemory(tf.Module):
@@ -38,9 +39,26 @@ class ResidualMemory(tf.Module):
         """Return what to scale this variable's gradient with before it is accumulated, None for 1."""
         return None
 
-    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-        """Add a finite gradient, scaled by `factor`, to the memory; return the residual after it."""
-        return read_after(self.residual, self.residual.assign_add(_scaled(gradient, factor)))
+    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None, is_active: bool | tf.Tensor) -> tf.Tensor:
+        """Bring a gradient, scaled by `factor`, into the memory if active; return whether it was finite everywhere.
+
+        What is not finite counts as zero.
+        """
+        return ops.accumulate(gradient, *self._destination(), is_active=is_active, **self._rule(factor))
+
+    def accumulate_top_k(
+        self, gradient: tf.Tensor, factor: tf.Tensor | None, is_active: bool | tf.Tensor, **selection
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Do `accumulate`, then select (k, seed, threshold_hint) in the residual, as `ops.accumulate_top_k` does."""
+        rule = self._rule(factor)
+        return ops.accumulate_top_k(gradient, *self._destination(), is_active=is_active, **selection, **rule)
+
+    def _destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays."""
+        return self.residual, None, None
+
+    def _rule(self, factor: tf.Tensor | None) -> dict:
+        return {"factor": 1.0 if factor is None else factor}
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16."""
@@ -86,16 +104,12 @@ class MomentumMemory(ResidualMemory):
             return None
         return clip_factor(self.algorithm, ranks, [gradient])
 
-    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-        """Add a finite gradient, scaled by `factor`, to velocity and residual; return the residual after it."""
-        if not self.algorithm.nesterov:
-            return read_after(self.residual, self._momentum_in_place(self._local(gradient, factor)))
-        velocity, terms = self._advance(gradient, factor)
-        done = self.velocity.assign(velocity)
-        for term in terms:  # one by one: TensorFlow's optimizer would add three terms in an order of its own
-            with tf.control_dependencies([done]):
-                done = self.residual.assign_add(term)
-        return read_after(self.residual, done)
+    def _destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+        return self.residual, self.velocity, None if self.algorithm.weight_decay == 0.0 else self._flat_parameter()
+
+    def _rule(self, factor: tf.Tensor | None) -> dict:
+        names = ("momentum", "nesterov", "weight_decay")
+        return {**super()._rule(factor), **{name: getattr(self.algorithm, name) for name in names}}
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: that of the velocity."""
@@ -120,20 +134,15 @@ class MomentumMemory(ResidualMemory):
 
     def _local(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
         """Return the gradient, float32[n], clipped and with weight decay."""
-        local = _scaled(gradient, factor)
+        local = tf.reshape(tf.cast(gradient, tf.float32), [-1])
+        if factor is not None:
+            local *= factor
         if self.algorithm.weight_decay != 0.0:
-            local += tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1]) * self.algorithm.weight_decay
+            local += self._flat_parameter() * self.algorithm.weight_decay
         return local
 
-    def _momentum_in_place(self, local: tf.Tensor) -> tf.Operation:
-        """Do u <- m*u + g; v <- v + u without a temporary: TensorFlow's own momentum step, of -1 times its rate."""
-        return tf.raw_ops.ResourceApplyMomentum(
-            var=self.residual.handle,
-            accum=self.velocity.handle,
-            lr=tf.constant(-1.0),
-            grad=local,
-            momentum=tf.constant(self.algorithm.momentum, tf.float32),
-        )
+    def _flat_parameter(self) -> tf.Tensor:
+        return tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1])
 
     def _advance(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the next velocity, and the terms that the residual grows by."""
@@ -175,13 +184,13 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
 
 
 def clip_factor(algorithm: Algorithm, ranks: int, gradients: list[tf.Tensor]) -> tf.Tensor:
-    """Return, as a float32 scalar, what scales gradients of this joint L2 norm down to clip_norm / sqrt(ranks)."""
-    squares = [tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64))) for gradient in gradients]
+    """Return, as a float32 scalar, what scales gradients of this joint L2 norm down to clip_norm / sqrt(ranks).
+
+    What is not finite counts as zero.
+    """
+    local = [tf.cast(gradient, tf.float32) for gradient in gradients]
+    finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in local]
+    squares = [tf.reduce_sum(tf.square(tf.cast(one, tf.float64))) for one in finite]
     norm = tf.sqrt(tf.add_n(squares))
     bound = tf.constant(algorithm.clip_norm * ranks**-0.5, tf.float64)
     return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)), tf.float32)
-
-
-def _scaled(gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-    flat = tf.reshape(tf.cast(gradient, tf.float32), [-1])
-    return flat if factor is None else flat * factor

@@ -4,6 +4,8 @@ import itertools
 
 import tensorflow as tf
 
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step
 
 
@@ -16,14 +18,20 @@ class ModelScope(Scope):
     def _selections(self) -> list[str]:
         return ["model"]
 
-    def _send(self, entries: list[Entry], step: Step) -> list[tf.Operation]:
-        if not entries:
-            return []
-        sizes = [entry.memory.size for entry in entries]
-        (k,) = self._counts([sum(sizes)], step)
+    def _choose(self, entries: list[Entry], step: Step) -> Selection:
+        n = sum(entry.memory.size for entry in entries)
+        (k,) = self._counts([n], step)
         (hint,) = self._hints.values(["model"], [k])
-        residual = tf.concat([self._accumulate(entry, step) for entry in entries], 0)
-        selection = self._select(residual, sum(sizes), k, hint, step)
+        residuals = []
+        for entry in entries:
+            memory = entry.memory
+            entry.finite = memory.accumulate(entry.gradient, entry.factor, step.is_active)
+            residuals.append(read_after(memory.residual, entry.finite))
+        return self._selection(*ops.select_top_k(tf.concat(residuals, 0), k, step.seed, hint), n, k, step)
+
+    def _send(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
+        sizes = [entry.memory.size for entry in entries]
+        k = selection.k
         done = self._hints.update(["model"], [k], [selection.info])
         gathered = self._gather("model", [selection.payload], step)
         whole = self._reduce(gathered, 0, sum(sizes), k, step)

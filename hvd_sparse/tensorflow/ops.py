@@ -32,6 +32,61 @@ def _seed(seed: Integer) -> tf.Tensor:
     return _integer(seed if tf.is_tensor(seed) else (int(seed) + 2**63) % 2**64 - 2**63)
 
 
+def accumulate(
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    velocity: tf.Variable | None = None,
+    parameter: tf.Tensor | None = None,
+    *,
+    factor: Real = 1.0,
+    is_active: bool | tf.Tensor = True,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> tf.Tensor:
+    """Bring a gradient of n elements into `residual` and `velocity`, variables float32[n], in place, in one pass.
+
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]).
+    No velocity: residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov
+    velocity = momentum * (velocity + g) and residual += velocity, then g. Every product and sum is rounded. Returns,
+    as a bool scalar, whether the gradient was finite everywhere. is_active=False: that alone, the memory stays.
+    """
+    inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return _ops.hvd_sparse_accumulate(*inputs, **rule)
+
+
+def accumulate_top_k(
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    velocity: tf.Variable | None = None,
+    parameter: tf.Tensor | None = None,
+    *,
+    k: Integer,
+    seed: Integer = 0,
+    threshold_hint: Real = 0.0,
+    factor: Real = 1.0,
+    is_active: bool | tf.Tensor = True,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Do `accumulate`, then `select_top_k` in the residual: one pass over memory if the hint is good.
+
+    Returns whether the gradient was finite, and indices int64[k], values float32[k] and float64[2] of `select_top_k`.
+    """
+    inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
+    selection = (_integer(k), _seed(seed), _number(threshold_hint, tf.float64))
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return tuple(_ops.hvd_sparse_accumulate_top_k(*inputs, *selection, **rule))
+
+
+def _accumulation(gradient, residual, velocity, parameter, factor, is_active) -> tuple:
+    velocities = [] if velocity is None else [velocity.handle]
+    parameters = [] if parameter is None else [parameter]
+    return gradient, _number(factor, tf.float32), residual.handle, velocities, parameters, is_active
+
+
 def select_top_k(
     values: tf.Tensor, k: Integer, seed: Integer = 0, threshold_hint: Real = 0.0
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

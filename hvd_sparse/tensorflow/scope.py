@@ -6,8 +6,8 @@ selections, the allgathers of a few buckets, the vote. A branch then takes its p
 
     present   a sum over ranks, started with the step: do all take part, at the same step, with the same settings?
               All other collectives wait for it: one that not every rank starts would never end
-    memory    each finite gradient is accumulated
-    payloads  selected, packed and gathered
+    memory    each gradient is accumulated, and what to send is selected
+    payloads  packed and gathered
     vote      how many gradients were not finite on any rank: if there are, the step does not count
     clear     what was sent leaves the memory, if the step counts
 """
@@ -37,7 +37,7 @@ class Entry:
     gradient: tf.Tensor
     memory: ResidualMemory
     is_sparse: bool  # whether it ever travels as a payload
-    finite: tf.Tensor
+    finite: tf.Tensor | None = None  # known once the gradient has been read
     factor: tf.Tensor | None = None  # of clipping
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
     decode: Callable[[], tf.Tensor] | None = None  # makes the reduced gradient, float32[n], in the caller's branch
@@ -53,6 +53,7 @@ class Step:
     is_dense: tf.Tensor | None  # whether everything travels dense at present; None if the schedule never gets there
     scale: float  # what a sum over ranks is to be multiplied with
     suffix: str  # tells several calls in one graph apart
+    is_active: tf.Tensor | bool = True  # whether the gradients enter the memories: not where all travels dense
     present: tf.Operation | None = None
     overflow: tf.Tensor | None = None
     void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all travels dense
@@ -63,6 +64,7 @@ class Step:
 class Selection:
     """A selection to be sent."""
 
+    k: tf.Tensor
     indices: tf.Tensor
     values: tf.Tensor  # as they stood in the memory
     sent: tf.Tensor  # as they travel
@@ -102,13 +104,15 @@ class Scope(abc.ABC):
         settings, which must be the same on every rank.
         """
         entries = [
-            Entry(name, gradient, self.memories[name], self._is_ever_sparse(name), ops.all_finite(gradient))
+            Entry(name, gradient, self.memories[name], self._is_ever_sparse(name))
             for name, gradient in gradients.items()
         ]
         step = self._begin(scale, suffix, [*lines, *gradients])
-        self._vote(step, entries)
         self._clip(entries)
-        sent = self._send([entry for entry in entries if entry.is_sparse], step)
+        sparse = [entry for entry in entries if entry.is_sparse]
+        selections = self._choose(sparse, step) if sparse else None
+        self._vote(step, entries)
+        sent = self._send(sparse, selections, step) if sparse else []
         done = list(sent)
         for entry in entries:
             done += self._carry(entry, step, sent if entry.is_sparse else [])
@@ -147,8 +151,12 @@ class Scope(abc.ABC):
         """Return the names of the selections of a step: each has a threshold of its own."""
 
     @abc.abstractmethod
-    def _send(self, entries: list[Entry], step: Step) -> list[tf.Operation]:
-        """Accumulate, select and gather; give each entry its `decode`; return what the step has to have done."""
+    def _choose(self, entries: list[Entry], step: Step):
+        """Accumulate and select; tell each entry whether it was finite; return what `_send` is to be given."""
+
+    @abc.abstractmethod
+    def _send(self, entries: list[Entry], selections, step: Step) -> list[tf.Operation]:
+        """Gather what was selected; give each entry its `decode`; return what the step has to have done."""
 
     def _is_ever_sparse(self, name: str) -> bool:
         always_dense = isinstance(self.algorithm.warmup, Constant) and self.algorithm.warmup.value >= 1.0
@@ -166,6 +174,8 @@ class Scope(abc.ABC):
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
         step = Step(number, number + base, density, is_dense, scale, suffix)
+        if is_dense is not None:
+            step.is_active = tf.logical_not(is_dense)
         step.present = self._check_presence(step, lines)
         return step
 
@@ -193,6 +203,9 @@ class Scope(abc.ABC):
         return tf.group(*checks)
 
     def _vote(self, step: Step, entries: list[Entry]) -> None:
+        for entry in entries:
+            if not entry.is_sparse:
+                entry.finite = ops.all_finite(entry.gradient)
         bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float64) for entry in entries])
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         own = tf.stack([bad, tf.cast(step.number, tf.float64)])
@@ -204,19 +217,9 @@ class Scope(abc.ABC):
         ranks = self.exchange.size()
         whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
         if whole:
-            zero = tf.zeros([], tf.float64)
-            finite = [tf.where(entry.finite, tf.cast(entry.gradient, tf.float64), zero) for entry in entries]
-            factor = clip_factor(self.algorithm, ranks, finite)
+            factor = clip_factor(self.algorithm, ranks, [entry.gradient for entry in entries])
         for entry in entries:
             entry.factor = factor if whole else entry.memory.clip_factor(entry.gradient, ranks)
-
-    def _accumulate(self, entry: Entry, step: Step) -> tf.Tensor:
-        """Bring a finite gradient into its memory; return the residual."""
-        counts = entry.finite
-        if step.is_dense is not None:
-            counts = tf.logical_and(counts, tf.logical_not(step.is_dense))
-        memory = entry.memory
-        return tf.cond(counts, lambda: memory.accumulate(entry.gradient, entry.factor), memory.residual.read_value)
 
     def _carry(self, entry: Entry, step: Step, before: list[tf.Operation]) -> list[tf.Operation]:
         """Give Horovod what it is to allreduce; return the change of the memory of what travels dense.
@@ -256,14 +259,13 @@ class Scope(abc.ABC):
             counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
         return tf.unstack(tf.cast(counts, tf.int64))
 
-    def _select(self, residual: tf.Tensor, n: int, k: tf.Tensor, hint: tf.Tensor, step: Step) -> Selection:
-        indices, values, info = ops.select_top_k(residual, k, step.seed, hint)
+    def _selection(self, indices, values, info, n: int, k: tf.Tensor, step: Step) -> Selection:
         values_dtype = self.algorithm.values
         sent = values if values_dtype == "float32" else ops.quantize(values, values_dtype)
         payload = ops.pack(indices, sent, n, k, self.algorithm.coding, values_dtype)
         step.counted.add(payload_bytes=tf.size(payload))
         step.counted.add(sent=k if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(k), k))
-        return Selection(indices, values, sent, payload, info)
+        return Selection(k, indices, values, sent, payload, info)
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
         message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]

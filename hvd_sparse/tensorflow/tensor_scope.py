@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvd_sparse.buckets import plan_buckets
-from hvd_sparse.tensorflow.scope import Entry, Scope, Step
+from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step
 from hvd_sparse.wire import payload_size, top_k_count
 
 LATE = 10**9  # a step by which a schedule has settled
@@ -15,24 +15,28 @@ class TensorScope(Scope):
     def _selections(self) -> list[str]:
         return list(self.memories)
 
-    def _send(self, entries: list[Entry], step: Step) -> list[tf.Operation]:
-        if not entries:
-            return []
+    def _choose(self, entries: list[Entry], step: Step) -> dict[str, Selection]:
         names = [entry.name for entry in entries]
-        counts = dict(zip(names, self._counts([entry.memory.size for entry in entries], step), strict=True))
-        hints = self._hints.values(names, list(counts.values()))
+        counts = self._counts([entry.memory.size for entry in entries], step)
         chosen = {}
-        for entry, hint in zip(entries, hints, strict=True):
-            residual = self._accumulate(entry, step)
-            chosen[entry.name] = self._select(residual, entry.memory.size, counts[entry.name], hint, step)
-        done = self._hints.update(names, list(counts.values()), [chosen[name].info for name in names])
+        for entry, k, hint in zip(entries, counts, self._hints.values(names, counts), strict=True):
+            selection = {"k": k, "seed": step.seed, "threshold_hint": hint}
+            entry.finite, *selected = entry.memory.accumulate_top_k(
+                entry.gradient, entry.factor, step.is_active, **selection
+            )
+            chosen[entry.name] = self._selection(*selected, entry.memory.size, k, step)
+        return chosen
+
+    def _send(self, entries: list[Entry], chosen: dict[str, Selection], step: Step) -> list[tf.Operation]:
+        names = [entry.name for entry in entries]
+        done = self._hints.update(names, [chosen[name].k for name in names], [chosen[name].info for name in names])
         members = {entry.name: entry for entry in entries}
         for bucket in plan_buckets(self._settled_sizes(names), self.algorithm.bucket_bytes, "bucket"):
             payloads = [chosen[name].payload for name in bucket.offsets]
             gathered = self._gather(bucket.name, payloads, step)
             offset = tf.zeros([], tf.int64)
             for name, payload in zip(bucket.offsets, payloads, strict=True):
-                members[name].decode = self._decoder(gathered, offset, members[name], counts[name], step)
+                members[name].decode = self._decoder(gathered, offset, members[name], chosen[name].k, step)
                 offset += tf.size(payload, tf.int64)
         for entry in entries:
             selection = chosen[entry.name]

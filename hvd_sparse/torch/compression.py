@@ -16,7 +16,6 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
 from hvd_sparse.members import two_momenta
-from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
@@ -72,8 +71,7 @@ class SparseCompressor:
                 if name in self._scope.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 frozen = not self._parameters[name].requires_grad
-                finite = frozen or bool(ops.all_finite(tensor))
-                entry = Entry(name, tensor, finite, frozen)
+                entry = Entry(name, tensor, frozen)
                 carried = self._scope.add(entry)
                 self._open.add(name)
                 return carried, entry

@@ -1,18 +1,16 @@
-"""What a worker remembers of a tensor: residual and momentum, accumulated here, in PyTorch.
+"""What a worker remembers of a tensor: residual and momentum; when they change, and by which rule.
 
 All buffers are flat float32, whatever the gradient's type, and made when first needed. Names follow Deep Gradient
 Compression: the velocity is its u, the residual its v.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
-
-# What torch.optim.SGD(fused=True) calls; not a documented function, so there is a way without it.
-FUSED_SGD = getattr(torch, "_fused_sgd_", None)
-REGISTER = 16  # float32 in the longest vector register
+from hvd_sparse.torch import ops
 
 
 class ResidualMemory:
@@ -45,9 +43,26 @@ class ResidualMemory:
         """Return what to scale this tensor's gradient with before it is accumulated."""
         return 1.0
 
-    def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> None:
-        """Add a finite gradient, scaled by `factor`, to the memory."""
-        self.residual.add_(_flat(gradient), alpha=factor)
+    def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> bool:
+        """Bring a gradient, scaled by `factor`, into the memory; return whether it was finite everywhere.
+
+        What is not finite counts as zero.
+        """
+        return bool(ops.accumulate(gradient, *self._destination(), factor=factor, **self._rule()))
+
+    def accumulate_top_k(
+        self, gradient: torch.Tensor, factor: float, k: int, seed: int, threshold_hint: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Do `accumulate`, then select in the residual, as `ops.accumulate_top_k` does."""
+        selection = {"k": k, "seed": seed, "threshold_hint": threshold_hint}
+        return ops.accumulate_top_k(gradient, *self._destination(), factor=factor, **selection, **self._rule())
+
+    def _destination(self) -> tuple[torch.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays."""
+        return self.residual, None, None
+
+    def _rule(self) -> dict:
+        return {}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16."""
@@ -98,13 +113,13 @@ class MomentumMemory(ResidualMemory):
             return 1.0
         return clip_factor(self.algorithm.clip_norm, ranks, _norm(gradient))
 
-    def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> None:
-        """Add a finite gradient, scaled by `factor`, to velocity and residual."""
-        if FUSED_SGD is not None and self.algorithm.momentum > 0.0 and not self.algorithm.nesterov:
-            self._momentum_in_one_pass(self._local(gradient, factor))
-            return
-        for term in self._advance(gradient, factor, self.velocity):
-            self.residual.add_(term)
+    def _destination(self) -> tuple[torch.Tensor | None, ...]:
+        decays = self.algorithm.weight_decay != 0.0
+        return self.residual, self.velocity, _flat(self.parameter).contiguous() if decays else None
+
+    def _rule(self) -> dict:
+        names = ("momentum", "nesterov", "weight_decay")
+        return {name: getattr(self.algorithm, name) for name in names}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: that of the velocity."""
@@ -116,11 +131,10 @@ class MomentumMemory(ResidualMemory):
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        velocity = torch.empty_like(self.velocity)
-        first, *rest = self._advance(gradient, factor, velocity)
-        sent = first.clone()
-        for term in rest:
-            sent.add_(term)
+        velocity = self.velocity.clone()
+        sent = torch.zeros_like(velocity)
+        parameter = self._destination()[-1]
+        ops.accumulate(gradient, sent, velocity, parameter, factor=factor, **self._rule())
         if "residual" in self.buffers:
             sent.add_(self.residual)
 
@@ -136,45 +150,6 @@ class MomentumMemory(ResidualMemory):
         super().clear(indices, left)
         if self.algorithm.factor_masking:
             self.velocity.index_fill_(0, indices, 0.0)
-
-    def _local(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the gradient, float32[n], clipped and with weight decay; it may be the gradient itself."""
-        local = _flat(gradient)
-        if factor != 1.0:
-            local = local * factor
-        if self.algorithm.weight_decay != 0.0:
-            local = local + _flat(self.parameter) * self.algorithm.weight_decay
-        return local
-
-    def _momentum_in_one_pass(self, local: torch.Tensor) -> None:
-        """Do u <- m*u + g; v <- v + u: what PyTorch's fused SGD does to a parameter, with a rate of -1.
-
-        What does not fill a vector register it would round once where all else is rounded twice: not left to it.
-        """
-        whole = local.numel() - local.numel() % REGISTER
-        (u, u_rest), (v, v_rest), (g, g_rest) = ((t[:whole], t[whole:]) for t in (self.velocity, self.residual, local))
-        FUSED_SGD(
-            [v],
-            [g],
-            [u],
-            weight_decay=0.0,
-            momentum=self.algorithm.momentum,
-            lr=-1.0,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-        v_rest.add_(u_rest.mul_(self.algorithm.momentum).add_(g_rest))
-
-    def _advance(self, gradient: torch.Tensor, factor: float, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the next velocity to `out`, which may be the velocity; return the terms that the residual grows by."""
-        local = self._local(gradient, factor)
-        if self.algorithm.nesterov:
-            torch.add(self.velocity, local, out=out).mul_(self.algorithm.momentum)
-            return out, local
-        torch.mul(self.velocity, self.algorithm.momentum, out=out).add_(local)  # two roundings, as everywhere else
-        return (out,)
 
 
 def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory:
@@ -196,7 +171,12 @@ def clip_factor(clip_norm: float, ranks: int, norm: float) -> float:
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(_flat(tensor), dtype=torch.float64))  # squares may leave float32
+    """Return the L2 norm; what is not finite counts as zero."""
+    flat = _flat(tensor)
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares may leave float32
+    if math.isfinite(norm):
+        return norm
+    return float(torch.linalg.vector_norm(flat.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,9 +72,9 @@ class ModelScope(Scope):
         return whole.narrow(0, group.offsets[entry.name], entry.gradient.numel())
 
     def _take(self, entry: Entry) -> torch.Tensor:
-        if not self._clips_model() and not self.is_dense(entry.name) and entry.usable:
+        if not self._clips_model() and not self.is_dense(entry.name) and not entry.frozen:
             memory = self.memories[entry.name]
-            memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
+            entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
         return self.token()
 
     def _seal(self) -> None:
@@ -83,7 +83,6 @@ class ModelScope(Scope):
 
     def _start(self, entries: list[Entry], name: str) -> None:
         """Select in the given tensors together, and send."""
-        self._vote(f"{name}.vote", entries)
         group = self._group([entry.name for entry in entries])
         self._group_of.update(dict.fromkeys((*group.sparse, *group.dense), group))
         group.selection = group.gathered = group.summed = None
@@ -92,8 +91,10 @@ class ModelScope(Scope):
         factors = self._clip(entries)
         if self._clips_model():
             for entry in entries:
-                if entry.usable and entry.name in group.sparse:
-                    self.memories[entry.name].accumulate(entry.gradient, factors[entry.name])
+                if not entry.frozen and entry.name in group.sparse:
+                    memory = self.memories[entry.name]
+                    entry.finite = memory.accumulate(entry.gradient, factors[entry.name])
+        self._vote(f"{name}.vote", entries)
         if group.sparse:
             k = top_k_count(group.n, self.density)
             if group.buffer is None or group.buffer.numel() != self._payload_size(group.n, k):
@@ -116,7 +117,7 @@ class ModelScope(Scope):
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
         memory = self.memories[entry.name]
         dtype = torch.promote_types(memory.dense_dtype(entry.gradient), torch.float32)
-        if not entry.usable:
+        if entry.frozen or not entry.finite:
             return torch.zeros(entry.gradient.numel(), dtype=dtype)
         sent, entry.commit = memory.take_all(entry.gradient, factor)
         return sent.reshape(-1).to(dtype)
@@ -141,11 +142,11 @@ class ModelScope(Scope):
         ranks = self.exchange.size()
         if not self._clips_model():
             return {
-                entry.name: self.memories[entry.name].clip_factor(entry.gradient, ranks) if entry.usable else 1.0
+                entry.name: 1.0 if entry.frozen else self.memories[entry.name].clip_factor(entry.gradient, ranks)
                 for entry in entries
                 if self.is_dense(entry.name)
             }
-        usable = [entry.gradient for entry in entries if entry.usable]
+        usable = [entry.gradient for entry in entries if not entry.frozen]
         return dict.fromkeys((entry.name for entry in entries), whole_clip_factor(self.algorithm, ranks, usable))
 
     def _group(self, names: list[str]) -> Group:

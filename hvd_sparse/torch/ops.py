@@ -19,6 +19,50 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def accumulate(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    velocity: torch.Tensor | None = None,
+    parameter: torch.Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> torch.Tensor:
+    """Bring a gradient of n elements into `residual` and `velocity`, float32[n], in place, in one pass.
+
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]).
+    No velocity: residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov
+    velocity = momentum * (velocity + g) and residual += velocity, then g. Every product and sum is rounded. Returns,
+    as a bool scalar tensor, whether the gradient was finite everywhere.
+    """
+    return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
+
+
+def accumulate_top_k(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    velocity: torch.Tensor | None = None,
+    parameter: torch.Tensor | None = None,
+    *,
+    k: int,
+    seed: int = 0,
+    threshold_hint: float = 0.0,
+    factor: float = 1.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do `accumulate`, then `select_top_k` in the residual: one pass over memory if the hint is good.
+
+    Returns indices int64[k], values float32[k], and float64[3]: the two of `select_top_k`, and 1.0 if the gradient was
+    finite everywhere, else 0.0.
+    """
+    rule = (factor, momentum, nesterov, weight_decay)
+    return _ops.accumulate_top_k(gradient, residual, velocity, parameter, *rule, k, _signed(seed), threshold_hint)
+
+
 def select_top_k(
     values: torch.Tensor, k: int, seed: int = 0, threshold_hint: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,6 +156,14 @@ def _register_fakes() -> None:
     def empty(values, shape, dtype=None):
         """Make a tensor of this shape where `values` is."""
         return values.new_empty(shape, dtype=dtype or values.dtype)
+
+    @fake("hvd_sparse::accumulate")
+    def _(gradient, residual, *rule):
+        return empty(gradient, (), torch.bool)
+
+    @fake("hvd_sparse::accumulate_top_k")
+    def _(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay, k, seed, threshold_hint):
+        return empty(residual, (k,), torch.int64), empty(residual, (k,)), empty(residual, (3,), torch.float64)
 
     @fake("hvd_sparse::select_top_k")
     def _(values, k, seed, threshold_hint):

@@ -30,18 +30,13 @@ class Entry:
 
     name: str
     gradient: torch.Tensor  # as Horovod passed it
-    finite: bool
     frozen: bool  # the parameter does not train at present: it sends nothing and keeps its memory
+    finite: bool = True  # known once the gradient has been read
     carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
     indices: torch.Tensor | None = None  # what was selected of it
     left: torch.Tensor | None = None  # what rounding on the wire kept back there
     commit: Callable[[], None] | None = None  # what becomes of the memory of a tensor that travels dense
     packed: torch.Tensor | None = None  # its payload, until there is a message to put it into
-
-    @property
-    def usable(self) -> bool:
-        """Whether the gradient may enter the memory."""
-        return self.finite and not self.frozen
 
 
 @dataclass
@@ -96,6 +91,8 @@ class Scope(abc.ABC):
         self.traffic.count(
             dense_bytes=entry.gradient.numel() * entry.gradient.element_size(), elements=entry.gradient.numel()
         )
+        if self.is_dense(entry.name) and not entry.frozen:
+            entry.finite = bool(ops.all_finite(entry.gradient))
         carried = self._take(entry)
         self.traffic.count(payload_bytes=carried.numel() * carried.element_size())
         self._awaited.discard(entry.name)
@@ -188,8 +185,20 @@ class Scope(abc.ABC):
         return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
 
     def _select(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> Selection:
+        """Select in a residual."""
         indices, values, info = ops.select_top_k(residual, k, self.seed, hint.value(k))
-        threshold, passed = info.tolist()
+        return self._selection(indices, values, info.tolist(), k, hint)
+
+    def _accumulate_and_select(self, entry: Entry, factor: float, k: int, hint: ThresholdHint) -> Selection:
+        """Bring a gradient into its memory and select there; tell the entry whether the gradient was finite."""
+        memory = self.memories[entry.name]
+        indices, values, info = memory.accumulate_top_k(entry.gradient, factor, k, self.seed, hint.value(k))
+        *info, finite = info.tolist()
+        entry.finite = bool(finite)
+        return self._selection(indices, values, info, k, hint)
+
+    def _selection(self, indices: torch.Tensor, values: torch.Tensor, info: list[float], k: int, hint: ThresholdHint):
+        threshold, passed = info
         hint.update(k, threshold, int(passed))
         self.traffic.count(sent=k)
         if self.algorithm.values == "float32":

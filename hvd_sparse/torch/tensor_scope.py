@@ -82,19 +82,18 @@ class TensorScope(Scope):
 
     def _take(self, entry: Entry) -> torch.Tensor:
         memory = self.memories[entry.name]
-        factor = memory.clip_factor(entry.gradient, self.exchange.size()) if entry.usable else 1.0
+        factor = 1.0 if entry.frozen else memory.clip_factor(entry.gradient, self.exchange.size())
         if self.is_dense(entry.name):
             entry.carries_token = False
             self.traffic.count(sent=entry.gradient.numel())
-            if entry.usable:
+            if entry.finite and not entry.frozen:
                 carried, entry.commit = memory.take_all(entry.gradient, factor)
                 return carried
             return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
         n, k = entry.gradient.numel(), self._count(entry.name)
         selection = None
-        if entry.usable:
-            memory.accumulate(entry.gradient, factor)
-            selection = self._select(memory.residual, k, self._hints[entry.name])
+        if not entry.frozen:
+            selection = self._accumulate_and_select(entry, factor, k, self._hints[entry.name])
             entry.indices, entry.left = selection.indices, selection.left
         message = self._message_of.get(entry.name)
         if message is None:

@@ -351,7 +351,10 @@ def opcheck_arguments():
     payload = torch.empty(ops.payload_size(n, k), dtype=torch.uint8)
     ops.pack(indices, values[:k], n, k, payload)
     form = ("run_length", "float32")
+    rule = (torch.zeros(1000), torch.zeros(1000), torch.ones(1000), 0.5, 0.9, False, 0.1)
     return {
+        "accumulate": (values.half(), *rule),
+        "accumulate_top_k": (values, *rule, k, 0, 0.0),
         "select_top_k": (values.bfloat16(), k, 0, 0.0),
         "filter_threshold": (values.double(), 0.5),
         "select_threshold": (values, k, "exact", 0.005, 0),

@@ -1,22 +1,11 @@
-"""The plain NumPy twin of every native function: the specification in runnable form, and the oracle of the tests.
+"""Run lengths, values and payloads: the twin of run_length, quantize, payload and reduce."""
 
-Clear rather than fast. Every function takes arrays of any shape in row-major order, as the flattened gradient, and
-leaves its inputs unchanged. Value types: float32, float64, float16, and ml_dtypes.bfloat16 where the caller has it.
-
-Magnitude order, the total order behind "the k largest": larger |x| first (infinity is the largest); equal non-zero
-magnitudes by smaller `hash_index(seed, index)`, so that ties are cut without favour to any position; then zeros, then
-NaN, each by lower index.
-
-Differences from Deep Gradient Compression: the cut is exactly k and unbiased (the paper leaves ties open), sampling is
-stratified, and the wire format adds blocks, a header and a checksum (see `hvd_sparse.wire`).
-"""
-
-import math
 import struct
 import zlib
 
 import numpy as np
 
+from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import (
     BLOCK,
     CHECKSUM_OFFSET,
@@ -30,132 +19,8 @@ from hvd_sparse.wire import (
     payload_layout,
 )
 
-SCALAR_TYPES = ("float32", "float64", "float16", "bfloat16")
 FLOAT16_MAX = np.float32(65504.0)
 BFLOAT16_MAX_BITS = np.uint32(0x7F7F)
-MIN_SAMPLE = 1024
-
-
-def flatten(values) -> np.ndarray:
-    """Return values as a one-dimensional array; ValueError unless it is of one of the four value types."""
-    values = np.asarray(values)
-    if values.dtype.name not in SCALAR_TYPES:
-        raise ValueError(f"values must be of dtype {', '.join(SCALAR_TYPES)}; got {values.dtype.name}")
-    return values.reshape(-1)
-
-
-def magnitudes(values) -> np.ndarray:
-    """Return |values| as float64[n], exact for all four types; NaN stays NaN. ValueError for another dtype."""
-    values = flatten(values)
-    if values.dtype.name != "float64":
-        values = values.astype(np.float32)
-    return np.abs(values.astype(np.float64))
-
-
-def hash_index(seed: int, index) -> np.ndarray:
-    """Return a well-mixed uint64 for each index: the finaliser of splitmix64 of seed * 0x9E3779B97F4A7C15 + index.
-
-    All arithmetic is modulo 2**64, the seed too (it may be negative). For one seed no two indices share a hash.
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
-    """
-    start = (int(seed) * 0x9E3779B97F4A7C15) % 2**64
-    with np.errstate(over="ignore"):
-        z = np.asarray(index).astype(np.uint64) + np.uint64(start)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
-def magnitude_order(values, seed: int = 0) -> np.ndarray:
-    """Return the indices, int64[n], of values from first to last in magnitude order (see the module docstring)."""
-    magnitude = magnitudes(values)
-    missing = np.isnan(magnitude)
-    kind = np.where(missing, 2, np.where(magnitude == 0, 1, 0))
-    magnitude[missing] = 0.0
-    position = np.arange(magnitude.size, dtype=np.uint64)
-    tie = np.where(kind == 0, hash_index(seed, position), position)
-    return np.lexsort((tie, -magnitude, kind)).astype(np.int64)
-
-
-def check_count(k: int, n: int) -> None:
-    """Raise ValueError unless 1 <= k <= n."""
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and the number of values, {n}; got {k}")
-
-
-def select_top_k(values, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, float]:
-    """Select exactly k entries, the first k in magnitude order.
-
-    Returns (indices int64[k] ascending, values[indices] in the type of values, threshold). The threshold is the
-    magnitude of the k-th entry, 0.0 if that is a zero or NaN. ValueError unless 1 <= k <= n (so for n = 0 always).
-    Source: Deep Gradient Compression, algorithm 1; the unbiased cut is ours.
-    """
-    values = flatten(values)
-    check_count(k, values.size)
-    order = magnitude_order(values, seed)[:k]
-    last = float(magnitudes(values[order[-1:]])[0])
-    indices = np.sort(order)
-    return indices, values[indices], 0.0 if math.isnan(last) else last
-
-
-def filter_threshold(values, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Select every entry with |value| >= threshold, compared exactly (both as float64); NaN never passes.
-
-    Returns (indices int64 ascending, values[indices] in the type of values). ValueError if the threshold is negative
-    or NaN. Source: Dynamic Communication Thresholding, algorithm 1 (data parallel).
-    """
-    values = flatten(values)
-    if not threshold >= 0.0:
-        raise ValueError(f"threshold must be at least 0, got {threshold}")
-    indices = np.flatnonzero(magnitudes(values) >= np.float64(threshold)).astype(np.int64)
-    return indices, values[indices]
-
-
-def sample_size(n: int, k: int, sample_fraction: float) -> int:
-    """Return how many of n values a sampled threshold looks at: enough for about 32 of the k largest, 1024 or more."""
-    return min(n, max(math.ceil(sample_fraction * n), -(-32 * n // k), MIN_SAMPLE))
-
-
-def stratified_sample(n: int, size: int, seed: int) -> np.ndarray:
-    """Return one index, int64[size] ascending, from each of `size` equal strata of range(n), chosen by hash.
-
-    Stratum j covers [j * n // size, (j + 1) * n // size). Needs 1 <= size <= n and n * size below 2**63.
-    """
-    stratum = np.arange(size, dtype=np.int64)
-    start = stratum * n // size
-    length = (stratum + 1) * n // size - start
-    return start + (hash_index(seed, stratum) % length.astype(np.uint64)).astype(np.int64)
-
-
-def select_threshold(values, k: int, method: str = "exact", sample_fraction: float = 0.005, seed: int = 0) -> float:
-    """Return a magnitude that about k values reach ("sampled"), or the k-th largest magnitude itself ("exact").
-
-    NaN counts as 0. Sampled: the r-th largest of a stratified sample of s values, r = k * s / n rounded half up, at
-    least 1; where the sample would be half of the values or more, exact. ValueError unless 1 <= k <= n, the method is
-    one of the two and sample_fraction is in (0, 1]. Source: Deep Gradient Compression, section 5 (hierarchical
-    sampling; the exact second stage is `select_top_k`).
-    """
-    values = flatten(values)
-    n = values.size
-    check_count(k, n)
-    if method not in ("exact", "sampled"):
-        raise ValueError(f'method must be "exact" or "sampled", got {method!r}')
-    if not 0.0 < sample_fraction <= 1.0:
-        raise ValueError(f"sample_fraction must be in (0, 1], got {sample_fraction}")
-    rank = k
-    size = sample_size(n, k, sample_fraction)
-    if method == "sampled" and 2 * size < n:
-        values = values[stratified_sample(n, size, seed)]
-        rank = max(1, (2 * k * size + n) // (2 * n))
-    magnitude = magnitudes(values)
-    magnitude[np.isnan(magnitude)] = 0.0
-    return float(np.sort(magnitude)[-rank])
-
-
-def all_finite(values) -> bool:
-    """Return whether every value, converted to float32, is finite: False for float64 1e300. True for no values."""
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(flatten(values).astype(np.float32)).all())
 
 
 def encode_run_length(indices, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,176 @@
+#include "accumulate.h"
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+#include <utility>
+
+#include "candidates.h"
+#include "multiversion.h"
+#include "threshold.h"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr int64_t kStage = 2048;  // float32 that fit the first-level cache beside the memory's own
+
+inline bool IsFinite(float value) { return MagnitudeBits(value) < kInfinityBits<float>; }
+
+// The update of one element.
+template <AccumulateRule rule>
+inline void Update(float gradient, float momentum, float* velocity, float* residual) {
+  if constexpr (rule == AccumulateRule::kResidual) {
+    *residual += gradient;
+  } else if constexpr (rule == AccumulateRule::kMomentum) {
+    *velocity = momentum * *velocity + gradient;
+    *residual += *velocity;
+  } else {
+    *velocity = momentum * (*velocity + gradient);
+    *residual = (*residual + *velocity) + gradient;
+  }
+}
+
+// Updates `size` elements; returns whether any residual reaches the bar. What is not finite counts as zero.
+template <AccumulateRule rule>
+inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t size, float momentum,
+                                                       float* __restrict velocity, float* __restrict residual,
+                                                       uint32_t bar, int* bad) {
+  int reached = 0;
+  int spoilt = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const bool finite = IsFinite(gradient[i]);
+    float unused = 0;
+    Update<rule>(finite ? gradient[i] : 0.0f, momentum, rule == AccumulateRule::kResidual ? &unused : velocity + i,
+                 residual + i);
+    reached |= Reaches<float>(MagnitudeBits(residual[i]), bar);
+    spoilt |= !finite;
+  }
+  *bad |= spoilt;
+  return reached != 0;
+}
+
+// Updates from the front, chunk after chunk, until the residual reaches the bar in one: returns where that chunk
+// starts, or n.
+template <AccumulateRule rule>
+inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restrict gradient, int64_t n, float momentum,
+                                                          float* __restrict velocity, float* __restrict residual,
+                                                          uint32_t bar, int* bad) {
+  int64_t i = 0;
+  for (; i + kChunk <= n; i += kChunk) {
+    if (UpdateChunk<rule>(gradient + i, kChunk, momentum, velocity + i, residual + i, bar, bad)) return i;
+  }
+  return UpdateChunk<rule>(gradient + i, n - i, momentum, velocity + i, residual + i, bar, bad) ? i : n;
+}
+
+HVD_SPARSE_MULTIVERSION int64_t UpdateResidual(const float* gradient, int64_t n, float* residual, uint32_t bar,
+                                               int* bad) {
+  return UpdateUntil<AccumulateRule::kResidual>(gradient, n, 0, residual, residual, bar, bad);
+}
+HVD_SPARSE_MULTIVERSION int64_t UpdateMomentum(const float* gradient, int64_t n, float momentum, float* velocity,
+                                               float* residual, uint32_t bar, int* bad) {
+  return UpdateUntil<AccumulateRule::kMomentum>(gradient, n, momentum, velocity, residual, bar, bad);
+}
+HVD_SPARSE_MULTIVERSION int64_t UpdateNesterov(const float* gradient, int64_t n, float momentum, float* velocity,
+                                               float* residual, uint32_t bar, int* bad) {
+  return UpdateUntil<AccumulateRule::kNesterov>(gradient, n, momentum, velocity, residual, bar, bad);
+}
+
+int64_t UpdateUntilReached(const float* gradient, int64_t n, const AccumulateParams& params, Memory memory,
+                           uint32_t bar, int* bad) {
+  switch (params.rule) {
+    case AccumulateRule::kMomentum:
+      return UpdateMomentum(gradient, n, params.momentum, memory.velocity, memory.residual, bar, bad);
+    case AccumulateRule::kNesterov:
+      return UpdateNesterov(gradient, n, params.momentum, memory.velocity, memory.residual, bar, bad);
+    case AccumulateRule::kResidual: break;
+  }
+  return UpdateResidual(gradient, n, memory.residual, bar, bad);
+}
+
+template <typename T>
+inline __attribute__((always_inline)) void StageChunk(const T* gradient, const float* parameter, int64_t n,
+                                                      float factor, float weight_decay, float* local, int* bad) {
+  int spoilt = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = ToFloat(gradient[i]);
+    spoilt |= !IsFinite(value);
+    local[i] = (IsFinite(value) ? value : 0.0f) * factor;
+  }
+  *bad |= spoilt;
+  if (parameter == nullptr) return;
+  for (int64_t i = 0; i < n; ++i) local[i] += parameter[i] * weight_decay;
+}
+
+#define HVD_SPARSE_STAGE(T)                                                                              \
+  HVD_SPARSE_MULTIVERSION void Stage(const T* gradient, const float* parameter, int64_t n, float factor, \
+                                     float weight_decay, float* local, int* bad) {                       \
+    StageChunk(gradient, parameter, n, factor, weight_decay, local, bad);                                \
+  }
+HVD_SPARSE_STAGE(float)
+HVD_SPARSE_STAGE(double)
+HVD_SPARSE_STAGE(Float16)
+HVD_SPARSE_STAGE(BFloat16)
+#undef HVD_SPARSE_STAGE
+
+// Updates [begin, end); what reaches the candidates' bar is offered to them, if there are any.
+template <typename T>
+bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t begin, int64_t end, Memory memory,
+                     Candidates<float>* candidates) {
+  const float* parameter = params.weight_decay != 0 ? params.parameter : nullptr;
+  const bool staged = !std::is_same_v<T, float> || params.factor != 1 || parameter != nullptr;
+  float stage[kStage];
+  int bad = 0;
+  for (int64_t i = begin; i < end;) {
+    const int64_t size = staged ? std::min(kStage, end - i) : end - i;
+    const float* local = stage;
+    if constexpr (std::is_same_v<T, float>) local = staged ? stage : gradient + i;
+    if (staged) {
+      Stage(gradient + i, parameter == nullptr ? nullptr : parameter + i, size, params.factor, params.weight_decay,
+            stage, &bad);
+    }
+    for (int64_t done = 0; done < size;) {
+      const int64_t at = i + done;
+      float* velocity = memory.velocity == nullptr ? nullptr : memory.velocity + at;
+      const uint32_t bar = candidates == nullptr ? kInfinityBits<float> : candidates->threshold();
+      done += UpdateUntilReached(local + done, size - done, params, {memory.residual + at, velocity}, bar, &bad);
+      const int64_t stop = std::min(done + kChunk, size);
+      if (candidates != nullptr) candidates->Offer(memory.residual, i + done, i + stop);
+      done = stop;
+    }
+    i += size;
+  }
+  return bad == 0;
+}
+
+}  // namespace
+
+bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory) {
+  std::atomic<bool> finite{true};
+  Dispatch(gradient, [&](const auto* data) {
+    parallel_for(0, gradient.size, kGrain, [&](int64_t begin, int64_t end) {
+      if (!AccumulateRange(data, params, begin, end, memory, nullptr)) finite.store(false);
+    });
+  });
+  return finite.load();
+}
+
+Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
+                      const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(select.k, gradient.size));
+  const Array residual{memory.residual, gradient.size, DType::kFloat32};
+  if (!HasHint(select)) {
+    *finite = Accumulate(gradient, params, parallel_for, memory);
+    return SelectTopK(residual, select, parallel_for, selection);
+  }
+  std::atomic<bool> all_finite{true};
+  auto gathered = Dispatch(gradient, [&](const auto* data) {
+    const auto scan = [&](Candidates<float>* part, int64_t begin, int64_t end) {
+      if (!AccumulateRange(data, params, begin, end, memory, part)) all_finite.store(false);
+    };
+    return Gather<float>(gradient.size, select, CandidateBar<float>(select.threshold_hint), parallel_for, scan);
+  });
+  *finite = all_finite.load();
+  return SelectTopKAmong(std::move(gathered), residual, select, parallel_for, selection);
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,131 @@
+// What reaches a threshold, gathered while the data are read once; shared by the selections.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "dtype.h"
+#include "parallel.h"
+#include "random.h"
+#include "select.h"
+
+namespace hvd_sparse {
+
+constexpr int64_t kChunk = 64;  // elements that are looked at together
+
+template <typename T>
+inline bool Reaches(BitsOf<T> magnitude, BitsOf<T> threshold) {  // NaN, above infinity, does not
+  return static_cast<BitsOf<T>>(magnitude - threshold) <= static_cast<BitsOf<T>>(kInfinityBits<T> - threshold);
+}
+
+// The candidates of one contiguous range, in index order, never many more than 2k: when that many have gathered they
+// are cut back to the best k, and the bar rises to the last of them.
+template <typename T>
+class Candidates {
+ public:
+  using M = BitsOf<T>;
+  struct Entry {
+    M magnitude;
+    int64_t index;
+  };
+
+  Candidates(int64_t k, M threshold, uint64_t seed)
+      : k_(static_cast<size_t>(k)), capacity_(2 * k_ + 1024), threshold_(threshold), seed_(seed) {}
+
+  // Takes those of data[begin, end) that reach the bar.
+  void Offer(const T* data, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) OfferOne(MagnitudeBits(data[i]), i);
+  }
+
+  void Append(const Candidates& later) {
+    passed_ += later.passed_;
+    entries_.insert(entries_.end(), later.entries_.begin(), later.entries_.end());
+  }
+
+  // Keeps the first k in the total order, still sorted by index.
+  void Cut() {
+    if (entries_.size() <= k_) return;
+    std::vector<M> magnitudes(entries_.size());
+    std::transform(entries_.begin(), entries_.end(), magnitudes.begin(), [](const Entry& e) { return e.magnitude; });
+    std::nth_element(magnitudes.begin(), magnitudes.begin() + (k_ - 1), magnitudes.end(), std::greater<>());
+    threshold_ = magnitudes[k_ - 1];
+    size_t above = 0;
+    std::vector<uint64_t> ties;
+    for (const Entry& entry : entries_) {
+      above += entry.magnitude > threshold_;
+      if (entry.magnitude == threshold_) ties.push_back(HashOf(entry));
+    }
+    const size_t wanted = k_ - above;
+    std::nth_element(ties.begin(), ties.begin() + (wanted - 1), ties.end());
+    last_tie_ = ties[wanted - 1];
+    entries_.erase(
+        std::remove_if(entries_.begin(), entries_.end(), [this](const Entry& entry) { return !Keeps(entry); }),
+        entries_.end());
+  }
+
+  M threshold() const { return threshold_; }
+  const std::vector<Entry>& entries() const { return entries_; }
+  int64_t passed() const { return passed_; }
+
+ private:
+  uint64_t HashOf(const Entry& entry) const { return Hash(seed_, static_cast<uint64_t>(entry.index)); }
+
+  bool Keeps(const Entry& entry) const {
+    return entry.magnitude > threshold_ || (entry.magnitude == threshold_ && HashOf(entry) <= last_tie_);
+  }
+
+  void OfferOne(M magnitude, int64_t index) {
+    if (!Reaches<T>(magnitude, threshold_)) return;
+    ++passed_;
+    const Entry entry{magnitude, index};
+    if (!Keeps(entry)) return;
+    entries_.push_back(entry);
+    if (entries_.size() >= capacity_) Cut();
+  }
+
+  size_t k_;
+  size_t capacity_;
+  M threshold_;
+  uint64_t seed_;
+  uint64_t last_tie_ = std::numeric_limits<uint64_t>::max();
+  std::vector<Entry> entries_;
+  int64_t passed_ = 0;
+};
+
+// Calls scan(&candidates, begin, end) on ranges that cover [0, n), and joins what these gather, in index order.
+template <typename T, typename Scan>
+Candidates<T> Gather(int64_t n, const SelectParams& params, BitsOf<T> threshold, const ParallelFor& parallel_for,
+                     const Scan& scan) {
+  std::mutex mutex;
+  std::vector<std::pair<int64_t, Candidates<T>>> parts;
+  parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+    Candidates<T> part(params.k, threshold, params.seed);
+    scan(&part, begin, end);
+    std::lock_guard<std::mutex> lock(mutex);
+    parts.emplace_back(begin, std::move(part));
+  });
+  std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  Candidates<T> all = std::move(parts.front().second);
+  for (size_t i = 1; i < parts.size(); ++i) all.Append(parts[i].second);
+  return all;
+}
+
+// The smallest magnitude that a candidate may have: zeros are never candidates.
+template <typename T>
+BitsOf<T> CandidateBar(double threshold) {
+  return std::max<BitsOf<T>>(1, SmallestReaching<T>(threshold));
+}
+
+inline bool HasHint(const SelectParams& params) {
+  return params.threshold_hint > 0 && params.threshold_hint < std::numeric_limits<double>::infinity();
+}
+
+// SelectTopK of float32 values where all that reach the hint have been gathered already.
+Status SelectTopKAmong(Candidates<float> gathered, const Array& values, const SelectParams& params,
+                       const ParallelFor& parallel_for, Selection* selection);
+
+}  // namespace hvd_sparse

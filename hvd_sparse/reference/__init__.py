@@ -1,0 +1,43 @@
+"""The plain NumPy twin of every native function: the specification in runnable form, and the oracle of the tests.
+
+Clear rather than fast. Every function takes arrays of any shape in row-major order, as the flattened gradient, and
+leaves its inputs unchanged, but for the memory of `accumulate`. Value types: float32, float64, float16, and
+ml_dtypes.bfloat16 where the caller has it.
+
+Magnitude order, the total order behind "the k largest": larger |x| first (infinity is the largest); equal non-zero
+magnitudes by smaller `hash_index(seed, index)`, so that ties are cut without favour to any position; then zeros, then
+NaN, each by lower index.
+
+Differences from Deep Gradient Compression: the cut is exactly k and unbiased (the paper leaves ties open), sampling is
+stratified, and the wire format adds blocks, a header and a checksum (see `hvd_sparse.wire`).
+"""
+
+from hvd_sparse.reference.accumulation import (
+    accumulate,
+    accumulate_top_k,
+)
+from hvd_sparse.reference.coding import (
+    check_header,
+    checksum,
+    decode_run_length,
+    decode_values,
+    encode_run_length,
+    encode_values,
+    pack,
+    quantize,
+    reduce_payloads,
+    unpack,
+)
+from hvd_sparse.reference.selection import (
+    all_finite,
+    check_count,
+    filter_threshold,
+    flatten,
+    hash_index,
+    magnitude_order,
+    magnitudes,
+    sample_size,
+    select_threshold,
+    select_top_k,
+    stratified_sample,
+)

@@ -1,0 +1,56 @@
+"""What a gradient does to the memory of a tensor: the twin of accumulate. It changes the memory in place."""
+
+import numpy as np
+
+from hvd_sparse.reference.selection import check_count, flatten, select_top_k
+
+
+def accumulate(
+    gradient,
+    residual,
+    velocity=None,
+    parameter=None,
+    *,
+    factor: float = 1.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> bool:
+    """Bring a gradient of n values into residual and velocity, float32[n], in place; return whether it was finite.
+
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter. No velocity:
+    residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov velocity = momentum *
+    (velocity + g) and residual += velocity, then g. Every product and every sum is rounded to float32. Source: Gradient
+    Dropping, section 3; Deep Gradient Compression, Algorithms 3 and 4.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        local = flatten(gradient).astype(np.float32)
+        finite = np.isfinite(local)
+        local = np.where(finite, local, np.float32(0.0)) * np.float32(factor)
+        if weight_decay != 0.0:
+            local = local + flatten(parameter).astype(np.float32) * np.float32(weight_decay)
+        if velocity is None:
+            residual += local
+        elif nesterov:
+            velocity += local
+            velocity *= np.float32(momentum)
+            residual += velocity
+            residual += local
+        else:
+            velocity *= np.float32(momentum)
+            velocity += local
+            residual += velocity
+    return bool(finite.all())
+
+
+def accumulate_top_k(
+    gradient, residual, velocity=None, parameter=None, *, k: int, seed: int = 0, **rule
+) -> tuple[np.ndarray, np.ndarray, float, bool]:
+    """Do `accumulate`, then `select_top_k` in the residual; rule: what `accumulate` takes by keyword.
+
+    Returns indices int64[k], values float32[k], the smallest selected magnitude, and whether the gradient was finite.
+    ValueError unless 1 <= k <= n, before anything changes.
+    """
+    check_count(k, flatten(gradient).size)
+    finite = accumulate(gradient, residual, velocity, parameter, **rule)
+    return *select_top_k(residual, k, seed), finite

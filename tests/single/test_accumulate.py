@@ -1,0 +1,186 @@
+"""Accumulation in one pass: the NumPy twin against the equations, element by element; the operators against it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_ops import DTYPES, as_numpy, same
+
+from hvd_sparse import reference
+from hvd_sparse.torch import ops
+
+SIZES = [1, 63, 64, 65, 2049, 300_000]
+RULES = {
+    "residual": {},
+    "residual, clipped": {"factor": 0.3},
+    "momentum": {"momentum": 0.9},
+    "no momentum": {"momentum": 0.0},
+    "momentum, clipped, decay": {"momentum": 0.9, "factor": 0.7, "weight_decay": 0.01},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "nesterov, decay": {"momentum": 0.5, "nesterov": True, "weight_decay": 0.01},
+}
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    """Every rule in turn."""
+    return RULES[request.param]
+
+
+def draw(n, seed):
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+def buffers(n, rule):
+    """Return residual, velocity (None without momentum) and parameter (None without decay), as NumPy arrays."""
+    velocity = draw(n, 2) if "momentum" in rule else None
+    return draw(n, 1), velocity, draw(n, 3) if "weight_decay" in rule else None
+
+
+def rounded(number):
+    return float(np.float32(number))
+
+
+def by_element(gradient, residual, velocity, parameter, factor=1.0, momentum=0.0, nesterov=False, weight_decay=0.0):
+    """The equations in Python's floats, each product and sum rounded; returns (residual, velocity) of one element."""
+    g = rounded((gradient if math.isfinite(rounded(gradient)) else 0.0) * rounded(factor))
+    if weight_decay:
+        g = rounded(g + rounded(parameter * rounded(weight_decay)))
+    if velocity is None:
+        return rounded(residual + g), None
+    if nesterov:
+        velocity = rounded(rounded(momentum) * rounded(velocity + g))
+        return rounded(rounded(residual + velocity) + g), velocity
+    velocity = rounded(rounded(rounded(momentum) * velocity) + g)
+    return rounded(residual + velocity), velocity
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_the_twin_follows_the_equations(rule):
+    gradient = draw(500, 0).astype(np.float64)
+    gradient[:4] = math.nan, math.inf, -math.inf, 1e300
+    residual, velocity, parameter = buffers(500, rule)
+    rest = ([None] * 500 if each is None else each.tolist() for each in (velocity, parameter))
+    expected = [by_element(*each, **rule) for each in zip(gradient.tolist(), residual.tolist(), *rest, strict=True)]
+    assert reference.accumulate(gradient, residual, velocity, parameter, **rule) is False
+    np.testing.assert_array_equal(residual, np.float32([each[0] for each in expected]))
+    if velocity is not None:
+        np.testing.assert_array_equal(velocity, np.float32([each[1] for each in expected]))
+    assert reference.accumulate(gradient[4:], residual[4:], **{"factor": 0.5}) is True
+
+
+def tensors(arrays):
+    return [None if array is None else torch.from_numpy(array.copy()) for array in arrays]
+
+
+def assert_same_memory(found, expected):
+    for tensor, array in zip(found, expected, strict=True):
+        if array is not None:
+            same(tensor, array)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate(make, kind, dtype, rule):
+    for n in SIZES[:-1]:
+        gradient = make(kind, n, dtype)
+        expected = buffers(n, rule)
+        found = tensors(expected)
+        finite = ops.accumulate(gradient, *found, **rule)
+        assert finite.item() is reference.accumulate(as_numpy(gradient), *expected, **rule)
+        assert_same_memory(found, expected)
+
+
+@pytest.mark.parametrize("hint", [0.0, 0.5, 0.98, 1.0, 1.01, math.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulate_top_k(make, kind, dtype, hint, rule):
+    for n in (65, 2049):
+        gradient, expected = make(kind, n, dtype), buffers(n, rule)
+        found, k = tensors(expected), (n + 49) // 50
+        indices, values, threshold, finite = reference.accumulate_top_k(
+            as_numpy(gradient), *expected, k=k, seed=3, **rule
+        )
+        result = ops.accumulate_top_k(gradient, *found, k=k, seed=3, threshold_hint=threshold * hint, **rule)
+        same(result[0], indices)
+        same(result[1], values)
+        assert (result[2].dtype, result[2].shape) == (torch.float64, (3,))
+        assert result[2].tolist()[::2] == [threshold, float(finite)]
+        assert (result[2][1] < k) == (hint > 1.0 and threshold > 0.0 and math.isfinite(hint))
+        assert_same_memory(found, expected)
+
+
+def test_threads_change_nothing(rule):
+    n, results = SIZES[-1] * 4, []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            memory = tensors(buffers(n, rule))
+            gradient = torch.from_numpy(draw(n, 5))
+            *selected, info = ops.accumulate_top_k(gradient, *memory, k=999, threshold_hint=2.0, **rule)
+            results.append([*selected, info[::2], *memory])  # how many passed is exact up to 2k only
+        finally:
+            torch.set_num_threads(before)
+    for one, three in itertools.zip_longest(*results):
+        assert one is three is None or torch.equal(one, three)
+
+
+def test_many_steps_with_last_step_s_threshold():
+    """Steps follow one another as in training: what is sent leaves, and the hint is a little below the last edge."""
+    n, k, hint = 50_000, 50, 0.0
+    expected = [np.zeros(n, np.float32), np.zeros(n, np.float32), None]
+    found = tensors(expected)
+    for step in range(60):
+        gradient = draw(n, step)
+        indices, values, threshold, _ = reference.accumulate_top_k(gradient, *expected, k=k, seed=step, momentum=0.9)
+        result = ops.accumulate_top_k(
+            torch.from_numpy(gradient), *found, k=k, seed=step, threshold_hint=hint, momentum=0.9
+        )
+        same(result[0], indices)
+        same(result[1], values)
+        for buffer, tensor in zip(expected[:2], found[:2], strict=True):
+            buffer[indices] = 0.0
+            tensor[result[0]] = 0.0
+        assert_same_memory(found, expected)
+        hint = 0.98 * threshold
+
+
+def test_gradients_of_any_layout():
+    gradient = torch.arange(12.0).view(3, 4)
+    found = []
+    for layout in (gradient, gradient.t().contiguous().t(), gradient.view(12)):
+        residual = torch.zeros(12)
+        ops.accumulate(layout, residual)
+        found.append(residual)
+    assert all(torch.equal(residual, torch.arange(12.0)) for residual in found)
+
+
+FIVE = torch.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.accumulate(FIVE, torch.zeros(4)), "residual must have 5 elements.* got 4"),
+        (lambda: ops.accumulate(FIVE, torch.zeros(5), torch.zeros(6)), "velocity must have 5"),
+        (lambda: ops.accumulate(FIVE, torch.zeros(5, dtype=torch.float64)), "residual must be Float"),
+        (lambda: ops.accumulate(FIVE, torch.zeros(10)[::2]), "residual must be contiguous"),
+        (lambda: ops.accumulate(FIVE, torch.zeros(5), weight_decay=0.1), "weight_decay needs the parameter"),
+        (lambda: ops.accumulate(FIVE, torch.zeros(5), None, torch.zeros(4), weight_decay=0.1), "parameter must have 5"),
+        (lambda: ops.accumulate(FIVE.int(), torch.zeros(5)), "float32, float64, float16 or bfloat16"),
+        (lambda: ops.accumulate_top_k(FIVE, torch.zeros(5), k=0), r"k must be in \[1, 5\]"),
+        (lambda: ops.accumulate_top_k(FIVE, torch.zeros(5), k=6), r"k must be in \[1, 5\]"),
+        (lambda: reference.accumulate_top_k(FIVE.numpy(), np.zeros(5, np.float32), k=6), "k must"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refusal_leaves_the_memory():
+    residual = torch.zeros(5)
+    with pytest.raises(ValueError, match="k must"):
+        ops.accumulate_top_k(FIVE, residual, k=6)
+    assert not residual.any()

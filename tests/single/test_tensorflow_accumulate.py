@@ -1,0 +1,134 @@
+"""Accumulation in one pass, in TensorFlow: the operators against their NumPy twin, eagerly, traced, in a v1 graph."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_accumulate import DTYPES, RULES, buffers, draw
+from test_ops import same
+from test_tensorflow_ops import Invalid, from_torch
+
+from hvd_sparse import reference
+from hvd_sparse.tensorflow import ops
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    """Every rule in turn."""
+    return RULES[request.param]
+
+
+def memory_of(arrays):
+    """Residual and velocity as variables, the parameter as a tensor."""
+    *memory, parameter = arrays
+    variables = [None if array is None else tf.Variable(array) for array in memory]
+    return *variables, None if parameter is None else tf.constant(parameter)
+
+
+def assert_same_memory(found, expected):
+    for variable, array in zip(found[:2], expected[:2], strict=True):
+        if array is not None:
+            same(variable.read_value(), array)
+
+
+def calls(function):
+    """The function itself, and traced."""
+    return function, tf.function(function, autograph=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate(make, kind, dtype, rule):
+    gradient = from_torch(make(kind, 2049, dtype))
+    for call in calls(lambda *memory: ops.accumulate(gradient, *memory, **rule)):
+        expected = buffers(2049, rule)
+        found = memory_of(expected)
+        assert bool(call(*found)) is reference.accumulate(gradient.numpy(), *expected, **rule)
+        assert_same_memory(found, expected)
+
+
+@pytest.mark.parametrize("hint", [0.0, 0.5, 0.98, 1.0, 1.01, math.inf])
+def test_accumulate_top_k(make, kind, hint, rule):
+    gradient, k = from_torch(make(kind, 2049)), 41
+    expected = buffers(2049, rule)
+    indices, values, threshold, finite = reference.accumulate_top_k(gradient.numpy(), *expected, k=k, seed=3, **rule)
+    choice = {"k": k, "seed": 3, "threshold_hint": threshold * hint}
+    for call in calls(lambda *memory: ops.accumulate_top_k(gradient, *memory, **choice, **rule)):
+        found = memory_of(buffers(2049, rule))
+        result = call(*found)
+        assert bool(result[0]) is finite
+        same(result[1], indices)
+        same(result[2], values)
+        assert result[3][0] == threshold
+        assert_same_memory(found, expected)
+
+
+def test_inactive_it_only_looks(rule):
+    before = buffers(500, rule)
+    indices, _, threshold = reference.select_top_k(before[0], 9)
+    for bad, gradient in ((False, draw(500, 4)), (True, np.full(500, np.inf, np.float32))):
+        for active in (False, tf.constant(False)):
+            found = memory_of(before)
+            assert bool(ops.accumulate(gradient, *found, is_active=active, **rule)) is not bad
+            result = ops.accumulate_top_k(gradient, *found, k=9, is_active=active, **rule)
+            assert bool(result[0]) is not bad
+            same(result[1], indices)
+            assert result[3][0] == threshold
+            assert_same_memory(found, before)
+
+
+def test_numbers_may_be_tensors_and_nothing_is_traced_again():
+    residual = tf.Variable(tf.zeros([100]))
+
+    @tf.function(autograph=False)
+    def call(gradient, factor, k, hint):
+        """Pass all numbers as tensors."""
+        return ops.accumulate_top_k(gradient, residual, factor=factor, k=k, threshold_hint=hint)
+
+    expected = np.zeros(100, np.float32)
+    for step, factor in enumerate((1.0, 0.5, 0.25)):
+        gradient = draw(100, step)
+        wanted = reference.accumulate_top_k(gradient, expected, factor=factor, k=step + 1)
+        result = call(gradient, *(tf.constant(number) for number in (factor, step + 1, 0.5 * step)))
+        same(result[1], wanted[0])
+        same(residual.read_value(), expected)
+    assert call.experimental_get_tracing_count() == 1
+
+
+def test_a_value_that_was_read_stays_what_it_was():
+    residual = tf.Variable(tf.zeros([5]))
+    before = residual.read_value()
+    ops.accumulate(tf.ones([5]), residual)
+    assert not before.numpy().any() and residual.numpy().all()
+
+
+def test_in_a_graph_of_tensorflow_1():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        residual = tf.compat.v1.get_variable("residual", initializer=tf.zeros([5]), use_resource=True)
+        finite = ops.accumulate(tf.constant([1.0, 2.0, math.nan, 4.0, 5.0]), residual)
+        session.run(residual.initializer)
+        assert [bool(session.run(finite)) for _ in range(2)] == [False, False]
+        assert session.run(residual).tolist() == [2.0, 4.0, 0.0, 8.0, 10.0]
+
+
+def zeros(*shape, dtype=tf.float32):
+    return tf.Variable(tf.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.accumulate(tf.ones([5]), zeros(4)), "accumulate: residual must have 5 elements.* got 4"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5), zeros(6)), "accumulate: velocity must have 5"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5, 1)), "float32 with one dimension"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5, dtype=tf.float64)), "float32 with one dimension"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5), weight_decay=0.1), "weight_decay needs the parameter"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5), None, tf.ones([4]), weight_decay=0.1), "parameter must have 5"),
+        (lambda: ops.accumulate(tf.ones([5], tf.int32), zeros(5)), "int32"),
+        (lambda: ops.accumulate(tf.ones([5]), zeros(5), factor=tf.ones([2])), "factor must be a scalar"),
+        (lambda: ops.accumulate_top_k(tf.ones([5]), zeros(5), k=6), r"accumulate_top_k: k must be in \[1, 5\]"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(Invalid, match=message):
+        call()
