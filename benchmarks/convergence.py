@@ -44,12 +44,14 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path) -> list[dict]:
+def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, resume: bool) -> list[dict]:
     """Run every method of an experiment with every seed; show and write each result as it comes."""
     script, common, metric, methods = EXPERIMENTS[name]
-    results = []
+    results = json.loads((out / f"convergence_{name}.json").read_text())["runs"] if resume else []
     for label, options in methods.items():
         for seed in seeds:
+            if any((row["label"], row["seed"]) == (label, seed) for row in results):
+                continue
             result = train(script, [*common, *options], ranks, seed, extra)
             results.append({"label": label, **result})
             print(
@@ -102,12 +104,13 @@ def main() -> None:
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the results have already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments, extra = parser.parse_known_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     summary = {}
     for name in arguments.experiments:
-        results = run(name, arguments.ranks, arguments.seeds, extra, arguments.out)
+        results = run(name, arguments.ranks, arguments.seeds, extra, arguments.out, arguments.resume)
         print(f"\n{table(name, results)}\n")
         summary[name] = [{key: row[key] for key in ("label", "seed", "ratio")} for row in results]
     print(json.dumps(summary))

@@ -12,6 +12,8 @@
 namespace hvd_sparse {
 namespace {
 
+constexpr int64_t kLine = 16;     // float32 in a line of the cache
+constexpr int64_t kAhead = 512;   // float32 to fetch ahead: the hardware's own prefetcher ends at every page
 constexpr int64_t kStage = 2048;  // float32 that fit the first-level cache beside the memory's own
 
 inline bool IsFinite(float value) { return MagnitudeBits(value) < kInfinityBits<float>; }
@@ -57,6 +59,11 @@ inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restric
                                                           uint32_t bar, int* bad) {
   int64_t i = 0;
   for (; i + kChunk <= n; i += kChunk) {
+    for (int64_t line = i + kAhead; line < i + kAhead + kChunk; line += kLine) {
+      __builtin_prefetch(gradient + line);
+      __builtin_prefetch(residual + line, 1);
+      if (rule != AccumulateRule::kResidual) __builtin_prefetch(velocity + line, 1);
+    }
     if (UpdateChunk<rule>(gradient + i, kChunk, momentum, velocity + i, residual + i, bar, bad)) return i;
   }
   return UpdateChunk<rule>(gradient + i, n - i, momentum, velocity + i, residual + i, bar, bad) ? i : n;

@@ -22,6 +22,13 @@ inline bool Reaches(BitsOf<T> magnitude, BitsOf<T> threshold) {  // NaN, above i
   return static_cast<BitsOf<T>>(magnitude - threshold) <= static_cast<BitsOf<T>>(kInfinityBits<T> - threshold);
 }
 
+template <typename T>
+inline __attribute__((always_inline)) bool AnyReaches(const T* data, int64_t n, BitsOf<T> threshold) {
+  int any = 0;
+  for (int64_t i = 0; i < n; ++i) any |= Reaches<T>(MagnitudeBits(data[i]), threshold);
+  return any != 0;
+}
+
 // The candidates of one contiguous range, in index order, never many more than 2k: when that many have gathered they
 // are cut back to the best k, and the bar rises to the last of them.
 template <typename T>
@@ -36,9 +43,15 @@ class Candidates {
   Candidates(int64_t k, M threshold, uint64_t seed)
       : k_(static_cast<size_t>(k)), capacity_(2 * k_ + 1024), threshold_(threshold), seed_(seed) {}
 
-  // Takes those of data[begin, end) that reach the bar.
+  // Takes those of data[begin, end) that reach the bar: few, so that most of eight neighbours are passed over at once.
   void Offer(const T* data, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) OfferOne(MagnitudeBits(data[i]), i);
+    constexpr int64_t kFew = 8;
+    int64_t i = begin;
+    for (; i + kFew <= end; i += kFew) {
+      if (!AnyReaches(data + i, kFew, threshold_)) continue;
+      for (int64_t j = i; j < i + kFew; ++j) OfferOne(MagnitudeBits(data[j]), j);
+    }
+    for (; i < end; ++i) OfferOne(MagnitudeBits(data[i]), i);
   }
 
   void Append(const Candidates& later) {

@@ -14,13 +14,6 @@
 namespace hvd_sparse {
 namespace {
 
-template <typename T>
-inline __attribute__((always_inline)) bool AnyReaches(const T* data, int64_t n, BitsOf<T> threshold) {
-  int any = 0;
-  for (int64_t i = 0; i < n; ++i) any |= Reaches<T>(MagnitudeBits(data[i]), threshold);
-  return any != 0;
-}
-
 // Returns the first chunk start in [begin, end) with an element that reaches the threshold, or end.
 template <typename T>
 inline __attribute__((always_inline)) int64_t SkipChunks(const T* data, int64_t begin, int64_t end,
