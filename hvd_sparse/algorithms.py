@@ -8,7 +8,7 @@ import numbers
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from hvd_sparse.schedule import Schedule, make_schedule
+from hvd_sparse.schedule import Constant, Schedule, make_schedule
 from hvd_sparse.wire import CODINGS, VALUE_DTYPES, checked_integer
 
 SCOPES = ("tensor", "model")
@@ -19,16 +19,11 @@ WIRE_VALUES = tuple(dtype for dtype in VALUE_DTYPES if dtype != "float64")  # re
 class Algorithm:
     """The arguments that every method shares.
 
-    density: part of the elements to send, in (0, 1]. warmup: None, a number of optimizer steps, or a `Schedule`.
-    scope: "tensor" selects in each tensor, "model" in all of them together. min_numel: smaller tensors travel dense.
-    coding, values: of the payload, see `hvd_sparse.wire`. bucket_bytes: payload bytes that one allgather aims at
-    (scope "tensor"). seed: of the sampled thresholds and the breaking of ties.
+    min_numel: smaller tensors travel dense. coding, values: of the payload, see `hvd_sparse.wire`. bucket_bytes:
+    payload bytes that one allgather aims at (scope "tensor"). seed: of all that is drawn.
     Raises ValueError or TypeError that names the argument, what was received and what is expected.
     """
 
-    density: float | Schedule
-    warmup: int | Schedule | None = None
-    scope: str = "tensor"
     min_numel: int = 1024
     coding: str = "run_length"
     values: str = "float32"
@@ -36,10 +31,12 @@ class Algorithm:
     seed: int = 0
 
     name: ClassVar[str]
+    warmup: ClassVar[Schedule]
     momentum: ClassVar[float] = 0.0
+    scope: ClassVar[str] = "tensor"
+    is_exact: ClassVar[bool] = True  # sends exactly k entries; otherwise what reaches a threshold, however many
 
     def __post_init__(self):
-        object.__setattr__(self, "warmup", make_schedule(self.density, self.warmup))
         check_choice("scope", self.scope, SCOPES)
         check_choice("coding", self.coding, tuple(CODINGS))
         check_choice("values", self.values, WIRE_VALUES)
@@ -48,18 +45,37 @@ class Algorithm:
         checked_integer("seed", self.seed, 0)
 
     def density_at(self, step: int) -> float:
-        """Return the density of an optimizer step, counted from 0."""
+        """Return the density that is aimed at in an optimizer step, counted from 0."""
         return self.warmup.density(step)
 
     def describe(self) -> list[str]:
         """Return one line a setting, for the comparison between ranks."""
-        settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
-        lines = [f"method = {self.name}", f"density = {self.warmup.describe()}"]
-        return lines + [f"{name} = {getattr(self, name)!r}" for name in settings]
+        settings = [field.name for field in fields(self)]
+        return [f"method = {self.name}"] + [f"{name} = {getattr(self, name)!r}" for name in settings]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientDropping(Algorithm):
+class AtDensity(Algorithm):
+    """What the methods that aim at a density share.
+
+    density: part of the elements to send, in (0, 1]. warmup: None, a number of optimizer steps, or a `Schedule`.
+    """
+
+    density: float | Schedule
+    warmup: int | Schedule | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "warmup", make_schedule(self.density, self.warmup))
+        super().__post_init__()
+
+    def describe(self) -> list[str]:
+        """Return one line a setting, for the comparison between ranks."""
+        own = [line for line in super().describe() if not line.startswith(("density = ", "warmup = "))]
+        return [*own, f"density = {self.warmup.describe()}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDropping(AtDensity):
     """Gradient Dropping (Aji and Heafield, 2017, sections 3 and 4): a residual, and the largest of it are sent.
 
     scope "tensor" is the paper's local threshold, "model" its global one. Differences from the paper: exactly
@@ -67,12 +83,68 @@ class GradientDropping(Algorithm):
     """
 
     density: float | Schedule = 0.01
+    scope: str = "tensor"
 
     name: ClassVar[str] = "gradient_dropping"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepGradientCompression(Algorithm):
+class TopK(AtDensity):
+    """Exact top-k with error feedback, the baseline: every rank sends its k largest, up to ranks * k together.
+
+    scope: "tensor" selects in each tensor, "model" in all of them together.
+    """
+
+    density: float | Schedule = 0.001
+    scope: str = "model"
+
+    name: ClassVar[str] = "topk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicCommunicationThresholding(AtDensity):
+    """DCT-DP (Gupta et al., 2021, Algorithm 1): a tensor's threshold is taken exactly, then kept for a life-span.
+
+    lifespan: steps that a threshold is kept; refreshes are staggered over the tensors. drain: None, or about once in so
+    many steps, drawn from the seed, a tensor sends all that it remembers (section 4.2).
+    What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it.
+    Difference from the paper: zeros are never sent; a threshold is no state that a checkpoint keeps, it is taken anew.
+    """
+
+    density: float | Schedule = 0.01
+    lifespan: int = 1000
+    drain: int | None = None
+
+    name: ClassVar[str] = "dct"
+    is_exact: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked_integer("lifespan", self.lifespan, 1)
+        if self.drain is not None:
+            checked_integer("drain", self.drain, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardThreshold(Algorithm):
+    """A constant threshold, the baseline: whatever reaches `value`, in the gradient's units, is sent.
+
+    The density follows from it, and nothing bounds it: `stats()["density"]` tells it.
+    """
+
+    value: float
+
+    name: ClassVar[str] = "hard_threshold"
+    warmup: ClassVar[Schedule] = Constant(0.01)  # messages are laid out by it; no density is aimed at
+    is_exact: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("value", self.value, "above 0", lambda value: value > 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepGradientCompression(AtDensity):
     """Deep Gradient Compression (Lin et al., 2018): Algorithm 3, and Algorithm 4 with nesterov.
 
     momentum: of the local velocity (momentum correction, section 3.2). nesterov: Appendix B. weight_decay: added to
@@ -84,6 +156,7 @@ class DeepGradientCompression(Algorithm):
     """
 
     density: float | Schedule = 0.001
+    scope: str = "tensor"
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -110,6 +183,16 @@ class DeepGradientCompression(Algorithm):
                 'clip_scope="model" needs scope="model", got scope="tensor": the norm of the whole gradient is not '
                 "known while single tensors are sent"
             )
+
+
+def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:
+    """Return the density that either argument says; ValueError for both, or for a sparsity out of [0, 1)."""
+    if sparsity is None:
+        return default if density is None else density
+    if density is not None:
+        raise ValueError(f"give density or sparsity, not both; got density={density!r} and sparsity={sparsity!r}")
+    check_number("sparsity", sparsity, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
+    return 1.0 - sparsity
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,7 +1,12 @@
 """Thresholds with a memory of their own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding
+from hvd_sparse.reference import hash_index
+
+SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
@@ -34,3 +39,65 @@ class ThresholdHint:
                 self.margin = min(HIGHEST_MARGIN, 1.0 - 0.9 * (1.0 - self.margin))
         self.threshold = threshold
         self.k = k
+
+
+class ConstantThreshold:
+    """A threshold chosen beforehand."""
+
+    def __init__(self, value: float):
+        self._value = value
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+    def at(self, step: int, k: int, find: Callable[[], float]) -> float:
+        """Return the threshold of a step."""
+        return self._value
+
+
+class KeptThreshold:
+    """The threshold of one of `count` tensors, taken at its turn and kept for a life-span (DCT, Algorithm 1)."""
+
+    def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
+        self._turns = Turns(algorithm, count)
+        self._position = position
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the threshold anew in the next step."""
+        self._value, self._k = 0.0, 0
+
+    def at(self, step: int, k: int, find: Callable[[], float]) -> float:
+        """Return the threshold of a step, SMALLEST to send all; `find` is asked for that of k elements when due."""
+        if self._turns.drains(step, self._position):
+            return SMALLEST
+        if self._value == 0.0 or k != self._k or self._turns.refreshes(step, self._position):
+            self._value, self._k = max(find(), SMALLEST), k
+        return self._value
+
+
+class Turns:
+    """When the thresholds of `count` tensors are taken, spread over the life-span, and when a tensor is drained."""
+
+    def __init__(self, algorithm: DynamicCommunicationThresholding, count: int):
+        self._lifespan, self._drain, self._seed, self._count = (
+            algorithm.lifespan,
+            algorithm.drain,
+            algorithm.seed,
+            count,
+        )
+
+    def refreshes(self, step: int, position: int) -> bool:
+        """Return whether a tensor's threshold is taken in this step."""
+        return step % self._lifespan == position * self._lifespan // self._count
+
+    def drains(self, step: int, position: int) -> bool:
+        """Return whether a tensor sends all that it remembers in this step; the same on every rank."""
+        return self._drain is not None and int(hash_index(self._seed, step * self._count + position)) % self._drain == 0
+
+
+def make_threshold(algorithm: Algorithm, position: int, count: int) -> ConstantThreshold | KeptThreshold:
+    """Return the threshold of one of `count` tensors, for a method whose count varies."""
+    if isinstance(algorithm, DynamicCommunicationThresholding):
+        return KeptThreshold(algorithm, position, count)
+    return ConstantThreshold(algorithm.value)

@@ -1,5 +1,6 @@
 #include "payload.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -163,6 +164,31 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
   if (view->entries > 0) std::memcpy(view->runs.data(), payload + at.runs, view->runs.size() * sizeof(uint16_t));
   view->values = payload + at.values;
   return ValidateRunLength(view->counts.data(), view->runs.data(), view->entries, format.n);
+}
+
+Status LocatePayloads(const std::vector<int64_t>& ns, Coding coding, DType dtype, int64_t ranks,
+                      const uint8_t* gathered, int64_t size, int64_t* offsets, int64_t* ks) {
+  int64_t at = 0;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    for (const int64_t n : ns) {
+      PayloadFormat format{n, 1, coding, dtype};
+      Header header{};
+      if (size - at >= static_cast<int64_t>(sizeof header)) std::memcpy(&header, gathered + at, sizeof header);
+      format.k = static_cast<int64_t>(std::max<uint64_t>(1, header.entries));
+      int64_t bytes = 0;
+      Status status = header.entries > static_cast<uint64_t>(n) ? Status::CorruptPayload("payload entries exceed n")
+                                                                : PayloadSize(format, &bytes);
+      if (status.ok() && bytes > size - at) status = Status::CorruptPayload("payload is cut off");
+      if (!status.ok()) {
+        status.message = "from rank " + std::to_string(rank) + ": " + status.message;
+        return status;
+      }
+      *offsets++ = at;
+      *ks++ = format.k;
+      at += bytes;
+    }
+  }
+  return Expect("messages' size in bytes", at, size);
 }
 
 float ValueAt(const PayloadView& view, DType dtype, int64_t j) {

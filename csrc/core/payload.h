@@ -42,6 +42,12 @@ struct PayloadView {
 // Checks every byte that decoding relies on: size, header against `format`, checksum, counts, runs.
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
 
+// For payloads whose number of entries differs between ranks: finds, in the messages of all ranks one after the other,
+// each a payload of ns[0], ns[1], ... elements, where each payload starts, offsets[rank * ns.size() + member], and its
+// k, likewise: its entries, at least 1. Checks no more than what it reads to get there, and that nothing is left over.
+Status LocatePayloads(const std::vector<int64_t>& ns, Coding coding, DType dtype, int64_t ranks,
+                      const uint8_t* gathered, int64_t size, int64_t* offsets, int64_t* ks);
+
 // Writes `view.entries` indices, and values as float32 (float64 for that wire dtype).
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 

@@ -29,20 +29,18 @@ void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t coun
 
 }  // namespace
 
-Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                      const ParallelFor& parallel_for, float* out) {
-  int64_t size;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
-  std::vector<PayloadView> views(static_cast<size_t>(ranks));
+Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
+                     const ParallelFor& parallel_for, float* out) {
+  std::vector<PayloadView> views(sources.size());
   std::vector<std::vector<int64_t>> starts;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    PayloadView& view = views[static_cast<size_t>(rank)];
-    Status status = Validate(format, gathered + rank * stride, size, &view);
+  for (size_t rank = 0; rank < sources.size(); ++rank) {
+    format.k = sources[rank].k;
+    Status status = Validate(format, sources[rank].payload, sources[rank].size, &views[rank]);
     if (!status.ok()) {
       status.message = "from rank " + std::to_string(rank) + ": " + status.message;
       return status;
     }
-    starts.push_back(Starts(view));
+    starts.push_back(Starts(views[rank]));
   }
   parallel_for(0, BlockCount(format.n), 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
@@ -55,6 +53,15 @@ Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int6
     }
   });
   return Status::Ok();
+}
+
+Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
+                      const ParallelFor& parallel_for, float* out) {
+  int64_t size;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  std::vector<Source> sources;
+  for (int64_t rank = 0; rank < ranks; ++rank) sources.push_back({gathered + rank * stride, format.k, size});
+  return ReduceSources(format, sources, scale, parallel_for, out);
 }
 
 }  // namespace hvd_sparse

@@ -1,11 +1,24 @@
 // Decode-and-add of the payloads of all ranks.
 #pragma once
 
+#include <vector>
+
 #include "parallel.h"
 #include "payload.h"
 #include "status.h"
 
 namespace hvd_sparse {
+
+// A payload of one rank.
+struct Source {
+  const uint8_t* payload;
+  int64_t k;
+  int64_t size;  // in bytes
+};
+
+// Sets out[n] to the sum of scale * decoded payload, as below; `format.k` is that of each source.
+Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
+                     const ParallelFor& parallel_for, float* out);
 
 // Payload `r` of `format` starts at gathered + r * stride, for r in [0, ranks). Sets out[n] to
 // the sum of scale * decoded payload, added in rank order whatever the number of threads: bit-identical on every

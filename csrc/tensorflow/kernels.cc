@@ -208,6 +208,65 @@ class ReducePayloadsKernel : public FormatKernel {
   }
 };
 
+class LocatePayloadsKernel : public FormatKernel {
+ public:
+  explicit LocatePayloadsKernel(OpKernelConstruction* construction) : FormatKernel(construction, "locate_payloads") {
+    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns_));
+  }
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    const uint8_t* gathered = nullptr;
+    int64_t size = 0, ranks = 0;
+    int64_t* places = nullptr;
+    TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &size));
+    TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
+    if (ranks < 1) return call.Invalid("ranks must be at least 1, got ", ranks);
+    const auto members = static_cast<int64_t>(ns_.size());
+    TF_RETURN_IF_ERROR(call.Output("places", {2, ranks, members}, &places));
+    return call.Report(LocatePayloads(ns_, attributes_.coding, attributes_.dtype, ranks, gathered, size, places,
+                                      places + ranks * members));
+  }
+
+ private:
+  std::vector<int64_t> ns_;
+};
+
+class ReduceLocatedKernel : public FormatKernel {
+ public:
+  explicit ReduceLocatedKernel(OpKernelConstruction* construction) : FormatKernel(construction, "reduce_located") {}
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    PayloadFormat format = attributes_;
+    const uint8_t* gathered = nullptr;
+    int64_t bytes = 0;
+    float scale = 0;
+    float* sum = nullptr;
+    TF_RETURN_IF_ERROR(call.Number("n", &format.n));
+    TF_RETURN_IF_ERROR(call.Number("scale", &scale));
+    TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
+    const Tensor& places = call.context()->input(1);
+    if (places.dims() != 2 || places.dim_size(0) != 2) {
+      return call.Invalid("places must be [2, ranks], got ", places.shape().DebugString());
+    }
+    const auto place = places.matrix<int64_t>();
+    std::vector<Source> sources;
+    for (int64_t rank = 0; rank < places.dim_size(1); ++rank) {
+      int64_t size = 0;
+      format.k = place(1, rank);
+      TF_RETURN_IF_ERROR(call.Report(PayloadSize(format, &size)));
+      if (place(0, rank) < 0 || size > bytes - place(0, rank)) {
+        return call.Invalid("places leave the ", bytes, " bytes of gathered");
+      }
+      sources.push_back({gathered + place(0, rank), format.k, size});
+    }
+    if (format.n < 1 || format.n > kMaxElements) return call.Invalid("n must be in [1, ", kMaxElements, "]");
+    TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
+    return call.Report(ReduceSources(format, sources, scale, call.Pool(), sum));
+  }
+};
+
 class QuantizeKernel : public FormatKernel {
  public:
   explicit QuantizeKernel(OpKernelConstruction* construction) : FormatKernel(construction, "quantize") {}
@@ -247,6 +306,8 @@ HVD_SPARSE_REGISTER(DecodeRunLength);
 HVD_SPARSE_REGISTER(Pack);
 HVD_SPARSE_REGISTER(Unpack);
 HVD_SPARSE_REGISTER(ReducePayloads);
+HVD_SPARSE_REGISTER(LocatePayloads);
+HVD_SPARSE_REGISTER(ReduceLocated);
 HVD_SPARSE_REGISTER(Quantize);
 HVD_SPARSE_REGISTER(Token);
 

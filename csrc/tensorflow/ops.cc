@@ -2,6 +2,7 @@
 // libraries, hence the prefix. Numbers that may change from step to step are inputs, so that nothing is traced again.
 #include <algorithm>
 #include <initializer_list>
+#include <vector>
 
 #include "../core/payload.h"
 #include "../core/run_length.h"
@@ -104,6 +105,21 @@ absl::Status UnpackShape(InferenceContext* c) {
 
 absl::Status ReducePayloadsShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {2, 0, 0, 0, 0}));
+  c->set_output(0, c->Vector(KnownCount(c, 2)));
+  return absl::OkStatus();
+}
+
+absl::Status LocatePayloadsShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0}));
+  std::vector<int64_t> ns;
+  TF_RETURN_IF_ERROR(c->GetAttr("ns", &ns));
+  c->set_output(
+      0, c->MakeShape({c->MakeDim(2), c->MakeDim(KnownCount(c, 1)), c->MakeDim(static_cast<int64_t>(ns.size()))}));
+  return absl::OkStatus();
+}
+
+absl::Status ReduceLocatedShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 2, 0, 0}));
   c->set_output(0, c->Vector(KnownCount(c, 2)));
   return absl::OkStatus();
 }
@@ -250,6 +266,27 @@ REGISTER_OP("HvdSparseReducePayloads")
     .Attr(kValueDType)
     .SetShapeFn(ReducePayloadsShape)
     .Doc("Scale times the sum, in rank order, of the payloads at gathered[:, offset:].");
+
+REGISTER_OP("HvdSparseLocatePayloads")
+    .Input("gathered: uint8")
+    .Input("ranks: int64")
+    .Output("places: int64")
+    .Attr("ns: list(int) >= 1")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(LocatePayloadsShape)
+    .Doc("Offsets and k, [2, ranks, ns], of payloads whose numbers of entries differ between ranks.");
+
+REGISTER_OP("HvdSparseReduceLocated")
+    .Input("gathered: uint8")
+    .Input("places: int64")
+    .Input("n: int64")
+    .Input("scale: float")
+    .Output("sum: float")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(ReduceLocatedShape)
+    .Doc("Scale times the sum, in rank order, of the payloads at places, offsets and k.");
 
 REGISTER_OP("HvdSparseQuantize")
     .Input("values: float")

@@ -251,6 +251,43 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
                        static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
 }
 
+Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
+                        const std::string& value_dtype) {
+  CheckTensor("locate_payloads", "gathered", gathered, at::kByte);
+  TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
+  const PayloadFormat format = ParseFormat("locate_payloads", 1, 1, coding, value_dtype);
+  Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);
+  auto* offsets = found.mutable_data_ptr<int64_t>();
+  Raise("locate_payloads",
+        LocatePayloads(ns.vec(), format.coding, format.dtype, ranks, gathered.const_data_ptr<uint8_t>(),
+                       gathered.numel(), offsets, offsets + found.numel() / 2));
+  return found;
+}
+
+void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Tensor out, double scale,
+                     const std::string& coding, const std::string& value_dtype) {
+  const char* op = "reduce_located";
+  CheckTensor(op, "gathered", gathered, at::kByte);
+  CheckTensor(op, "places", places, at::kLong);
+  CheckTensor(op, "out", out, at::kFloat);
+  TORCH_CHECK_VALUE(places.dim() == 2 && places.size(0) == 2, "hvd_sparse.", op, ": places must be [2, ranks], got ",
+                    places.sizes());
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
+  const int64_t ranks = places.size(1);
+  const auto* offsets = places.const_data_ptr<int64_t>();
+  std::vector<Source> sources;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const PayloadFormat format = ParseFormat(op, n, offsets[ranks + rank], coding, value_dtype);
+    int64_t size = 0;
+    Raise(op, PayloadSize(format, &size));
+    TORCH_CHECK_VALUE(offsets[rank] >= 0 && size <= gathered.numel() - offsets[rank], "hvd_sparse.", op,
+                      ": places leave the ", gathered.numel(), " bytes of gathered");
+    sources.push_back({gathered.const_data_ptr<uint8_t>() + offsets[rank], format.k, size});
+  }
+  Raise(op, ReduceSources(ParseFormat(op, n, 1, coding, value_dtype), sources, static_cast<float>(scale),
+                          TorchParallelFor, out.mutable_data_ptr<float>()));
+}
+
 Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype) {
   CheckTensor("quantize", "values", values, at::kFloat);
   Tensor result = at::empty_like(values);
@@ -282,6 +319,10 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def(
       "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
       "str value_dtype) -> ()");
+  m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype) -> Tensor");
+  m.def(
+      "reduce_located(Tensor gathered, Tensor places, int n, Tensor(a!) out, float scale, str coding, "
+      "str value_dtype) -> ()");
   m.def("quantize(Tensor values, str value_dtype) -> Tensor");
 }
 
@@ -297,5 +338,7 @@ TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
+  m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);
 }

@@ -23,8 +23,10 @@ from hvd_sparse.reference.coding import (
     decode_values,
     encode_run_length,
     encode_values,
+    locate_payloads,
     pack,
     quantize,
+    reduce_located,
     reduce_payloads,
     unpack,
 )

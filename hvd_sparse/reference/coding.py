@@ -201,6 +201,46 @@ def unpack(
     return decode_run_length(counts, runs.astype(np.uint16), n), decode_values(encoded, value_dtype)
 
 
+def locate_payloads(gathered, ns, ranks: int, coding: str = "run_length", value_dtype: str = "float32") -> np.ndarray:
+    """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
+
+    gathered, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1. ValueError
+    if a header says more entries than n, or if bytes are missing or left over.
+    """
+    gathered, ns = np.asarray(gathered), list(ns)
+    places, at = np.zeros((2, ranks, len(ns)), np.int64), 0
+    for rank in range(ranks):
+        for member, n in enumerate(ns):
+            header = gathered[at : at + HEADER_BYTES].tobytes()
+            if len(header) < HEADER_BYTES:
+                raise ValueError(f"rank {rank}: payload is cut off")
+            k = max(1, struct.unpack(HEADER_FORMAT, header)[6])
+            if k > n:
+                raise ValueError(f"rank {rank}: payload entries exceed n")
+            places[:, rank, member] = at, k
+            at += payload_layout(n, k, coding, value_dtype).size
+            if at > gathered.size:
+                raise ValueError(f"rank {rank}: payload is cut off")
+    if at != gathered.size:
+        raise ValueError(f"payload messages' size in bytes is {at}, expected {gathered.size}")
+    return places
+
+
+def reduce_located(
+    gathered, places, n: int, coding: str = "run_length", value_dtype: str = "float32", scale: float = 1.0
+) -> np.ndarray:
+    """Do `reduce_payloads` where `locate_payloads` found them; places: int64[2, ranks], offsets and k."""
+    out = np.zeros(n, np.float32)
+    for rank, (offset, k) in enumerate(np.asarray(places).T.tolist()):
+        size = payload_layout(n, k, coding, value_dtype).size
+        row = np.asarray(gathered)[None, offset : offset + size]
+        try:
+            out += reduce_payloads(row, 0, n, k, coding, value_dtype, scale)
+        except ValueError as error:
+            raise ValueError(str(error).replace("rank 0", f"rank {rank}", 1)) from error
+    return out
+
+
 def reduce_payloads(
     gathered,
     offset: int,

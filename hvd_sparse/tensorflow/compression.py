@@ -10,7 +10,16 @@ import weakref
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
+from hvd_sparse.algorithms import (
+    Algorithm,
+    DeepGradientCompression,
+    DynamicCommunicationThresholding,
+    GradientDropping,
+    HardThreshold,
+    TopK,
+    check_number,
+    density_of,
+)
 from hvd_sparse.tensorflow.calls import (
     Call,
     Traced,
@@ -24,7 +33,7 @@ from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.memory import make_memory, make_variable
 from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
-from hvd_sparse.tensorflow.tensor_scope import TensorScope
+from hvd_sparse.tensorflow.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables
 
@@ -48,6 +57,7 @@ class SparseCompressor(tf.Module):
         super().__init__(name="hvd_sparse")
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.memories = {}
+        self.kept = []  # thresholds that outlive a step
         self._parts = Parts(algorithm, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
             self._make_memories()
@@ -127,11 +137,12 @@ class SparseCompressor(tf.Module):
         """
         self._load()
         restore_state(self, state, self._parts.exchange, session)
+        self._change([(variable, tf.zeros_like) for variable in self.kept], session)
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no memory, step 0."""
-        own = [self.step, *self._parts.traffic.variables, *self._buffers()]
-        self._change([(variable, lambda old: tf.zeros_like(old)) for variable in own], session)
+        own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.kept]
+        self._change([(variable, tf.zeros_like) for variable in own], session)
 
     def rescale(self, factor: float, session=None) -> None:
         """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
@@ -154,7 +165,9 @@ class SparseCompressor(tf.Module):
         parts = self._parts
         memories = {name: make_memory(parts.algorithm, parts.variables[name], name) for name in parts.variables}
         self.memories = memories
-        parts.scope = SCOPES[parts.algorithm.scope](parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
+        kind = SCOPES[parts.algorithm.scope] if parts.algorithm.is_exact else VaryingScope
+        parts.scope = kind(parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
+        self.kept = parts.scope.kept
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -227,3 +240,22 @@ class Compression:
     def dgc(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
         return SparseCompressor(DeepGradientCompression(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def topk(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Exact top-k with error feedback, the baseline; see `TopK`. Momentum stays in the optimizer."""
+        return SparseCompressor(TopK(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def dct(variables, density=None, *, sparsity=None, process_set=None, **settings) -> SparseCompressor:
+        """DCT-DP (Gupta et al., 2021); see `DynamicCommunicationThresholding`. Momentum stays in the optimizer.
+
+        density, 0.01 unless given, or sparsity, 1 - density, as the paper has it.
+        """
+        algorithm = DynamicCommunicationThresholding(density=density_of(density, sparsity, 0.01), **settings)
+        return SparseCompressor(algorithm, variables, process_set)
+
+    @staticmethod
+    def hard_threshold(variables, value, *, process_set=None, **settings) -> SparseCompressor:
+        """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
+        return SparseCompressor(HardThreshold(value=value, **settings), variables, process_set)

@@ -33,11 +33,9 @@ class Exchange(Members):
         return elastic or (self.process_set.included() and self.size() > 1)
 
     def allgather(self, name: str, payload: tf.Tensor) -> tf.Tensor:
-        """Gather uint8[bytes], equal sizes on all ranks, to uint8[ranks, bytes]."""
-        gathered = hvd.allgather(
-            payload, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self.process_set
-        )
-        return tf.reshape(gathered, [self.size(), -1])
+        """Gather uint8[bytes] of all ranks, whose sizes may differ, one after the other."""
+        name = f"{self._prefix}.{name}"
+        return hvd.allgather(payload, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor over the ranks."""

@@ -170,6 +170,30 @@ def reduce_payloads(
     return _ops.hvd_sparse_reduce_payloads(gathered, *place, coding=coding, value_dtype=value_dtype)
 
 
+def locate_payloads(
+    gathered: tf.Tensor, ns: list[int], ranks: Integer, coding: str = "run_length", value_dtype: str = "float32"
+) -> tf.Tensor:
+    """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
+
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1.
+    """
+    form = {"ns": ns, "coding": coding, "value_dtype": value_dtype}
+    return _ops.hvd_sparse_locate_payloads(gathered, _integer(ranks), **form)
+
+
+def reduce_located(
+    gathered: tf.Tensor,
+    places: tf.Tensor,
+    n: Integer,
+    scale: Real = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> tf.Tensor:
+    """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k."""
+    place = (places, _integer(n), _number(scale, tf.float32))
+    return _ops.hvd_sparse_reduce_located(gathered, *place, coding=coding, value_dtype=value_dtype)
+
+
 def quantize(values: tf.Tensor, value_dtype: str) -> tf.Tensor:
     """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`."""
     return _ops.hvd_sparse_quantize(values, value_dtype=value_dtype)

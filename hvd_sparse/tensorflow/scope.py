@@ -69,7 +69,7 @@ class Selection:
     values: tf.Tensor  # as they stood in the memory
     sent: tf.Tensor  # as they travel
     payload: tf.Tensor
-    info: tf.Tensor
+    info: tf.Tensor | None  # of `ops.select_top_k`
 
     @property
     def left(self) -> tf.Tensor:
@@ -94,6 +94,7 @@ class Scope(abc.ABC):
         self._step = step
         self._traffic = traffic
         self._hints = ThresholdHints(self._selections())
+        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and that results depend on
 
     def build(
         self, gradients: dict[str, tf.Tensor], scale: float, suffix: str, lines: list[str]
@@ -259,13 +260,15 @@ class Scope(abc.ABC):
             counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
         return tf.unstack(tf.cast(counts, tf.int64))
 
-    def _selection(self, indices, values, info, n: int, k: tf.Tensor, step: Step) -> Selection:
+    def _selection(self, indices, values, info, n: int, k: tf.Tensor, step: Step, sent=None) -> Selection:
+        """Return a selection with its payload; `sent`, k unless given, is what it counts for."""
         values_dtype = self.algorithm.values
-        sent = values if values_dtype == "float32" else ops.quantize(values, values_dtype)
-        payload = ops.pack(indices, sent, n, k, self.algorithm.coding, values_dtype)
+        travels = values if values_dtype == "float32" else ops.quantize(values, values_dtype)
+        payload = ops.pack(indices, travels, n, k, self.algorithm.coding, values_dtype)
+        sent = k if sent is None else sent
         step.counted.add(payload_bytes=tf.size(payload))
-        step.counted.add(sent=k if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(k), k))
-        return Selection(k, indices, values, sent, payload, info)
+        step.counted.add(sent=sent if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(sent), sent))
+        return Selection(k, indices, values, travels, payload, info)
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
         message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
@@ -281,6 +284,7 @@ class Scope(abc.ABC):
         return operations
 
     def _reduce(self, gathered: tf.Tensor, offset, n: int, k: tf.Tensor, step: Step) -> tf.Tensor:
+        gathered = tf.reshape(gathered, [self.exchange.size(), -1])
         return ops.reduce_payloads(gathered, offset, n, k, step.scale, self.algorithm.coding, self.algorithm.values)
 
     def _check_token(self, reduced: tf.Tensor, step: Step) -> tf.Operation:

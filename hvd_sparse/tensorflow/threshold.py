@@ -4,10 +4,13 @@ The rule is that of `hvd_sparse.threshold.ThresholdHint`, on tensors: a graph ca
 vectors cost less than a few on each of many scalars.
 """
 
+import numpy as np
 import tensorflow as tf
 
+from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding
+from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_variable
-from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, ThresholdHint
+from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns
 
 
 class ThresholdHints:
@@ -50,3 +53,58 @@ class ThresholdHints:
 
 def _hints(threshold, margin, known, k) -> tf.Tensor:
     return tf.where(tf.equal(known, k), threshold * margin, tf.zeros_like(threshold))
+
+
+class ConstantThresholds:
+    """A threshold chosen beforehand, the same for all."""
+
+    def __init__(self, value: float):
+        self._value = value
+        self.variables: list[tf.Variable] = []
+
+    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
+        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
+        value = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(float("inf"), tf.float64))
+        return [value] * len(residuals), []
+
+
+class KeptThresholds:
+    """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in variables."""
+
+    def __init__(self, algorithm: DynamicCommunicationThresholding, names: list[str]):
+        self._turns = Turns(algorithm, len(names))
+        self._row = {name: row for row, name in enumerate(sorted(names))}
+        self._value, self._k = self.variables = [
+            make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
+        ]
+
+    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
+        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
+        rows = [self._row[name] for name in residuals]
+        planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
+        refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
+        k = tf.cast(tf.stack(counts), tf.float64)
+        kept = tf.gather(self._value.read_value(), rows)
+        known = tf.gather(self._k.read_value(), rows)
+        due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, k)
+        due &= tf.logical_not(drains) & is_active
+        found = [
+            tf.cond(due[i], lambda r=residual, n=count: ops.select_threshold(r, n), lambda i=i: kept[i])
+            for i, (residual, count) in enumerate(zip(residuals.values(), counts, strict=True))
+        ]
+        new = tf.where(due, tf.maximum(tf.stack(found), SMALLEST), kept)
+        thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), new)
+        thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(float("inf"), tf.float64)))
+        changes = ((self._value, new), (self._k, tf.where(due, k, known)))
+        return tf.unstack(thresholds), [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in changes]
+
+    def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        refreshes = np.array([self._turns.refreshes(step, row) for row in rows])
+        return refreshes, np.array([self._turns.drains(step, row) for row in rows])
+
+
+def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds:
+    """Return the thresholds of a method whose count varies."""
+    if isinstance(algorithm, DynamicCommunicationThresholding):
+        return KeptThresholds(algorithm, names)
+    return ConstantThresholds(algorithm.value)

@@ -14,14 +14,23 @@ from collections.abc import Iterable
 import horovod.torch as hvd
 import torch
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, GradientDropping, check_number
+from hvd_sparse.algorithms import (
+    Algorithm,
+    DeepGradientCompression,
+    DynamicCommunicationThresholding,
+    GradientDropping,
+    HardThreshold,
+    TopK,
+    check_number,
+    density_of,
+)
 from hvd_sparse.members import two_momenta
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
-from hvd_sparse.torch.tensor_scope import TensorScope
+from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.traffic import Traffic
 
 SCOPES = {"tensor": TensorScope, "model": ModelScope}
@@ -45,7 +54,8 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._exchange = Exchange(process_set)
         self._traffic = Traffic()
-        self._scope = SCOPES[algorithm.scope](algorithm, self._parameters, self._exchange, self._traffic)
+        kind = SCOPES[algorithm.scope] if algorithm.is_exact else VaryingScope
+        self._scope = kind(algorithm, self._parameters, self._exchange, self._traffic)
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
@@ -127,6 +137,7 @@ class SparseCompressor:
         """
         with self._lock:
             self._step = restore_state(self._scope.memories, state, self._exchange)
+            self._scope.restart()
             self._drop()
             if os.environ.get("HOROVOD_ELASTIC") == "1":  # the other ranks may be new ones
                 self._forget()
@@ -264,3 +275,22 @@ class Compression:
     def dgc(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
         return SparseCompressor(DeepGradientCompression(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def topk(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Exact top-k with error feedback, the baseline; see `TopK`. Momentum stays in the optimizer."""
+        return SparseCompressor(TopK(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def dct(named_parameters, density=None, *, sparsity=None, process_set=None, **settings) -> SparseCompressor:
+        """DCT-DP (Gupta et al., 2021); see `DynamicCommunicationThresholding`. Momentum stays in the optimizer.
+
+        density, 0.01 unless given, or sparsity, 1 - density, as the paper has it.
+        """
+        algorithm = DynamicCommunicationThresholding(density=density_of(density, sparsity, 0.01), **settings)
+        return SparseCompressor(algorithm, named_parameters, process_set)
+
+    @staticmethod
+    def hard_threshold(named_parameters, value, *, process_set=None, **settings) -> SparseCompressor:
+        """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
+        return SparseCompressor(HardThreshold(value=value, **settings), named_parameters, process_set)

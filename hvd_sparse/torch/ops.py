@@ -144,6 +144,29 @@ def reduce_payloads(
     _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype)
 
 
+def locate_payloads(
+    gathered: torch.Tensor, ns: list[int], ranks: int, coding: str = "run_length", value_dtype: str = "float32"
+) -> torch.Tensor:
+    """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
+
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1.
+    """
+    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype)
+
+
+def reduce_located(
+    gathered: torch.Tensor,
+    places: torch.Tensor,
+    n: int,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> None:
+    """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k, contiguous."""
+    _ops.reduce_located(gathered, places, n, out, scale, coding, value_dtype)
+
+
 def quantize(values: torch.Tensor, value_dtype: str) -> torch.Tensor:
     """Return the float32 values that survive the wire as `value_dtype`."""
     return _ops.quantize(values, value_dtype)
@@ -181,6 +204,10 @@ def _register_fakes() -> None:
     @fake("hvd_sparse::all_finite")
     def _(values):
         return empty(values, (), torch.bool)
+
+    @fake("hvd_sparse::locate_payloads")
+    def _(gathered, ns, ranks, coding, value_dtype):
+        return empty(gathered, (2, ranks, len(ns)), torch.int64)
 
     @fake("hvd_sparse::encode_run_length")
     def _(indices, n):

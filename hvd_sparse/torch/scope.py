@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.threshold import ConstantThreshold, KeptThreshold, ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
@@ -59,6 +59,7 @@ class Scope(abc.ABC):
         self.memories: dict[str, ResidualMemory] = {
             name: make_memory(algorithm, parameters[name]) for name in parameters
         }
+        self.thresholds: dict[str, ConstantThreshold | KeptThreshold] = {}  # where the count varies
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
@@ -70,6 +71,12 @@ class Scope(abc.ABC):
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the memories."""
         self.expected = ()
+        self.restart()
+
+    def restart(self) -> None:
+        """Take every threshold anew: they outlive a step, and no checkpoint has them."""
+        for threshold in self.thresholds.values():
+            threshold.forget()
 
     def begin(self, step: int) -> None:
         """Begin an optimizer step, counted from 0."""
@@ -200,6 +207,11 @@ class Scope(abc.ABC):
     def _selection(self, indices: torch.Tensor, values: torch.Tensor, info: list[float], k: int, hint: ThresholdHint):
         threshold, passed = info
         hint.update(k, threshold, int(passed))
+        return self._quantized(indices, values)
+
+    def _quantized(self, indices: torch.Tensor, values: torch.Tensor) -> Selection:
+        """Return a selection with its values as they travel."""
+        k = indices.numel()
         self.traffic.count(sent=k)
         if self.algorithm.values == "float32":
             return Selection(indices, values, None)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_sparse.buckets import Bucket, plan_buckets
-from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.threshold import ThresholdHint, make_threshold
+from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.scope import Entry, Scope
+from hvd_sparse.torch.scope import Entry, Scope, Selection
 from hvd_sparse.wire import top_k_count
 
 
@@ -16,18 +17,16 @@ class Message:
     """A bucket on its way."""
 
     bucket: Bucket
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None = None  # where the payloads have equal sizes on all ranks
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # the payloads where they have not
     missing: set[str] = field(default_factory=set)
     started: bool = False
     pending: Pending | None = None
-
-    def slot(self, name: str, size: int) -> torch.Tensor:
-        """Return where a member's payload goes."""
-        return self.buffer.narrow(0, self.bucket.offsets[name], size)
+    places: torch.Tensor | None = None  # where the payloads are in what was gathered
 
 
 class TensorScope(Scope):
-    """A selection in each tensor, payloads in buckets."""
+    """A selection of exactly k in each tensor; every payload has the same size on all ranks."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -46,6 +45,7 @@ class TensorScope(Scope):
         for message in self._plan:
             message.missing = set(message.bucket.offsets)
             message.started = False
+            message.places = None
 
     def _finish(self) -> None:
         """Start the buckets that miss a member, and the late ones."""
@@ -56,8 +56,7 @@ class TensorScope(Scope):
             return
         for message in self._messages([entry.name for entry in late if entry.packed is not None], "late"):
             for name in message.bucket.offsets:
-                packed = self.entries[name].packed
-                message.slot(name, packed.numel()).copy_(packed)
+                self._insert(message, name, self.entries[name].packed)
                 self._message_of[name] = message
             self._start(message)
         self._vote("late.vote", late)
@@ -77,7 +76,7 @@ class TensorScope(Scope):
         # Horovod's own place for the result is the gradient that it passed; other types need one of ours.
         in_place = entry.gradient.dtype == torch.float32 and entry.gradient.is_contiguous()
         out = entry.gradient.view(-1) if in_place else torch.empty(n)
-        self._reduce(gathered, message.bucket.offsets[entry.name], n, self._count(entry.name), out, scale)
+        self._decode(message, gathered, entry.name, out, scale)
         return out
 
     def _take(self, entry: Entry) -> torch.Tensor:
@@ -90,17 +89,14 @@ class TensorScope(Scope):
                 carried, entry.commit = memory.take_all(entry.gradient, factor)
                 return carried
             return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
-        n, k = entry.gradient.numel(), self._count(entry.name)
-        selection = None
-        if not entry.frozen:
-            selection = self._accumulate_and_select(entry, factor, k, self._hints[entry.name])
+        selection = None if entry.frozen else self._choose(entry, factor)
+        if selection is not None:
             entry.indices, entry.left = selection.indices, selection.left
         message = self._message_of.get(entry.name)
+        packed = self._packed(entry.name, selection, message)
         if message is None:
-            entry.packed = torch.empty(self._payload_size(n, k), dtype=torch.uint8)
-            self._pack(selection, n, k, entry.packed)
+            entry.packed = packed
             return self.token()
-        self._pack(selection, n, k, message.slot(entry.name, self._payload_size(n, k)))
         message.missing.discard(entry.name)
         if not message.missing:
             self._start(message)
@@ -112,28 +108,97 @@ class TensorScope(Scope):
             return
         for message in self._plan:
             for name in message.missing:
-                n, k = self.parameters[name].numel(), self._count(name)
-                self._pack(None, n, k, message.slot(name, self._payload_size(n, k)))
+                self._packed(name, None, message)
             if not message.started:
                 self._start(message)
         self._vote("vote", [self.entries[name] for name in self.expected if name in self.entries])
 
     def _start(self, message: Message) -> None:
+        buffer = self._joined(message)
+
         def start() -> Pending:
             """Start the allgather, once it is known that all take part."""
-            message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
+            message.pending = self.exchange.allgather(message.bucket.name, buffer)
             return message.pending
 
         message.started = True
         self._deferred.append(start)
-        self.traffic.count(payload_bytes=message.bucket.size)
+        self.traffic.count(payload_bytes=buffer.numel())
 
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
         sizes = {name: self._payload_size(self.parameters[name].numel(), self._count(name)) for name in names}
-        return [
-            Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8))
-            for bucket in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)
-        ]
+        return [self._message(bucket) for bucket in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)]
 
     def _count(self, name: str) -> int:
         return top_k_count(self.parameters[name].numel(), self.density)
+
+    def _choose(self, entry: Entry, factor: float) -> Selection:
+        """Bring a gradient into its memory, and select there."""
+        return self._accumulate_and_select(entry, factor, self._count(entry.name), self._hints[entry.name])
+
+    def _message(self, bucket: Bucket) -> Message:
+        return Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8))
+
+    def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
+        """Return the payload of a selection, in the message if there is one."""
+        n, k = self.parameters[name].numel(), self._count(name)
+        size = self._payload_size(n, k)
+        if message is None:
+            out = torch.empty(size, dtype=torch.uint8)
+        else:
+            out = message.buffer.narrow(0, message.bucket.offsets[name], size)
+        self._pack(selection, n, k, out)
+        return out
+
+    def _insert(self, message: Message, name: str, packed: torch.Tensor) -> None:
+        message.buffer.narrow(0, message.bucket.offsets[name], packed.numel()).copy_(packed)
+
+    def _joined(self, message: Message) -> torch.Tensor:
+        return message.buffer
+
+    def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
+        self._reduce(gathered, message.bucket.offsets[name], out.numel(), self._count(name), out, scale)
+
+
+class VaryingScope(TensorScope):
+    """What reaches a threshold in each tensor; the sizes of the payloads differ between ranks and steps."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        names = sorted(self.parameters)
+        self.thresholds = {
+            name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
+        }
+
+    def _choose(self, entry: Entry, factor: float) -> Selection:
+        memory, k = self.memories[entry.name], self._count(entry.name)
+        entry.finite = memory.accumulate(entry.gradient, factor)
+        residual = memory.residual
+        threshold = self.thresholds[entry.name].at(self.step, k, lambda: ops.select_threshold(residual, k).item())
+        return self._quantized(*ops.filter_threshold(residual, threshold))
+
+    def _message(self, bucket: Bucket) -> Message:
+        return Message(bucket)
+
+    def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
+        n, k = self.parameters[name].numel(), 1 if selection is None else max(1, selection.indices.numel())
+        out = torch.empty(self._payload_size(n, k), dtype=torch.uint8)
+        self._pack(selection, n, k, out)
+        if message is not None:
+            message.parts[name] = out
+        return out
+
+    def _insert(self, message: Message, name: str, packed: torch.Tensor) -> None:
+        message.parts[name] = packed
+
+    def _joined(self, message: Message) -> torch.Tensor:
+        return torch.cat([message.parts[name] for name in message.bucket.offsets])
+
+    def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
+        form = (self.algorithm.coding, self.algorithm.values)
+        members = list(message.bucket.offsets)
+        if message.places is None:
+            sizes = [self.parameters[member].numel() for member in members]
+            message.places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form)
+        places = message.places[:, :, members.index(name)].contiguous()
+        ops.reduce_located(gathered, places, out.numel(), out, scale, *form)

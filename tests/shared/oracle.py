@@ -1,8 +1,8 @@
-"""Deep Gradient Compression, Algorithms 3 and 4, and Gradient Dropping, for all ranks at once, in NumPy and float64.
+"""Deep Gradient Compression, Gradient Dropping, DCT and a hard threshold, for all ranks at once, in NumPy and float64.
 
-Transcribed from the papers with exact top-k; nothing of hvd_sparse is used. The run also reports how far apart the
-last selected and the first unselected magnitude ever were: a test looks for data without near-ties, so that float32
-and float64 must select alike.
+Transcribed from the papers (DGC: Algorithms 3 and 4, with exact top-k); nothing of hvd_sparse is used. The run also
+reports how far apart the last selected and the first unselected magnitude ever were: a test looks for data without
+near-ties, so that float32 and float64 must select alike.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ class Method:
     clip_norm: float | None = None
     clip_scope: str = "tensor"
     factor_masking: bool = True
+    lifespan: int | None = None  # DCT's, for thresholds that are kept
+    value: float | None = None  # a hard threshold's
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -45,13 +47,14 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
     theta = {name: np.array(value, np.float64) for name, value in initial.items()}
     u = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
     v = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
+    kept = [{} for _ in range(ranks)]
     gap = np.inf
     for step in range(steps):
         reduced = {name: np.zeros(value.shape) for name, value in theta.items()}
         for k in range(ranks):
             local = clip(method, ranks, gradients(step, k))
             accumulate(method, u[k], v[k], {name: local[name] + method.weight_decay * theta[name] for name in theta})
-            masks, here = select(method, step, v[k])
+            masks, here = choose(method, step, v[k], kept[k])
             gap = min(gap, here)
             for name, mask in masks.items():
                 reduced[name] += v[k][name] * mask
@@ -87,6 +90,33 @@ def accumulate(method, u, v, local):
 
 def is_dense(method, step, tensor):
     return method.density_at(step) >= 1.0 or tensor.size < method.min_numel
+
+
+def choose(method, step, v, kept):
+    """Return {name: mask} of what is sent, and how clear the edge is: by count, or by a threshold."""
+    return select(method, step, v) if method.value is None and method.lifespan is None else reach(method, step, v, kept)
+
+
+def reach(method, step, v, kept):
+    """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
+
+    Tensor i of m has its turn i / m of a life-span later. A hard threshold is the same for all and for ever.
+    """
+    masks, gap = {}, np.inf
+    for position, name in enumerate(sorted(v)):
+        magnitudes = np.abs(v[name])
+        if is_dense(method, step, v[name]):
+            masks[name] = np.ones(v[name].shape, bool)
+            continue
+        if method.value is not None:
+            kept[name] = method.value
+        elif name not in kept or step % method.lifespan == position * method.lifespan // len(v):
+            index = int(np.floor(magnitudes.size * (1.0 - method.density_at(step)) + 1e-9))
+            kept[name] = np.sort(magnitudes, axis=None)[index]
+        masks[name] = magnitudes >= kept[name]
+        others = magnitudes[magnitudes != kept[name]]
+        gap = min(gap, np.min(np.abs(others - kept[name])) / kept[name])
+    return masks, gap
 
 
 def select(method, step, v):

@@ -23,6 +23,11 @@ CASES = {
         "dgc": [{}, {**DGC, "nesterov": True}, {**DGC, "factor_masking": False}],
     }.items()
     for number, options in enumerate(variants)
+} | {
+    "dct": ("dct", {**SETTINGS, "lifespan": 7, "drain": 20}),
+    "dct-bfloat16": ("dct", {"density": 0.05, "min_numel": 100, "lifespan": 10, "values": "bfloat16"}),
+    "hard_threshold": ("hard_threshold", {"value": 4.0, "min_numel": 100}),
+    "topk": ("topk", SETTINGS),
 }
 
 

@@ -364,6 +364,8 @@ def opcheck_arguments():
         "pack": (indices, values[:k], n, k, torch.empty_like(payload), *form),
         "unpack": (payload, n, k, *form),
         "reduce_payloads": (torch.stack([payload, payload]), 0, n, k, torch.empty(n), 1.0, *form),
+        "locate_payloads": (torch.cat([payload, payload]), [n], 2, *form),
+        "reduce_located": (payload, torch.tensor([[0], [k]]), n, torch.empty(n), 1.0, *form),
         "quantize": (values, "float16"),
     }
 

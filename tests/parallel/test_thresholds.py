@@ -1,0 +1,207 @@
+"""Methods that send what reaches a threshold, however many that is: DCT and a hard threshold; and exact top-k."""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import assert_ranks_agree, distributed, drive, everywhere, make_parameters, memory_of, step, total
+from oracle import Method
+from test_conservation import Ledger
+from test_oracle import Trial, run
+
+from hvd_sparse.torch import Compression
+
+DCT = {"density": 0.05, "min_numel": 100}
+METHODS = {
+    "dct": lambda named, **settings: Compression.dct(named, **{**DCT, "lifespan": 7, **settings}),
+    "hard_threshold": lambda named, **settings: Compression.hard_threshold(named, 60.0, min_numel=100, **settings),
+    "topk": lambda named, **settings: Compression.topk(named, density=0.05, min_numel=100, **settings),
+}
+
+
+@pytest.fixture(params=METHODS)
+def make(request):
+    """Every method in turn."""
+    return METHODS[request.param]
+
+
+def test_dct_is_that_of_the_paper():
+    trials = [
+        Trial(
+            f"lifespan.{lifespan}",
+            Method(lifespan=lifespan, **DCT),
+            lambda named, lifespan=lifespan: Compression.dct(named, lifespan=lifespan, **DCT),
+            100,
+        )
+        for lifespan in (1, 10, 1000)
+    ]
+    run(trials, 100)
+
+
+def test_a_hard_threshold_sends_what_reaches_it():
+    make = lambda named: Compression.hard_threshold(named, 2.5, min_numel=100)  # noqa: E731
+    run([Trial("hard", Method(value=2.5), make, 100)], 100)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_topk_is_exact(scope):
+    settings = {"density": 0.02, "scope": scope, "min_numel": 100}
+    run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), 50)], 50)
+
+
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
+def test_nothing_is_lost(make, values):
+    parameters = make_parameters()
+    compression = make(parameters.items(), values=values)
+    ledger = Ledger(parameters)
+    for t in range(20):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        ledger.feed(gradients)
+        ledger.receive(drive(compression, parameters, gradients, order=shuffled(SHAPES, t, hvd.rank())))
+    ledger.check(compression)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_ranks_agree_bit_for_bit(make, average):
+    parameters = make_parameters()
+    compression = make(parameters.items())
+    optimizer = distributed(parameters, compression, op=hvd.Average if average else hvd.Sum)
+    for t in range(50):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()), shuffled(parameters, t, hvd.rank()))
+    assert_ranks_agree(parameters)
+
+
+def test_a_tensor_that_some_ranks_do_not_have(make):
+    """It comes late on the ranks that have it in the first step, and is missing on others later on."""
+    parameters = make_parameters()
+    compression = make(parameters.items())
+    ledger = Ledger(parameters)
+    for t in range(12):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        if t % 4 == 1:
+            gradients.pop("head.weight")
+        ledger.feed(gradients)
+        ledger.receive(drive(compression, parameters, gradients))
+    ledger.check(compression)
+
+
+def test_counts_drift_until_the_threshold_is_taken_anew():
+    """With a life-span of 5 the count is k in the steps where it is taken, and another in most of those between."""
+    parameters = make_parameters({"only": (1000,)})
+    compression = Compression.dct(parameters.items(), density=0.05, lifespan=5, min_numel=100)
+    counts = []
+    for t in range(20):
+        drive(compression, parameters, draw({"only": (1000,)}, t, hvd.rank()))
+        counts.append(round(compression.stats()["step"]["density"] * 1000))
+    assert counts[::5] == [50] * 4
+    assert sum(count == 50 for count in counts) < 10
+
+
+def test_refreshes_are_spread_over_the_life_span(monkeypatch):
+    """Every tensor needs a threshold in the first step; from then on they take turns."""
+    from hvd_sparse.torch import ops
+
+    shapes = {f"t{i}": (200,) for i in range(4)}
+    parameters = make_parameters(shapes)
+    compression = Compression.dct(parameters.items(), density=0.05, lifespan=8, min_numel=100)
+    taken, original = [], ops.select_threshold
+    monkeypatch.setattr(ops, "select_threshold", lambda *arguments: taken.append(1) or original(*arguments))
+    per_step = []
+    for t in range(17):
+        taken.clear()
+        drive(compression, parameters, draw(shapes, t, hvd.rank()))
+        per_step.append(len(taken))
+    assert per_step == [4, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_draining_sends_everything_now_and_then():
+    """About once in four steps a tensor's residual is empty, on every rank in the same step; otherwise it is not."""
+    shapes = {"a": (400,), "b": (300,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.dct(parameters.items(), density=0.02, lifespan=10, drain=4, min_numel=100)
+    drained = []
+    for t in range(60):
+        drive(compression, parameters, draw(shapes, t, hvd.rank()))
+        drained.append([not memory_of(compression, parameters, name).any() for name in shapes])
+    assert all(each == drained for each in everywhere(drained))
+    for name, times in zip(shapes, np.sum(drained, axis=0), strict=True):
+        assert 5 <= times <= 28, (name, times)  # of 60, a quarter expected: four deviations
+
+
+def test_zeros_are_never_sent(make):
+    parameters = make_parameters()
+    compression = make(parameters.items())
+    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for _ in range(3):
+        reduced = drive(compression, parameters, zeros)
+        assert not any(result.any() for result in reduced.values())
+
+
+def test_a_void_step_loses_nothing(make):
+    parameters = make_parameters()
+    compression = make(parameters.items())
+    balance = {name: np.zeros(SHAPES[name]) for name in ("body.weight", "head.weight")}
+    for t in range(8):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        fed = {name: np.array(gradient) for name, gradient in gradients.items()}
+        bad = t % 3 == 1
+        if bad and hvd.rank() == hvd.size() - 1:
+            fed["head.weight"][7] = np.nan
+            gradients["head.weight"][7] = 0.0
+        reduced = drive(compression, parameters, fed)
+        assert all(bool(result.isnan().all()) == bad for result in reduced.values())
+        for name in balance:
+            balance[name] += total(gradients[name]).numpy() - (0.0 if bad else reduced[name].double().numpy())
+    for name, expected in balance.items():
+        assert (total(memory_of(compression, parameters, name)).numpy() == expected.reshape(-1)).all(), name
+
+
+def test_a_checkpoint_continues_with_fresh_thresholds():
+    """What was saved and loaded goes on as one that takes its thresholds anew at the same step; nothing is lost."""
+    first = make_parameters()
+    compression = Compression.dct(first.items(), lifespan=1, **DCT)
+    for t in range(3):
+        drive(compression, first, draw(SHAPES, t, hvd.rank()))
+    state = compression.state_dict()
+    results = []
+    for _ in range(2):
+        compression.load_state_dict(state)
+        results.append([drive(compression, first, draw(SHAPES, t, hvd.rank())) for t in range(3, 6)])
+    for one, two in zip(*results, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda named: Compression.dct(named, lifespan=0), ValueError, "lifespan"),
+        (lambda named: Compression.dct(named, drain=0), ValueError, "drain"),
+        (lambda named: Compression.dct(named, density=0.1, sparsity=0.9), ValueError, "density or sparsity"),
+        (lambda named: Compression.dct(named, sparsity=1.0), ValueError, "sparsity"),
+        (lambda named: Compression.dct(named, scope="model"), TypeError, "scope"),
+        (lambda named: Compression.hard_threshold(named, 0.0), ValueError, "value"),
+        (lambda named: Compression.hard_threshold(named, "1"), TypeError, "value"),
+        (lambda named: Compression.hard_threshold(named, float("nan")), ValueError, "value"),
+        (lambda named: Compression.hard_threshold(named), TypeError, "value"),
+        (lambda named: Compression.topk(named, density=2.0), ValueError, "density"),
+    ],
+)
+def test_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(make_parameters().items())
+
+
+def test_sparsity_is_the_rest_of_density():
+    parameters = make_parameters()
+    compression = Compression.dct(parameters.items(), sparsity=0.95, min_numel=100)
+    assert compression.algorithm.density_at(0) == pytest.approx(0.05)
+
+
+def test_ranks_that_differ_are_told(make):
+    parameters = make_parameters()
+    compression = make(parameters.items(), seed=hvd.rank())
+    if hvd.size() == 1:
+        return
+    with pytest.raises(ValueError, match="seed"):
+        drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))

@@ -1,0 +1,163 @@
+"""Methods that send what reaches a threshold, however many that is: DCT and a hard threshold; and exact top-k."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import SCOPES, draw, whole_numbers
+from oracle import Method
+from test_tape_oracle import FEW, Trial, run
+from test_tape_overflow import DenseInOddSteps, spoilt
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, memory_of, several, total
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+DCT = {"density": 0.05, "min_numel": 100}
+SPARSE = ("body.weight", "head.weight")
+METHODS = {
+    "dct": lambda variables, **settings: Compression.dct(variables, **{**DCT, "lifespan": 7, **settings}),
+    "hard_threshold": lambda variables, **settings: Compression.hard_threshold(
+        variables, 60.0, **{"min_numel": 100, **settings}
+    ),
+    "topk": lambda variables, **settings: Compression.topk(variables, density=0.05, min_numel=100, **settings),
+}
+
+
+@pytest.fixture(params=METHODS)
+def make(request):
+    """Every method in turn."""
+    return METHODS[request.param]
+
+
+def reducer(make, shapes=FEW, op=hvd.Sum, graph=True, **settings):
+    variables = make_variables(shapes)
+    return Reducer(variables, make(list(variables.values()), **settings), graph, op=op)
+
+
+def test_they_are_those_of_the_papers():
+    trials = [
+        Trial(
+            f"lifespan.{lifespan}",
+            Method(lifespan=lifespan, **DCT),
+            lambda variables, lifespan=lifespan: Compression.dct(variables, lifespan=lifespan, **DCT),
+            60,
+        )
+        for lifespan in (1, 10, 1000)
+    ]
+    hard = lambda variables: Compression.hard_threshold(variables, 2.5, min_numel=100)  # noqa: E731
+    trials.append(Trial("hard", Method(value=2.5), hard, 60))
+    for scope in SCOPES:
+        settings = {"density": 0.02, "scope": scope, "min_numel": 100}
+        topk = lambda variables, settings=settings: Compression.topk(variables, **settings)  # noqa: E731
+        trials.append(Trial(f"topk.{scope}", Method(**settings), topk, 60))
+    run(trials, 60)
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+def test_nothing_is_lost_and_ranks_agree(make, values):
+    reduce = reducer(make, values=values)
+    balance = {name: np.zeros(FEW[name]) for name in SPARSE}
+    for t in range(20):
+        gradients = whole_numbers(FEW, t, hvd.rank())
+        bad = t % 5 == 2
+        fed = spoilt(gradients, "head.weight", np.nan) if bad and hvd.rank() == 0 else gradients
+        kept = spoilt(gradients, "head.weight", 0.0) if bad and hvd.rank() == 0 else gradients
+        reduced = reduce(fed)
+        assert all(bool(np.isnan(result).all()) == bad for result in reduced.values())
+        assert_ranks_agree(reduced)
+        for name in SPARSE:
+            balance[name] += total(kept[name]) - (0.0 if bad else reduced[name])
+    for name in SPARSE:
+        waiting = total(memory_of(reduce.compression, name))
+        np.testing.assert_array_equal(waiting, balance[name].reshape(-1), err_msg=name)
+    assert reduce.compression.stats()["steps"] == 20
+
+
+def test_counts_drift_until_the_threshold_is_taken_anew():
+    """With a life-span of 5 the count is k in the steps where it is taken, and another in most of those between."""
+    shapes = {"only": (1000,)}
+    reduce = reducer(METHODS["dct"], shapes, lifespan=5)
+    counts = []
+    for t in range(20):
+        reduce(draw(shapes, t, hvd.rank()))
+        counts.append(round(reduce.compression.stats()["step"]["density"] * 1000))
+    assert counts[::5] == [50] * 4
+    assert sum(count == 50 for count in counts) < 10
+
+
+def test_draining_sends_everything_now_and_then():
+    shapes = {"a": (400,), "b": (300,)}
+    reduce = reducer(METHODS["dct"], shapes, lifespan=10, drain=4, density=0.02)
+    drained = np.zeros((60, 2))
+    for t in range(60):
+        reduce(draw(shapes, t, hvd.rank()))
+        drained[t] = [not memory_of(reduce.compression, name).any() for name in shapes]
+    assert_ranks_agree({"drained": drained})
+    assert ((5 <= drained.sum(0)) & (drained.sum(0) <= 28)).all()  # of 60, a quarter expected: four deviations
+
+
+def test_dense_steps_of_a_schedule():
+    """A dense step sends the residual too, and takes no threshold."""
+    reduce = reducer(METHODS["dct"], density=DenseInOddSteps())
+    balance = {name: np.zeros(FEW[name]) for name in SPARSE}
+    for t in range(6):
+        gradients = whole_numbers(FEW, t, hvd.rank())
+        reduced = reduce(gradients)
+        for name in SPARSE:
+            balance[name] += total(gradients[name]) - reduced[name]
+            after = memory_of(reduce.compression, name)
+            np.testing.assert_array_equal(total(after), balance[name].reshape(-1), err_msg=name)
+            assert after.any() == (t % 2 == 0)
+
+
+def test_zeros_are_never_sent(make):
+    reduce = reducer(make)
+    for _ in range(3):
+        assert not any(result.any() for result in reduce({name: np.zeros(FEW[name]) for name in FEW}).values())
+
+
+def test_eagerly(make):
+    eager, traced = reducer(make, graph=False), reducer(make)
+    for t in range(4):
+        gradients = draw(FEW, t, hvd.rank())
+        one, two = eager(gradients), traced(gradients)
+        for name in FEW:
+            np.testing.assert_array_equal(one[name], two[name], err_msg=name)
+
+
+def test_thresholds_are_in_a_checkpoint_and_not_in_a_state(tmp_path):
+    reduce = reducer(METHODS["dct"], lifespan=50)
+    for t in range(3):
+        reduce(draw(FEW, t, hvd.rank()))
+    state = reduce.compression.state_dict()
+    checkpoint = tf.train.Checkpoint(compression=reduce.compression)
+    values = checkpoint.write(str(tmp_path / "checkpoint"))
+    expected = [reduce(draw(FEW, t, hvd.rank())) for t in range(3, 6)]
+    checkpoint.read(values).assert_consumed()
+    for wanted, t in zip(expected, range(3, 6), strict=True):
+        for name, found in reduce(draw(FEW, t, hvd.rank())).items():
+            np.testing.assert_array_equal(found, wanted[name], err_msg=name)
+    reduce.compression.load_state_dict(state)
+    assert not any(variable.numpy().any() for variable in reduce.compression.kept)
+
+
+def test_ranks_that_differ_are_told(make):
+    reduce = reducer(make, seed=hvd.rank())
+    with pytest.raises(ValueError, match="seed"):
+        reduce(draw(FEW, 0, hvd.rank()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda variables: Compression.dct(variables, lifespan=0), ValueError, "lifespan"),
+        (lambda variables: Compression.dct(variables, density=0.1, sparsity=0.9), ValueError, "density or sparsity"),
+        (lambda variables: Compression.dct(variables, scope="model"), TypeError, "scope"),
+        (lambda variables: Compression.hard_threshold(variables, -1.0), ValueError, "value"),
+        (lambda variables: Compression.topk(variables, density=0.0), ValueError, "density"),
+    ],
+)
+def test_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(list(make_variables(FEW).values()))
