@@ -32,14 +32,14 @@ inline void Update(float gradient, float momentum, float* velocity, float* resid
   }
 }
 
-// Updates `size` elements; returns whether any residual reaches the bar. What is not finite counts as zero.
+// Updates [begin, end); returns whether any residual reaches the bar. What is not finite counts as zero.
 template <AccumulateRule rule>
-inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t size, float momentum,
-                                                       float* __restrict velocity, float* __restrict residual,
-                                                       uint32_t bar, int* bad) {
+inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, int64_t end,
+                                                       float momentum, float* __restrict velocity,
+                                                       float* __restrict residual, uint32_t bar, int* bad) {
   int reached = 0;
   int spoilt = 0;
-  for (int64_t i = 0; i < size; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
     const bool finite = IsFinite(gradient[i]);
     float unused = 0;
     Update<rule>(finite ? gradient[i] : 0.0f, momentum, rule == AccumulateRule::kResidual ? &unused : velocity + i,
@@ -64,14 +64,14 @@ inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restric
       __builtin_prefetch(residual + line, 1);
       if (rule != AccumulateRule::kResidual) __builtin_prefetch(velocity + line, 1);
     }
-    if (UpdateChunk<rule>(gradient + i, kChunk, momentum, velocity + i, residual + i, bar, bad)) return i;
+    if (UpdateChunk<rule>(gradient, i, i + kChunk, momentum, velocity, residual, bar, bad)) return i;
   }
-  return UpdateChunk<rule>(gradient + i, n - i, momentum, velocity + i, residual + i, bar, bad) ? i : n;
+  return UpdateChunk<rule>(gradient, i, n, momentum, velocity, residual, bar, bad) ? i : n;
 }
 
 HVD_SPARSE_MULTIVERSION int64_t UpdateResidual(const float* gradient, int64_t n, float* residual, uint32_t bar,
                                                int* bad) {
-  return UpdateUntil<AccumulateRule::kResidual>(gradient, n, 0, residual, residual, bar, bad);
+  return UpdateUntil<AccumulateRule::kResidual>(gradient, n, 0, nullptr, residual, bar, bad);
 }
 HVD_SPARSE_MULTIVERSION int64_t UpdateMomentum(const float* gradient, int64_t n, float momentum, float* velocity,
                                                float* residual, uint32_t bar, int* bad) {

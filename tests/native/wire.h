@@ -41,7 +41,7 @@ class Exact {
 };
 
 inline void WriteNumber(Bytes* bytes, size_t at, uint64_t number, int width) {
-  for (int i = 0; i < width; ++i) (*bytes)[at + static_cast<size_t>(i)] = static_cast<uint8_t>(number >> (8 * i));
+  for (int i = 0; i < width; ++i) bytes->at(at + static_cast<size_t>(i)) = static_cast<uint8_t>(number >> (8 * i));
 }
 
 inline uint64_t ReadNumber(const Bytes& bytes, size_t at, int width) {
