@@ -8,7 +8,15 @@ import sys
 from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
-DEFAULT_DENSITY = {"none": 1.0, "fp16": 1.0, "gradient_dropping": 0.01, "dgc": 0.001}
+DEFAULT_DENSITY = {
+    "none": 1.0,
+    "fp16": 1.0,
+    "dgc": 0.001,
+    "gradient_dropping": 0.01,
+    "dct": 0.01,
+    "topk": 0.001,
+    "hard_threshold": None,
+}
 METHODS = tuple(DEFAULT_DENSITY)
 
 
@@ -42,14 +50,18 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument(
         "--density",
         type=density,
-        help="share of each gradient that is sent (default: 0.01 for gradient_dropping, 0.001 for dgc); "
-        "the dense methods ignore it",
+        help="share of each gradient that is sent (default: 0.001 for dgc and topk, else 0.01); "
+        "the dense methods and hard_threshold ignore it",
+    )
+    group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
+    group.add_argument(
+        "--lifespan", type=positive_integer, default=1000, help="steps that dct keeps a threshold (default: %(default)s)"
     )
     group.add_argument(
         "--scope",
         choices=("tensor", "model"),
         default="tensor",
-        help="select per tensor or over the whole model (default: tensor)",
+        help="select per tensor or over the whole model (default: tensor); dct and hard_threshold always do per tensor",
     )
     group = parser.add_argument_group("optimizer")
     group.add_argument(
@@ -75,7 +87,7 @@ def parse_arguments(parser, hvd):
     args = parser.parse_args()
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
-    if not args.density or args.method in DENSE_METHODS:
+    if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
         args.density = DEFAULT_DENSITY[args.method]
     hvd.init()
     args.rank, args.size = hvd.rank(), hvd.size()
@@ -95,7 +107,12 @@ def compresses_momentum(args):
 
 def compression_settings(args, warmup_steps):
     """Return the arguments of `Compression.<method>`; no warm-up if its steps are 0."""
-    settings = {"density": args.density, "warmup": warmup_steps or None, "scope": args.scope, "seed": args.seed}
+    if args.method == "hard_threshold":
+        return {"value": args.threshold, "seed": args.seed}
+    settings = {"density": args.density, "warmup": warmup_steps or None, "seed": args.seed}
+    if args.method == "dct":
+        return {**settings, "lifespan": args.lifespan}
+    settings["scope"] = args.scope
     if args.method == "dgc":
         settings |= {
             "momentum": args.momentum,
