@@ -7,7 +7,7 @@ A payload is a fixed-size run of little-endian bytes, so that every rank knows e
     header: u32 magic, u8 version, u8 coding, u8 value dtype, u8 zero, u64 n, u64 entries (k or 0),
             u32 CRC-32 of the payload with this field taken as zero, u32 zero
 
-Runs start at a multiple of 2 bytes, values at a multiple of their item size, the payload ends at a multiple of 8;
+Runs start at a multiple of 2 bytes, values (none for the dtype "none") at a multiple of their item size, the payload ends at a multiple of 8;
 padding is zero. The tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
 travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap, bit b % 8 of byte
 b // 8. `hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
@@ -29,8 +29,8 @@ HEADER_FORMAT = "<IBBBBQQII"  # for the struct module
 CHECKSUM_OFFSET = 24
 PAYLOAD_ALIGNMENT = 8
 CODINGS = {"run_length": 0}
-VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none": 4}  # none: indices alone
+VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "none": 0}
 
 
 class Layout(NamedTuple):
@@ -77,7 +77,7 @@ def payload_layout(n: int, k: int, coding: str = "run_length", value_dtype: str 
     bitmap = HEADER_BYTES + 2 * blocks
     bitmap_bytes = -(-blocks // 8) if k >= BLOCK else 0
     runs = round_up(bitmap + bitmap_bytes, 2)
-    values = round_up(runs + 2 * k, item)
+    values = round_up(runs + 2 * k, max(1, item))
     return Layout(
         blocks=blocks,
         counts=HEADER_BYTES,

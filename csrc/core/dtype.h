@@ -6,8 +6,8 @@
 
 namespace hvd_sparse {
 
-// The numbers stand in the payload header: never change one.
-enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3 };
+// The numbers stand in the payload header: never change one. kNone, of no size: a payload of indices alone.
+enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4 };
 
 struct Float16 {
   uint16_t bits;
@@ -103,6 +103,7 @@ inline int64_t ItemSize(DType dtype) {
     case DType::kFloat64: return 8;
     case DType::kFloat16:
     case DType::kBFloat16: return 2;
+    case DType::kNone: break;
   }
   return 0;
 }
@@ -121,7 +122,8 @@ auto Dispatch(const Array& array, Function&& function) {
     case DType::kFloat64: return function(static_cast<const double*>(array.data));
     case DType::kFloat16: return function(static_cast<const Float16*>(array.data));
     case DType::kBFloat16: return function(static_cast<const BFloat16*>(array.data));
-    case DType::kFloat32: break;
+    case DType::kFloat32:
+    case DType::kNone: break;
   }
   return function(static_cast<const float*>(array.data));
 }

@@ -43,7 +43,7 @@ Offsets Layout(const PayloadFormat& format) {
   at.counts = sizeof(Header);
   at.full = at.counts + 2 * blocks;
   at.runs = PadTo(at.full + (format.k >= kBlock ? (blocks + 7) / 8 : 0), 2);
-  at.values = PadTo(at.runs + 2 * format.k, ItemSize(format.dtype));
+  at.values = PadTo(at.runs + 2 * format.k, std::max<int64_t>(1, ItemSize(format.dtype)));
   at.end = PadTo(at.values + ItemSize(format.dtype) * format.k, 8);
   return at;
 }
@@ -57,6 +57,7 @@ uint32_t Checksum(const uint8_t* payload, int64_t size) {
 }
 
 void WriteValues(const void* values, int64_t k, DType dtype, uint8_t* out) {
+  if (dtype == DType::kNone) return;
   if (dtype == DType::kFloat32 || dtype == DType::kFloat64) {
     std::memcpy(out, values, static_cast<size_t>(k * ItemSize(dtype)));
     return;
@@ -209,6 +210,7 @@ float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
       std::memcpy(&value, at, sizeof value);
       return ToFloat(value);
     }
+    case DType::kNone: return 0.0f;
     case DType::kFloat32: break;
   }
   float value;

@@ -7,6 +7,7 @@
 //   24  u32  CRC-32 of the payload with this field zero                                    28  u32 zero
 // Then, padded with zero bytes: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that
 // hold 65,536 entries, to a multiple of 2; u16 run lengths[k], to a multiple of the value's size; values[k], to 8.
+// Without values (dtype kNone) a payload is a set of indices.
 #pragma once
 
 #include <vector>
@@ -28,7 +29,8 @@ struct PayloadFormat {
 // In bytes. InvalidArgument unless 0 < k <= n.
 Status PayloadSize(const PayloadFormat& format, int64_t* size);
 
-// Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float32, or float64 for that wire dtype.
+// Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float32, float64 for that wire dtype, unread for
+// kNone.
 Status Pack(const PayloadFormat& format, const int64_t* indices, const void* values, int64_t entries, uint8_t* payload);
 
 // A payload that has been checked: whatever it holds, reading it through this stays inside payload and tensor.
@@ -48,7 +50,7 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
 Status LocatePayloads(const std::vector<int64_t>& ns, Coding coding, DType dtype, int64_t ranks,
                       const uint8_t* gathered, int64_t size, int64_t* offsets, int64_t* ks);
 
-// Writes `view.entries` indices, and values as float32 (float64 for that wire dtype).
+// Writes `view.entries` indices, and values as float32 (float64 for that wire dtype, zero for kNone).
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 
 // The j-th value as float32.

@@ -49,6 +49,7 @@ void Quantize(const float* values, int64_t n, DType dtype, float* result) {
       case DType::kBFloat16: result[i] = ToFloat(ToBFloat16(values[i])); break;
       case DType::kFloat32:
       case DType::kFloat64: result[i] = values[i]; break;
+      case DType::kNone: result[i] = 0; break;
     }
   }
 }

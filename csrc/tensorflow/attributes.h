@@ -14,6 +14,7 @@ constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far
 inline DType ParseDType(const std::string& name) {
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;
+  if (name == "none") return DType::kNone;
   return name == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 

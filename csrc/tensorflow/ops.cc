@@ -132,7 +132,7 @@ absl::Status TokenShape(InferenceContext* c) {
 
 constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
 constexpr char kCoding[] = "coding: {'run_length'} = 'run_length'";
-constexpr char kValueDType[] = "value_dtype: {'float32', 'float64', 'float16', 'bfloat16'} = 'float32'";
+constexpr char kValueDType[] = "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'none'} = 'float32'";
 
 REGISTER_OP("HvdSparseSelectThreshold")
     .Input("values: T")

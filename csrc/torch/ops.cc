@@ -58,8 +58,9 @@ DType ParseDType(const char* op, const std::string& name) {
   if (name == "float32") return DType::kFloat32;
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;
+  if (name == "none") return DType::kNone;
   TORCH_CHECK_VALUE(name == "bfloat16", "hvd_sparse.", op,
-                    ": value_dtype must be float32, float64, float16 or bfloat16, got ", name);
+                    ": value_dtype must be float32, float64, float16, bfloat16 or none, got ", name);
   return DType::kBFloat16;
 }
 

@@ -75,8 +75,10 @@ def encode_values(values, value_dtype: str) -> np.ndarray:
     """Return values as they travel: little-endian float32, float64 or float16, or uint16 holding bfloat16 bits.
 
     Values are converted to float32 first (not for float64), then rounded to nearest even. A finite value beyond the
-    largest finite float16 or bfloat16 becomes that, with its sign; infinity and NaN stay what they are.
+    largest finite float16 or bfloat16 becomes that, with its sign; infinity and NaN stay what they are. "none": void.
     """
+    if value_dtype == "none":
+        return np.zeros(flatten(values).size, "V0")
     with np.errstate(over="ignore", invalid="ignore"):
         values = flatten(values).astype("<f8" if value_dtype == "float64" else "<f4")
     if value_dtype in ("float32", "float64"):
@@ -92,7 +94,9 @@ def encode_values(values, value_dtype: str) -> np.ndarray:
 
 
 def decode_values(encoded: np.ndarray, value_dtype: str) -> np.ndarray:
-    """Return what `encode_values` made as float32, or float64 for float64; exact."""
+    """Return what `encode_values` made as float32, or float64 for float64; exact. Zeros for "none"."""
+    if value_dtype == "none":
+        return np.zeros(encoded.size, np.float32)
     if value_dtype == "bfloat16":
         return (encoded.astype(np.uint32) << 16).view(np.float32)
     return encoded.astype(np.float64 if value_dtype == "float64" else np.float32)
@@ -196,6 +200,8 @@ def unpack(
         bitmap = payload[layout.bitmap : layout.bitmap + layout.bitmap_bytes]
         counts += BLOCK * np.unpackbits(bitmap, count=layout.blocks, bitorder="little").astype(np.int64)
     runs = np.frombuffer(payload.tobytes(), "<u2", entries, layout.runs)
+    if value_dtype == "none":
+        return decode_run_length(counts, runs.astype(np.uint16), n), np.zeros(entries, np.float32)
     wire_type = {"float32": "<f4", "float64": "<f8"}.get(value_dtype, "<f2" if value_dtype == "float16" else "<u2")
     encoded = np.frombuffer(payload.tobytes(), wire_type, entries, layout.values)
     return decode_run_length(counts, runs.astype(np.uint16), n), decode_values(encoded, value_dtype)

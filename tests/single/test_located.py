@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from test_ops import same
+from hypothesis import given, settings
+from test_ops import entries, same
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops as tensorflow_ops
@@ -57,9 +58,9 @@ def hostile():
     yield gathered[:31], "cut off"
     yield gathered[:0], "cut off"
     yield np.append(gathered, np.zeros(8, np.uint8)), "size"
-    for entries in (70_001, 2**63, 2**64 - 1):
+    for many in (70_001, 2**63, 2**64 - 1):
         damaged = gathered.copy()
-        damaged[16:24] = np.frombuffer(entries.to_bytes(8, "little"), np.uint8)
+        damaged[16:24] = np.frombuffer(many.to_bytes(8, "little"), np.uint8)
         yield damaged, "entries"
 
 
@@ -104,3 +105,33 @@ def test_places_out_of_the_message(places, n, message):
         ops.reduce_located(torch.from_numpy(gathered), torch.tensor(places), n, torch.empty(n))
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         tensorflow_ops.reduce_located(gathered, tf.constant(places, tf.int64), n)
+
+
+@given(entries())
+@settings(deadline=None, max_examples=60)
+def test_indices_alone_travel_in_two_bytes_each(case):
+    """The value type "none": a set of indices, packed and checked like any payload, the same bytes everywhere."""
+    n, indices = case
+    k = max(1, indices.size)
+    expected = reference.pack(indices, np.zeros(indices.size, np.float32), n, k, value_dtype="none")
+    assert expected.size == payload_size(n, k, value_dtype="none") == ops.payload_size(n, k, value_dtype="none")
+    assert expected.size <= payload_size(n, k) - 4 * k + 8
+    values, out = torch.zeros(indices.size), torch.empty(expected.size, dtype=torch.uint8)
+    ops.pack(torch.from_numpy(indices), values, n, k, out, value_dtype="none")
+    same(out, expected)
+    same(tensorflow_ops.pack(indices, values.numpy(), n, k, value_dtype="none"), expected)
+    np.testing.assert_array_equal(reference.unpack(expected, n, k, value_dtype="none")[0], indices)
+    same(ops.unpack(out, n, k, value_dtype="none")[0], indices)
+    same(tensorflow_ops.unpack(expected, n, k, value_dtype="none")[0], indices)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_indices_alone_are_no_values(dtype):
+    payload = reference.pack([1, 4], [1.0, 2.0], 5, 2, value_dtype=dtype)
+    for unpack in (lambda: reference.unpack(payload, 5, 2, value_dtype="none"), lambda: unpack_torch(payload)):
+        with pytest.raises(ValueError, match=r"size|dtype"):
+            unpack()
+
+
+def unpack_torch(payload):
+    return ops.unpack(torch.from_numpy(payload), 5, 2, value_dtype="none")

@@ -263,7 +263,7 @@ def test_pack_refuses_and_writes_nothing(change, message):
     assert (arguments["out"] == 9).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "none"])
 def test_quantize(dtype):
     grid = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     halves = torch.cat([grid.view(torch.float16).float(), grid.view(torch.bfloat16).float()]).numpy()
