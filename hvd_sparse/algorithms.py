@@ -35,6 +35,7 @@ class Algorithm:
     momentum: ClassVar[float] = 0.0
     scope: ClassVar[str] = "tensor"
     is_exact: ClassVar[bool] = True  # sends exactly k entries; otherwise what reaches a threshold, however many
+    is_union: ClassVar[bool] = False  # all ranks send the same elements, their values are summed by an allreduce
 
     def __post_init__(self):
         check_choice("scope", self.scope, SCOPES)
@@ -123,6 +124,37 @@ class DynamicCommunicationThresholding(AtDensity):
         checked_integer("lifespan", self.lifespan, 1)
         if self.drain is not None:
             checked_integer("drain", self.drain, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Union(AtDensity):
+    """What the methods share in which all ranks send the same elements of the whole model: there is no build-up.
+
+    The values are summed by Horovod's own allreduce, as float32.
+    """
+
+    density: float | Schedule = 0.001
+
+    scope: ClassVar[str] = "model"
+    is_union: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.values != "float32":
+            raise ValueError(
+                f'values must be "float32" with Compression.{self.name}, where an allreduce sums them; '
+                f"got {self.values!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicLocalTopK(Union):
+    """CLT-k (ScaleCom: Chen et al., 2020, section 3), a baseline: rank step % ranks says which elements are sent.
+
+    Its own k largest of the whole model; their indices go to all ranks, which all add their values there.
+    """
+
+    name: ClassVar[str] = "cltk"
 
 
 @dataclass(frozen=True, kw_only=True)

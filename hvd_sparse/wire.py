@@ -7,10 +7,11 @@ A payload is a fixed-size run of little-endian bytes, so that every rank knows e
     header: u32 magic, u8 version, u8 coding, u8 value dtype, u8 zero, u64 n, u64 entries (k or 0),
             u32 CRC-32 of the payload with this field taken as zero, u32 zero
 
-Runs start at a multiple of 2 bytes, values (none for the dtype "none") at a multiple of their item size, the payload ends at a multiple of 8;
+Runs start at a multiple of 2 bytes, values at a multiple of their item size, the payload ends at a multiple of 8;
 padding is zero. The tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
 travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap, bit b % 8 of byte
-b // 8. `hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
+b // 8. With the value dtype "none" there are no values: a payload is a set of indices.
+`hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
 
 Difference from Deep Gradient Compression (section 3.1), which names 32-bit values and 16-bit run lengths and no more:
 blocks with counts (for parallel decoding and no filler entries), a header and a checksum.

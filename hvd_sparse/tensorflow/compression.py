@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import (
     Algorithm,
+    CyclicLocalTopK,
     DeepGradientCompression,
     DynamicCommunicationThresholding,
     GradientDropping,
@@ -31,13 +32,12 @@ from hvd_sparse.tensorflow.calls import (
 )
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.memory import make_memory, make_variable
-from hvd_sparse.tensorflow.model_scope import ModelScope
+from hvd_sparse.tensorflow.model_scope import ModelScope, UnionScope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables
 
-SCOPES = {"tensor": TensorScope, "model": ModelScope}
 untraced = tf.autograph.experimental.do_not_convert
 
 
@@ -165,8 +165,7 @@ class SparseCompressor(tf.Module):
         parts = self._parts
         memories = {name: make_memory(parts.algorithm, parts.variables[name], name) for name in parts.variables}
         self.memories = memories
-        kind = SCOPES[parts.algorithm.scope] if parts.algorithm.is_exact else VaryingScope
-        parts.scope = kind(parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
+        parts.scope = scope_of(parts.algorithm)(parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
         self.kept = parts.scope.kept
 
     @staticmethod
@@ -205,6 +204,15 @@ class SparseCompressor(tf.Module):
 
     def _scale(self, call: Call) -> float:
         return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
+
+
+def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
+    """Return what lays out the steps of a method."""
+    if algorithm.is_union:
+        return UnionScope
+    if not algorithm.is_exact:
+        return VaryingScope
+    return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
 
 
 class Parts:
@@ -259,3 +267,8 @@ class Compression:
     def hard_threshold(variables, value, *, process_set=None, **settings) -> SparseCompressor:
         """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
         return SparseCompressor(HardThreshold(value=value, **settings), variables, process_set)
+
+    @staticmethod
+    def cltk(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
+        return SparseCompressor(CyclicLocalTopK(density=density, **settings), variables, process_set)

@@ -210,7 +210,7 @@ class Scope(abc.ABC):
         bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float64) for entry in entries])
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         own = tf.stack([bad, tf.cast(step.number, tf.float64)])
-        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", _after(step.present, own))[0] > 0.0
+        step.overflow = self.exchange.allreduce(f"vote{step.suffix}", once(step.present, own))[0] > 0.0
         step.void = step.overflow if step.is_dense is None else tf.logical_or(step.overflow, step.is_dense)
         step.counted.add(payload_bytes=16)
 
@@ -228,20 +228,20 @@ class Scope(abc.ABC):
         before: what else changes this memory. A graph of TensorFlow 1 orders nothing by itself.
         """
         if entry.is_sparse and step.is_dense is None:
-            entry.carried = _after(step.present, ops.token(self.exchange.rank()))
+            entry.carried = once(step.present, ops.token(self.exchange.rank()))
             step.counted.add(payload_bytes=8)
             return []
         with tf.control_dependencies(before):
             sent, after = entry.memory.take_all(entry.gradient, entry.factor)
         keep = step.overflow
         if not entry.is_sparse:
-            entry.carried = _after(step.present, sent)
+            entry.carried = once(step.present, sent)
             step.counted.add(payload_bytes=entry.memory.size * sent.dtype.size, sent=entry.memory.size)
         else:
             keep = tf.logical_or(keep, tf.logical_not(step.is_dense))
             token = tf.cast(ops.token(self.exchange.rank()), sent.dtype)
             carried = tf.cond(step.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
-            entry.carried = _after(step.present, carried)
+            entry.carried = once(step.present, carried)
             # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
             elements = tf.where(step.is_dense, entry.memory.size, TOKEN_ELEMENTS)
             step.counted.add(payload_bytes=elements * sent.dtype.size)
@@ -272,7 +272,7 @@ class Scope(abc.ABC):
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
         message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
-        return self.exchange.allgather(f"{name}{step.suffix}", _after(step.present, message))
+        return self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message))
 
     def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
         """Take what was sent out of the memory, unless the step does not count."""
@@ -294,7 +294,7 @@ class Scope(abc.ABC):
         return tf.debugging.Assert(tf.abs(ones - expected) <= 1e-3 * expected, [message, ones, expected])
 
 
-def _after(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
+def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
     """Return the tensor, once the operation has run."""
     with tf.control_dependencies([operation]):
         return tf.identity(tensor)

@@ -16,6 +16,7 @@ import torch
 
 from hvd_sparse.algorithms import (
     Algorithm,
+    CyclicLocalTopK,
     DeepGradientCompression,
     DynamicCommunicationThresholding,
     GradientDropping,
@@ -26,14 +27,13 @@ from hvd_sparse.algorithms import (
 )
 from hvd_sparse.members import two_momenta
 from hvd_sparse.torch.exchange import Exchange, Pending
-from hvd_sparse.torch.model_scope import ModelScope
+from hvd_sparse.torch.model_scope import ModelScope, UnionScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.traffic import Traffic
 
-SCOPES = {"tensor": TensorScope, "model": ModelScope}
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 
@@ -54,8 +54,7 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._exchange = Exchange(process_set)
         self._traffic = Traffic()
-        kind = SCOPES[algorithm.scope] if algorithm.is_exact else VaryingScope
-        self._scope = kind(algorithm, self._parameters, self._exchange, self._traffic)
+        self._scope = scope_of(algorithm)(algorithm, self._parameters, self._exchange, self._traffic)
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
@@ -227,6 +226,15 @@ class SparseCompressor:
             warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
 
 
+def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
+    """Return what lays out the steps of a method."""
+    if algorithm.is_union:
+        return UnionScope
+    if not algorithm.is_exact:
+        return VaryingScope
+    return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
+
+
 def reduction_scale(token: torch.Tensor, ranks: int) -> float:
     """Return what the sum over ranks is to be multiplied with, as the token, sent as [1, rank + 1], tells.
 
@@ -294,3 +302,8 @@ class Compression:
     def hard_threshold(named_parameters, value, *, process_set=None, **settings) -> SparseCompressor:
         """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
         return SparseCompressor(HardThreshold(value=value, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def cltk(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
+        return SparseCompressor(CyclicLocalTopK(density=density, **settings), named_parameters, process_set)

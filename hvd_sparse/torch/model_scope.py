@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory, whole_clip_factor
 from hvd_sparse.torch.scope import Entry, Scope, Selection
-from hvd_sparse.wire import top_k_count
+from hvd_sparse.wire import payload_size, top_k_count
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Group:
     offsets: dict[str, int]
     n: int
     memory: ResidualMemory  # of all the sparse tensors; theirs are slices of it
+    name: str = ""  # of its collectives
     hint: ThresholdHint = field(default_factory=ThresholdHint)
     selection: Selection | None = None
     buffer: torch.Tensor | None = None
@@ -96,13 +98,11 @@ class ModelScope(Scope):
                     entry.finite = memory.accumulate(entry.gradient, factors[entry.name])
         self._vote(f"{name}.vote", entries)
         if group.sparse:
-            k = top_k_count(group.n, self.density)
-            if group.buffer is None or group.buffer.numel() != self._payload_size(group.n, k):
-                group.buffer = torch.zeros(self._payload_size(group.n, k), dtype=torch.uint8)
-            group.selection = self._select(group.memory.residual, k, group.hint)
-            self._pack(group.selection, group.n, k, group.buffer)
-            self._deferred.append(lambda: self._gather(group, name))
-            self.traffic.count(payload_bytes=group.buffer.numel())
+            group.name = name
+            self._choose(group)
+            if group.buffer is not None:
+                self._deferred.append(lambda: self._gather(group))
+                self.traffic.count(payload_bytes=group.buffer.numel())
         if group.dense:
             parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
             small = torch.cat(parts)
@@ -110,8 +110,16 @@ class ModelScope(Scope):
             self._collectives.append(group.summed)
             self.traffic.count(payload_bytes=small.numel() * small.element_size(), sent=small.numel())
 
-    def _gather(self, group: Group, name: str) -> Pending:
-        group.gathered = self.exchange.allgather(name, group.buffer)
+    def _choose(self, group: Group) -> None:
+        """Select in a group, and make the message for all ranks, if there has to be one."""
+        k = top_k_count(group.n, self.density)
+        if group.buffer is None or group.buffer.numel() != self._payload_size(group.n, k):
+            group.buffer = torch.zeros(self._payload_size(group.n, k), dtype=torch.uint8)
+        group.selection = self._select(group.memory.residual, k, group.hint)
+        self._pack(group.selection, group.n, k, group.buffer)
+
+    def _gather(self, group: Group) -> Pending:
+        group.gathered = self.exchange.allgather(group.name, group.buffer)
         return group.gathered
 
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
@@ -173,12 +181,50 @@ class ModelScope(Scope):
     def _complete(self, group: Group, scale: float) -> None:
         """Wait for a group's messages; decode them into fresh tensors; clear the memory of what was sent."""
         group.completed = True
-        if group.gathered is not None:
-            with self.traffic.timed("exchange"):
-                gathered = group.gathered.wait()
-            group.large = torch.empty(group.n)
-            self._reduce(gathered, 0, group.n, top_k_count(group.n, self.density), group.large, scale)
-            group.memory.clear(group.selection.indices, group.selection.left)
+        if group.sparse:
+            self._decode(group, scale)
         if group.summed is not None:
             with self.traffic.timed("exchange"):
                 group.small = group.summed.wait().mul_(scale)
+
+    def _decode(self, group: Group, scale: float) -> None:
+        """Wait for the payloads; sum them; clear the memory of what was sent."""
+        with self.traffic.timed("exchange"):
+            gathered = group.gathered.wait()
+        group.large = torch.empty(group.n)
+        self._reduce(gathered, 0, group.n, top_k_count(group.n, self.density), group.large, scale)
+        group.memory.clear(group.selection.indices, group.selection.left)
+
+
+class UnionScope(ModelScope):
+    """All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
+
+    def _choose(self, group: Group) -> None:
+        """Say which elements: the leader does, the others send an empty message."""
+        leads = self.step % self.exchange.size() == self.exchange.rank()
+        k = top_k_count(group.n, self.density) if leads else 1
+        own = self._top_k(group.memory.residual, k, group.hint)[0] if leads else torch.empty(0, dtype=torch.int64)
+        group.buffer = torch.empty(payload_size(group.n, k, self.algorithm.coding, "none"), dtype=torch.uint8)
+        ops.pack(own, torch.zeros(len(own)), group.n, k, group.buffer, self.algorithm.coding, "none")
+
+    def _decode(self, group: Group, scale: float) -> None:
+        """Learn which elements, sum their values over the ranks, clear the memory there."""
+        with self.traffic.timed("exchange"):
+            gathered = group.gathered.wait()
+        indices = self._union(gathered, group.n)
+        values = group.memory.residual.index_select(0, indices)
+        self.traffic.count(payload_bytes=4 * len(indices), sent=len(indices))
+        with self.traffic.timed("exchange"):
+            total = self.exchange.allreduce(f"{group.name}.values", values).wait()
+        group.large = torch.zeros(group.n).index_copy_(0, indices, total.mul_(scale))
+        group.memory.clear(indices, None)
+
+    def _union(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
+        """Return the indices of all ranks, ascending: no two ranks name the same."""
+        coding = self.algorithm.coding
+        offsets, counts = ops.locate_payloads(gathered, [n], self.exchange.size(), coding, "none").flatten(1).tolist()
+        parts = [
+            ops.unpack(gathered.narrow(0, offset, payload_size(n, k, coding, "none")), n, k, coding, "none")[0]
+            for offset, k in zip(offsets, counts, strict=True)
+        ]
+        return torch.cat(parts).sort().values

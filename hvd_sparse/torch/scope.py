@@ -193,26 +193,27 @@ class Scope(abc.ABC):
 
     def _select(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> Selection:
         """Select in a residual."""
+        return self._quantized(*self._top_k(residual, k, hint))
+
+    def _top_k(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return indices and values of the k largest."""
         indices, values, info = ops.select_top_k(residual, k, self.seed, hint.value(k))
-        return self._selection(indices, values, info.tolist(), k, hint)
+        threshold, passed = info.tolist()
+        hint.update(k, threshold, int(passed))
+        return indices, values
 
     def _accumulate_and_select(self, entry: Entry, factor: float, k: int, hint: ThresholdHint) -> Selection:
         """Bring a gradient into its memory and select there; tell the entry whether the gradient was finite."""
         memory = self.memories[entry.name]
         indices, values, info = memory.accumulate_top_k(entry.gradient, factor, k, self.seed, hint.value(k))
-        *info, finite = info.tolist()
-        entry.finite = bool(finite)
-        return self._selection(indices, values, info, k, hint)
-
-    def _selection(self, indices: torch.Tensor, values: torch.Tensor, info: list[float], k: int, hint: ThresholdHint):
-        threshold, passed = info
+        threshold, passed, finite = info.tolist()
         hint.update(k, threshold, int(passed))
+        entry.finite = bool(finite)
         return self._quantized(indices, values)
 
     def _quantized(self, indices: torch.Tensor, values: torch.Tensor) -> Selection:
         """Return a selection with its values as they travel."""
-        k = indices.numel()
-        self.traffic.count(sent=k)
+        self.traffic.count(sent=indices.numel())
         if self.algorithm.values == "float32":
             return Selection(indices, values, None)
         sent = ops.quantize(values, self.algorithm.values)

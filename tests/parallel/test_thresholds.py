@@ -1,4 +1,4 @@
-"""Methods that send what reaches a threshold, however many that is: DCT and a hard threshold; and exact top-k."""
+"""Methods that send what reaches a threshold: DCT and a hard threshold; and the baselines top-k and CLT-k."""
 
 import horovod.torch as hvd
 import numpy as np
@@ -16,6 +16,9 @@ DCT = {"density": 0.05, "min_numel": 100}
 METHODS = {
     "dct": lambda named, **settings: Compression.dct(named, **{**DCT, "lifespan": 7, **settings}),
     "hard_threshold": lambda named, **settings: Compression.hard_threshold(named, 60.0, min_numel=100, **settings),
+    "cltk": lambda named, **settings: Compression.cltk(
+        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+    ),
     "topk": lambda named, **settings: Compression.topk(named, density=0.05, min_numel=100, **settings),
 }
 
@@ -48,6 +51,26 @@ def test_a_hard_threshold_sends_what_reaches_it():
 def test_topk_is_exact(scope):
     settings = {"density": 0.02, "scope": scope, "min_numel": 100}
     run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), 50)], 50)
+
+
+def test_cltk_sends_what_the_leader_selects():
+    settings = {"density": 0.02, "min_numel": 100}
+    method = Method(scope="model", cyclic=True, **settings)
+    run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), 60)], 60)
+
+
+def test_cltk_does_not_build_up():
+    """However many ranks there are, k elements of the reduced gradient are not zero; with top-k more are."""
+    shapes, found = {"only": (4000,)}, {}
+    for name in ("cltk", "topk"):
+        parameters = make_parameters(shapes)
+        compression = METHODS[name](parameters.items())
+        reduced = [drive(compression, parameters, draw(shapes, t, hvd.rank()))["only"] for t in range(5)]
+        found[name] = [int((result != 0).sum()) for result in reduced]
+        assert compression.stats()["step"]["density"] == 0.05
+    assert found["cltk"] == [200] * 5
+    assert all(200 <= count <= 200 * hvd.size() for count in found["topk"])
+    assert hvd.size() == 1 or min(found["topk"]) > 200
 
 
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
@@ -185,6 +208,8 @@ def test_a_checkpoint_continues_with_fresh_thresholds():
         (lambda named: Compression.hard_threshold(named, float("nan")), ValueError, "value"),
         (lambda named: Compression.hard_threshold(named), TypeError, "value"),
         (lambda named: Compression.topk(named, density=2.0), ValueError, "density"),
+        (lambda named: Compression.cltk(named, values="float16"), ValueError, "values.*cltk"),
+        (lambda named: Compression.cltk(named, scope="tensor"), TypeError, "scope"),
     ],
 )
 def test_refused(call, error, message):

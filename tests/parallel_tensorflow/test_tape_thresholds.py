@@ -1,4 +1,4 @@
-"""Methods that send what reaches a threshold, however many that is: DCT and a hard threshold; and exact top-k."""
+"""Methods that send what reaches a threshold: DCT and a hard threshold; and the baselines top-k and CLT-k."""
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -19,6 +19,9 @@ METHODS = {
     "dct": lambda variables, **settings: Compression.dct(variables, **{**DCT, "lifespan": 7, **settings}),
     "hard_threshold": lambda variables, **settings: Compression.hard_threshold(
         variables, 60.0, **{"min_numel": 100, **settings}
+    ),
+    "cltk": lambda variables, **settings: Compression.cltk(
+        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),
     "topk": lambda variables, **settings: Compression.topk(variables, density=0.05, min_numel=100, **settings),
 }
@@ -51,6 +54,9 @@ def test_they_are_those_of_the_papers():
         settings = {"density": 0.02, "scope": scope, "min_numel": 100}
         topk = lambda variables, settings=settings: Compression.topk(variables, **settings)  # noqa: E731
         trials.append(Trial(f"topk.{scope}", Method(**settings), topk, 60))
+    settings = {"density": 0.02, "min_numel": 100}
+    cltk = lambda variables: Compression.cltk(variables, **settings)  # noqa: E731
+    trials.append(Trial("cltk", Method(scope="model", cyclic=True, **settings), cltk, 60))
     run(trials, 60)
 
 

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression, Gradient Dropping, DCT and a hard threshold, for all ranks at once, in NumPy and float64.
+"""Deep Gradient Compression, Gradient Dropping, DCT, CLT-k and a hard threshold, for all ranks at once, in float64.
 
 Transcribed from the papers (DGC: Algorithms 3 and 4, with exact top-k); nothing of hvd_sparse is used. The run also
 reports how far apart the last selected and the first unselected magnitude ever were: a test looks for data without
@@ -27,6 +27,7 @@ class Method:
     factor_masking: bool = True
     lifespan: int | None = None  # DCT's, for thresholds that are kept
     value: float | None = None  # a hard threshold's
+    cyclic: bool = False  # CLT-k: the rank whose turn it is selects for all
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -54,7 +55,9 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
         for k in range(ranks):
             local = clip(method, ranks, gradients(step, k))
             accumulate(method, u[k], v[k], {name: local[name] + method.weight_decay * theta[name] for name in theta})
-            masks, here = choose(method, step, v[k], kept[k])
+        choices = [choose(method, step, v[k], kept[k]) for k in range(ranks)]
+        for k in range(ranks):
+            masks, here = choices[step % ranks if method.cyclic else k]
             gap = min(gap, here)
             for name, mask in masks.items():
                 reduced[name] += v[k][name] * mask

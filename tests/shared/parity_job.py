@@ -28,6 +28,7 @@ CASES = {
     "dct-bfloat16": ("dct", {"density": 0.05, "min_numel": 100, "lifespan": 10, "values": "bfloat16"}),
     "hard_threshold": ("hard_threshold", {"value": 4.0, "min_numel": 100}),
     "topk": ("topk", SETTINGS),
+    "cltk": ("cltk", SETTINGS),
 }
 
 
