@@ -35,7 +35,6 @@ class Algorithm:
     momentum: ClassVar[float] = 0.0
     scope: ClassVar[str] = "tensor"
     is_exact: ClassVar[bool] = True  # sends exactly k entries; otherwise what reaches a threshold, however many
-    is_union: ClassVar[bool] = False  # all ranks send the same elements, their values are summed by an allreduce
 
     def __post_init__(self):
         check_choice("scope", self.scope, SCOPES)
@@ -136,7 +135,6 @@ class Union(AtDensity):
     density: float | Schedule = 0.001
 
     scope: ClassVar[str] = "model"
-    is_union: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,6 +153,16 @@ class CyclicLocalTopK(Union):
     """
 
     name: ClassVar[str] = "cltk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Union):
+    """Random-k (Stich et al., 2018, definition 2.1), a baseline: the same random elements on every rank, no indices.
+
+    Difference from the paper: one element of each of k equal parts of the model, so that none is left out for long.
+    """
+
+    name: ClassVar[str] = "random_k"
 
 
 @dataclass(frozen=True, kw_only=True)

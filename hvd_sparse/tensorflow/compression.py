@@ -17,7 +17,9 @@ from hvd_sparse.algorithms import (
     DynamicCommunicationThresholding,
     GradientDropping,
     HardThreshold,
+    RandomK,
     TopK,
+    Union,
     check_number,
     density_of,
 )
@@ -32,10 +34,11 @@ from hvd_sparse.tensorflow.calls import (
 )
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.memory import make_memory, make_variable
-from hvd_sparse.tensorflow.model_scope import ModelScope, UnionScope
+from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.union_scope import LeaderScope, RandomScope
 from hvd_sparse.tensorflow.variables import Variables
 
 untraced = tf.autograph.experimental.do_not_convert
@@ -208,8 +211,8 @@ class SparseCompressor(tf.Module):
 
 def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
     """Return what lays out the steps of a method."""
-    if algorithm.is_union:
-        return UnionScope
+    if isinstance(algorithm, Union):
+        return {CyclicLocalTopK: LeaderScope, RandomK: RandomScope}[type(algorithm)]
     if not algorithm.is_exact:
         return VaryingScope
     return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
@@ -272,3 +275,8 @@ class Compression:
     def cltk(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
         return SparseCompressor(CyclicLocalTopK(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def random_k(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
+        return SparseCompressor(RandomK(density=density, **settings), variables, process_set)

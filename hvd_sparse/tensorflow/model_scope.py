@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import read_after
-from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step, once
+from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step
 
 
 class ModelScope(Scope):
@@ -59,45 +59,3 @@ class ModelScope(Scope):
         for entry, offset, indices, values, left in zip(entries, offsets, *parts, strict=False):
             done += self._clear(entry.memory, indices - offset, values, left, step)
         return done
-
-
-class UnionScope(ModelScope):
-    """All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
-
-    def _choose(self, entries: list[Entry], step: Step) -> Selection:
-        """Accumulate, and say which elements: the leader does, the others send an empty message."""
-        residual = self._accumulate(entries, step)
-        n, coding = residual.shape[0], self.algorithm.coding
-        (k,) = self._counts([n], step)
-        (hint,) = self._hints.values(["model"], [k])
-        none = tf.zeros([0], tf.int64), tf.zeros([0]), tf.zeros([2], tf.float64)
-        leads = tf.equal(step.number % self.exchange.size(), self.exchange.rank())
-        own, _, info = tf.cond(leads, lambda: ops.select_top_k(residual, k, step.seed, hint), lambda: none)
-        payload = ops.pack(own, tf.zeros(tf.shape(own)), n, tf.where(leads, k, 1), coding, "none")
-        step.counted.add(payload_bytes=tf.size(payload))
-        return Selection(k, own, residual, residual, payload, tf.where(leads, info, [0.0, 0.0]))
-
-    def _send(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
-        """Learn which elements, sum their values over the ranks, clear the memory there."""
-        residual = selection.values
-        done = self._hints.update(["model"], [selection.k], [selection.info])
-        indices = self._union(self._gather("model", [selection.payload], step), residual.shape[0])
-        values = tf.gather(residual, indices)
-        total = self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale
-        count = tf.size(indices)
-        step.counted.add(payload_bytes=4 * count)
-        step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
-        self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
-        sent = Selection(selection.k, indices, values, values, selection.payload, None)
-        return done + self._clear_parts(entries, sent, step)
-
-    def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
-        """Return the indices of all ranks, ascending: no two ranks name the same."""
-        coding, ranks = self.algorithm.coding, self.exchange.size()
-        offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
-        ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
-        parts = [
-            ops.unpack(gathered[offsets[rank] : ends[rank]], n, counts[rank], coding, "none")[0]
-            for rank in range(ranks)
-        ]
-        return tf.sort(tf.concat(parts, 0))

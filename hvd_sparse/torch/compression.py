@@ -21,17 +21,20 @@ from hvd_sparse.algorithms import (
     DynamicCommunicationThresholding,
     GradientDropping,
     HardThreshold,
+    RandomK,
     TopK,
+    Union,
     check_number,
     density_of,
 )
 from hvd_sparse.members import two_momenta
 from hvd_sparse.torch.exchange import Exchange, Pending
-from hvd_sparse.torch.model_scope import ModelScope, UnionScope
+from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
+from hvd_sparse.torch.union_scope import LeaderScope, RandomScope
 from hvd_sparse.traffic import Traffic
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
@@ -228,8 +231,8 @@ class SparseCompressor:
 
 def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
     """Return what lays out the steps of a method."""
-    if algorithm.is_union:
-        return UnionScope
+    if isinstance(algorithm, Union):
+        return {CyclicLocalTopK: LeaderScope, RandomK: RandomScope}[type(algorithm)]
     if not algorithm.is_exact:
         return VaryingScope
     return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
@@ -307,3 +310,8 @@ class Compression:
     def cltk(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
         return SparseCompressor(CyclicLocalTopK(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def random_k(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
+        return SparseCompressor(RandomK(density=density, **settings), named_parameters, process_set)

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory, whole_clip_factor
 from hvd_sparse.torch.scope import Entry, Scope, Selection
-from hvd_sparse.wire import payload_size, top_k_count
+from hvd_sparse.wire import top_k_count
 
 
 @dataclass
@@ -194,37 +193,3 @@ class ModelScope(Scope):
         group.large = torch.empty(group.n)
         self._reduce(gathered, 0, group.n, top_k_count(group.n, self.density), group.large, scale)
         group.memory.clear(group.selection.indices, group.selection.left)
-
-
-class UnionScope(ModelScope):
-    """All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
-
-    def _choose(self, group: Group) -> None:
-        """Say which elements: the leader does, the others send an empty message."""
-        leads = self.step % self.exchange.size() == self.exchange.rank()
-        k = top_k_count(group.n, self.density) if leads else 1
-        own = self._top_k(group.memory.residual, k, group.hint)[0] if leads else torch.empty(0, dtype=torch.int64)
-        group.buffer = torch.empty(payload_size(group.n, k, self.algorithm.coding, "none"), dtype=torch.uint8)
-        ops.pack(own, torch.zeros(len(own)), group.n, k, group.buffer, self.algorithm.coding, "none")
-
-    def _decode(self, group: Group, scale: float) -> None:
-        """Learn which elements, sum their values over the ranks, clear the memory there."""
-        with self.traffic.timed("exchange"):
-            gathered = group.gathered.wait()
-        indices = self._union(gathered, group.n)
-        values = group.memory.residual.index_select(0, indices)
-        self.traffic.count(payload_bytes=4 * len(indices), sent=len(indices))
-        with self.traffic.timed("exchange"):
-            total = self.exchange.allreduce(f"{group.name}.values", values).wait()
-        group.large = torch.zeros(group.n).index_copy_(0, indices, total.mul_(scale))
-        group.memory.clear(indices, None)
-
-    def _union(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
-        """Return the indices of all ranks, ascending: no two ranks name the same."""
-        coding = self.algorithm.coding
-        offsets, counts = ops.locate_payloads(gathered, [n], self.exchange.size(), coding, "none").flatten(1).tolist()
-        parts = [
-            ops.unpack(gathered.narrow(0, offset, payload_size(n, k, coding, "none")), n, k, coding, "none")[0]
-            for offset, k in zip(offsets, counts, strict=True)
-        ]
-        return torch.cat(parts).sort().values

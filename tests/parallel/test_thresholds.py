@@ -19,6 +19,9 @@ METHODS = {
     "cltk": lambda named, **settings: Compression.cltk(
         named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),
+    "random_k": lambda named, **settings: Compression.random_k(
+        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+    ),
     "topk": lambda named, **settings: Compression.topk(named, density=0.05, min_numel=100, **settings),
 }
 
@@ -57,6 +60,25 @@ def test_cltk_sends_what_the_leader_selects():
     settings = {"density": 0.02, "min_numel": 100}
     method = Method(scope="model", cyclic=True, **settings)
     run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), 60)], 60)
+
+
+def test_random_k_sends_the_same_few_of_all_in_turn():
+    """Every rank's values at k elements, one of each of k equal parts; over the steps no element is left out."""
+    shapes = {"only": (1000,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.random_k(parameters.items(), density=0.05, min_numel=100)
+    balance, sent = np.zeros(1000), np.zeros(1000, int)
+    for t in range(300):
+        gradients = whole_numbers(shapes, t, hvd.rank())
+        balance += total(gradients["only"]).numpy()
+        reduced = drive(compression, parameters, gradients)["only"].double().numpy()
+        mask = reduced != 0
+        np.testing.assert_array_equal(reduced[mask], balance[mask])
+        assert mask.reshape(50, 20).sum(1).max() == 1 and mask.sum() >= 45  # a sum may be 0
+        balance[mask] = 0.0
+        sent += mask
+    assert sent.min() >= 1 and sent.max() <= 40  # 15 expected
+    assert compression.stats()["total"]["payload_bytes"] < 300 * (4 * 50 + 100)
 
 
 def test_cltk_does_not_build_up():

@@ -23,6 +23,9 @@ METHODS = {
     "cltk": lambda variables, **settings: Compression.cltk(
         variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),
+    "random_k": lambda variables, **settings: Compression.random_k(
+        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+    ),
     "topk": lambda variables, **settings: Compression.topk(variables, density=0.05, min_numel=100, **settings),
 }
 

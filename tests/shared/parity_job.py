@@ -29,6 +29,7 @@ CASES = {
     "hard_threshold": ("hard_threshold", {"value": 4.0, "min_numel": 100}),
     "topk": ("topk", SETTINGS),
     "cltk": ("cltk", SETTINGS),
+    "random_k": ("random_k", {**SETTINGS, "seed": 3}),
 }
 
 
@@ -37,13 +38,12 @@ def gradients_of(step, rank):
 
 
 def listen(exchange, read):
-    """Return a list that every payload is appended to when it is handed to Horovod."""
-    heard, allgather = [], exchange.allgather
-
-    def recorded(name, payload):
-        return allgather(name, payload if name.startswith("agree") else read(payload, heard))
-
-    exchange.allgather = recorded
+    """Return a list that every payload is appended to when it is handed to Horovod, and the values of an allreduce."""
+    heard, allgather, allreduce = [], exchange.allgather, exchange.allreduce
+    exchange.allgather = lambda name, payload: allgather(
+        name, payload if name.startswith("agree") else read(payload, heard)
+    )
+    exchange.allreduce = lambda name, tensor: allreduce(name, read(tensor, heard) if "values" in name else tensor)
     return heard
 
 
@@ -90,7 +90,7 @@ def train_tensorflow(method, settings, initial):
             heard.append(array.tobytes())
             return array
 
-        kept = tf.numpy_function(keep, [payload], tf.uint8)
+        kept = tf.numpy_function(keep, [payload], payload.dtype)
         kept.set_shape([None])
         return kept
 

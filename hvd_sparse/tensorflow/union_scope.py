@@ -1,0 +1,84 @@
+"""All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
+
+import abc
+
+import tensorflow as tf
+
+from hvd_sparse.reference import stratified_sample
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.model_scope import ModelScope
+from hvd_sparse.tensorflow.scope import Entry, Selection, Step, once
+
+
+class UnionScope(ModelScope, abc.ABC):
+    """Each rank names elements, none of them twice; the values at all that were named are summed by an allreduce."""
+
+    def _choose(self, entries: list[Entry], step: Step) -> Selection:
+        residual = self._accumulate(entries, step)
+        (k,) = self._counts([residual.shape[0]], step)
+        indices, info = self._name_elements(residual, k, step)
+        return Selection(k, indices, residual, residual, None, info)
+
+    @abc.abstractmethod
+    def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Return ascending indices that this rank names, and what the next step's hint learns from."""
+
+    def _send(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
+        residual, done = selection.values, []
+        if selection.info is not None:
+            done = self._hints.update(["model"], [selection.k], [selection.info])
+        indices = self._union(selection.indices, residual.shape[0], step)
+        values = tf.gather(residual, indices)
+        total = self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale
+        count = tf.size(indices)
+        step.counted.add(payload_bytes=4 * count)
+        step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
+        self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
+        sent = Selection(selection.k, indices, values, values, None, None)
+        return done + self._clear_parts(entries, sent, step)
+
+    def _union(self, own: tf.Tensor, n: int, step: Step) -> tf.Tensor:
+        """Return what all ranks named, ascending."""
+        coding, ranks = self.algorithm.coding, self.exchange.size()
+        payload = ops.pack(own, tf.zeros(tf.shape(own)), n, tf.maximum(tf.size(own, tf.int64), 1), coding, "none")
+        step.counted.add(payload_bytes=tf.size(payload))
+        gathered = self._gather("model", [payload], step)
+        offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
+        ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
+        parts = [
+            ops.unpack(gathered[offsets[rank] : ends[rank]], n, counts[rank], coding, "none")[0]
+            for rank in range(ranks)
+        ]
+        return tf.sort(tf.concat(parts, 0))
+
+
+class LeaderScope(UnionScope):
+    """CLT-k: the rank whose turn it is names its k largest, the others none."""
+
+    def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
+        (hint,) = self._hints.values(["model"], [k])
+
+        def lead() -> tuple[tf.Tensor, tf.Tensor]:
+            """Select."""
+            indices, _, info = ops.select_top_k(residual, k, step.seed, hint)
+            return indices, info
+
+        def follow() -> tuple[tf.Tensor, tf.Tensor]:
+            """Name nothing, and forget the hint."""
+            return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
+
+        return tf.cond(tf.equal(step.number % self.exchange.size(), self.exchange.rank()), lead, follow)
+
+
+class RandomScope(UnionScope):
+    """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
+
+    def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
+        n = residual.shape[0]
+        indices = tf.numpy_function(
+            lambda k, seed: stratified_sample(n, int(k), int(seed)), [k, step.seed], tf.int64, stateful=False
+        )
+        return tf.ensure_shape(indices, [None]), None
+
+    def _union(self, own: tf.Tensor, n: int, step: Step) -> tf.Tensor:
+        return own

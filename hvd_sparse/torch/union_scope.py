@@ -1,0 +1,67 @@
+"""All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
+
+import abc
+
+import torch
+
+from hvd_sparse.reference import stratified_sample
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.model_scope import Group, ModelScope
+from hvd_sparse.wire import payload_size, top_k_count
+
+
+class UnionScope(ModelScope, abc.ABC):
+    """Each rank names elements, none of them twice; the values at all that were named are summed by an allreduce."""
+
+    def _choose(self, group: Group) -> None:
+        indices = self._name_elements(group)
+        k, coding = max(1, len(indices)), self.algorithm.coding
+        group.buffer = torch.empty(payload_size(group.n, k, coding, "none"), dtype=torch.uint8)
+        ops.pack(indices, torch.zeros(len(indices)), group.n, k, group.buffer, coding, "none")
+
+    @abc.abstractmethod
+    def _name_elements(self, group: Group) -> torch.Tensor:
+        """Return ascending indices into the whole model that this rank names."""
+
+    def _decode(self, group: Group, scale: float) -> None:
+        indices = self._union(group)
+        values = group.memory.residual.index_select(0, indices)
+        self.traffic.count(payload_bytes=4 * len(indices), sent=len(indices))
+        with self.traffic.timed("exchange"):
+            total = self.exchange.allreduce(f"{group.name}.values", values).wait()
+        group.large = torch.zeros(group.n).index_copy_(0, indices, total.mul_(scale))
+        group.memory.clear(indices, None)
+
+    def _union(self, group: Group) -> torch.Tensor:
+        """Return what all ranks named, ascending."""
+        with self.traffic.timed("exchange"):
+            gathered = group.gathered.wait()
+        n, coding = group.n, self.algorithm.coding
+        offsets, counts = ops.locate_payloads(gathered, [n], self.exchange.size(), coding, "none").flatten(1).tolist()
+        parts = [
+            ops.unpack(gathered.narrow(0, offset, payload_size(n, k, coding, "none")), n, k, coding, "none")[0]
+            for offset, k in zip(offsets, counts, strict=True)
+        ]
+        return torch.cat(parts).sort().values
+
+
+class LeaderScope(UnionScope):
+    """CLT-k: the rank whose turn it is names its k largest, the others none."""
+
+    def _name_elements(self, group: Group) -> torch.Tensor:
+        if self.step % self.exchange.size() != self.exchange.rank():
+            return torch.empty(0, dtype=torch.int64)
+        return self._top_k(group.memory.residual, top_k_count(group.n, self.density), group.hint)[0]
+
+
+class RandomScope(UnionScope):
+    """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
+
+    def _choose(self, group: Group) -> None:
+        group.buffer = None
+
+    def _name_elements(self, group: Group) -> torch.Tensor:
+        return torch.from_numpy(stratified_sample(group.n, top_k_count(group.n, self.density), self.seed))
+
+    def _union(self, group: Group) -> torch.Tensor:
+        return self._name_elements(group)
