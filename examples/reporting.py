@@ -14,7 +14,10 @@ DEFAULT_DENSITY = {
     "dgc": 0.001,
     "gradient_dropping": 0.01,
     "dct": 0.01,
+    "micro": 0.001,
     "topk": 0.001,
+    "cltk": 0.001,
+    "random_k": 0.001,
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)
@@ -50,7 +53,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument(
         "--density",
         type=density,
-        help="share of each gradient that is sent (default: 0.001 for dgc and topk, else 0.01); "
+        help="share of each gradient that is sent (default: 0.01 for gradient_dropping and dct, else 0.001); "
         "the dense methods and hard_threshold ignore it",
     )
     group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
@@ -61,7 +64,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         "--scope",
         choices=("tensor", "model"),
         default="tensor",
-        help="select per tensor or over the whole model (default: tensor); dct and hard_threshold always do per tensor",
+        help="of dgc, gradient_dropping and topk: select per tensor or over the whole model (default: tensor)",
     )
     group = parser.add_argument_group("optimizer")
     group.add_argument(
@@ -112,6 +115,8 @@ def compression_settings(args, warmup_steps):
     settings = {"density": args.density, "warmup": warmup_steps or None, "seed": args.seed}
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
+    if args.method in ("micro", "cltk", "random_k"):  # always over the whole model
+        return settings
     settings["scope"] = args.scope
     if args.method == "dgc":
         settings |= {

@@ -156,6 +156,20 @@ class CyclicLocalTopK(Union):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MiCRO(Union):
+    """MiCRO (Yoon and Oh, 2023, Algorithm 1): each rank selects in a partition of its own, in another one each step.
+
+    Rank i names what reaches the threshold in partition (step + i) % ranks of the whole model; the values at all that
+    were named are averaged, and leave every rank's residual. The count is within a few per cent of k, not exactly k.
+    Difference from the paper: its threshold is scaled after each step by how far the count was off, and lags behind a
+    residual that grows. Here it is read off a histogram of sampled magnitudes, 16 KiB, that the ranks sum before they
+    select: it is right from the first step, at any number of ranks, and has no state.
+    """
+
+    name: ClassVar[str] = "micro"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RandomK(Union):
     """Random-k (Stich et al., 2018, definition 2.1), a baseline: the same random elements on every rank, no indices.
 

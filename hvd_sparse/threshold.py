@@ -1,12 +1,18 @@
 """Thresholds with a memory of their own."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding
-from hvd_sparse.reference import hash_index
+from hvd_sparse.reference import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
+HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more
+HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
+HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
@@ -101,3 +107,42 @@ def make_threshold(algorithm: Algorithm, position: int, count: int) -> ConstantT
     if isinstance(algorithm, DynamicCommunicationThresholding):
         return KeptThreshold(algorithm, position, count)
     return ConstantThreshold(algorithm.value)
+
+
+def partition(step: int, rank: int, ranks: int, n: int) -> tuple[int, int]:
+    """Return where the partition of a rank begins and ends: another one in each step (MiCRO, Algorithm 1, line 7)."""
+    number = (step + rank) % ranks
+    return number * n // ranks, (number + 1) * n // ranks
+
+
+def sampled_histogram(values: np.ndarray, k: int, seed: int) -> np.ndarray:
+    """Return how many of float32[m] values have each magnitude, estimated from a sample: float32[HISTOGRAM_BINS].
+
+    Bins are 1/16 of an octave. The sample has about 2048 of the k largest of all ranks together, if all sample alike.
+    """
+    m = len(values)
+    if m == 0:
+        return np.zeros(HISTOGRAM_BINS, np.float32)
+    size = min(m, -(-m * 2048 // k))
+    sample = values if size == m else values[stratified_sample(m, size, seed)]
+    bins = (sample.view(np.uint32) & 0x7FFFFFFF) >> HISTOGRAM_SHIFT
+    return (np.bincount(bins, minlength=HISTOGRAM_BINS) * (m / size)).astype(np.float32)
+
+
+def histogram_threshold(histogram: np.ndarray, k: int) -> float:
+    """Return the threshold that about k of the counted values reach; SMALLEST if there are not that many.
+
+    Within a bin the logarithm of the count is taken to be linear in that of the threshold, as tails are.
+    """
+    counts = histogram.astype(np.float64)
+    counts[0] = 0.0  # zeros
+    reaching = np.cumsum(counts[::-1])[::-1]  # how many are in a bin or above it
+    if reaching[0] < k:
+        return SMALLEST
+    bin_ = int(np.flatnonzero(reaching >= k)[-1])
+    if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
+        return math.inf if bin_ >= HISTOGRAM_INFINITY else float(np.float32(2.0**127 * (2 - 2.0**-4)))
+    low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
+    above = float(reaching[bin_] - counts[bin_])
+    part = math.log(k / above) / math.log(reaching[bin_] / above) if above > 0 else k / counts[bin_]
+    return max(SMALLEST, high * (low / high) ** part)

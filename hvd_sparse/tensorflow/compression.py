@@ -17,6 +17,7 @@ from hvd_sparse.algorithms import (
     DynamicCommunicationThresholding,
     GradientDropping,
     HardThreshold,
+    MiCRO,
     RandomK,
     TopK,
     Union,
@@ -38,7 +39,7 @@ from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.tensorflow.traffic import Traffic
-from hvd_sparse.tensorflow.union_scope import LeaderScope, RandomScope
+from hvd_sparse.tensorflow.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.tensorflow.variables import Variables
 
 untraced = tf.autograph.experimental.do_not_convert
@@ -212,7 +213,7 @@ class SparseCompressor(tf.Module):
 def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
     """Return what lays out the steps of a method."""
     if isinstance(algorithm, Union):
-        return {CyclicLocalTopK: LeaderScope, RandomK: RandomScope}[type(algorithm)]
+        return {CyclicLocalTopK: LeaderScope, MiCRO: PartitionScope, RandomK: RandomScope}[type(algorithm)]
     if not algorithm.is_exact:
         return VaryingScope
     return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
@@ -280,3 +281,8 @@ class Compression:
     def random_k(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
         return SparseCompressor(RandomK(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def micro(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """MiCRO (Yoon and Oh, 2023); see `MiCRO`. Momentum stays in the optimizer."""
+        return SparseCompressor(MiCRO(density=density, **settings), variables, process_set)

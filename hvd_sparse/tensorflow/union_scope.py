@@ -8,6 +8,7 @@ from hvd_sparse.reference import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.scope import Entry, Selection, Step, once
+from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
 
 
 class UnionScope(ModelScope, abc.ABC):
@@ -68,6 +69,29 @@ class LeaderScope(UnionScope):
             return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
 
         return tf.cond(tf.equal(step.number % self.exchange.size(), self.exchange.rank()), lead, follow)
+
+
+class PartitionScope(UnionScope):
+    """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
+
+    def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
+        n, rank, ranks = residual.shape[0], self.exchange.rank(), self.exchange.size()
+        number = (step.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
+        begin, end = number * n // ranks, (number + 1) * n // ranks
+        part = residual[begin:end]
+        histogram = tf.numpy_function(
+            lambda part, k, seed: sampled_histogram(part, int(k), int(seed)),
+            [part, k, step.seed],
+            tf.float32,
+            stateful=False,
+        )
+        histogram = tf.ensure_shape(histogram, [HISTOGRAM_BINS])
+        step.counted.add(payload_bytes=4 * HISTOGRAM_BINS)
+        total = self.exchange.allreduce(f"histogram{step.suffix}", once(step.present, histogram))
+        threshold = tf.numpy_function(
+            lambda total, k: histogram_threshold(total, int(k)), [total, k], tf.float64, stateful=False
+        )
+        return ops.filter_threshold(part, tf.ensure_shape(threshold, []))[0] + begin, None
 
 
 class RandomScope(UnionScope):

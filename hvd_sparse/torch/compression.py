@@ -21,6 +21,7 @@ from hvd_sparse.algorithms import (
     DynamicCommunicationThresholding,
     GradientDropping,
     HardThreshold,
+    MiCRO,
     RandomK,
     TopK,
     Union,
@@ -34,7 +35,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
-from hvd_sparse.torch.union_scope import LeaderScope, RandomScope
+from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.traffic import Traffic
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
@@ -232,7 +233,7 @@ class SparseCompressor:
 def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
     """Return what lays out the steps of a method."""
     if isinstance(algorithm, Union):
-        return {CyclicLocalTopK: LeaderScope, RandomK: RandomScope}[type(algorithm)]
+        return {CyclicLocalTopK: LeaderScope, MiCRO: PartitionScope, RandomK: RandomScope}[type(algorithm)]
     if not algorithm.is_exact:
         return VaryingScope
     return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
@@ -315,3 +316,8 @@ class Compression:
     def random_k(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
         return SparseCompressor(RandomK(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def micro(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """MiCRO (Yoon and Oh, 2023); see `MiCRO`. Momentum stays in the optimizer."""
+        return SparseCompressor(MiCRO(density=density, **settings), named_parameters, process_set)

@@ -5,6 +5,7 @@ import abc
 import torch
 
 from hvd_sparse.reference import stratified_sample
+from hvd_sparse.threshold import histogram_threshold, partition, sampled_histogram
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
 from hvd_sparse.wire import payload_size, top_k_count
@@ -52,6 +53,20 @@ class LeaderScope(UnionScope):
         if self.step % self.exchange.size() != self.exchange.rank():
             return torch.empty(0, dtype=torch.int64)
         return self._top_k(group.memory.residual, top_k_count(group.n, self.density), group.hint)[0]
+
+
+class PartitionScope(UnionScope):
+    """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
+
+    def _name_elements(self, group: Group) -> torch.Tensor:
+        k, rank, ranks = top_k_count(group.n, self.density), self.exchange.rank(), self.exchange.size()
+        begin, end = partition(self.step, rank, ranks, group.n)
+        part = group.memory.residual[begin:end]
+        histogram = torch.from_numpy(sampled_histogram(part.numpy(), k, self.seed))
+        self.traffic.count(payload_bytes=4 * len(histogram))
+        with self.traffic.timed("exchange"):
+            total = self.exchange.allreduce(f"{group.name}.histogram", histogram).wait()
+        return ops.filter_threshold(part, histogram_threshold(total.numpy(), k))[0] + begin
 
 
 class RandomScope(UnionScope):

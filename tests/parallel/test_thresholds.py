@@ -19,6 +19,9 @@ METHODS = {
     "cltk": lambda named, **settings: Compression.cltk(
         named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),
+    "micro": lambda named, **settings: Compression.micro(
+        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+    ),
     "random_k": lambda named, **settings: Compression.random_k(
         named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import SCOPES, draw, whole_numbers
+from micro_oracle import MicroOracle
 from oracle import Method
 from test_tape_oracle import FEW, Trial, run
 from test_tape_overflow import DenseInOddSteps, spoilt
@@ -21,6 +22,9 @@ METHODS = {
         variables, 60.0, **{"min_numel": 100, **settings}
     ),
     "cltk": lambda variables, **settings: Compression.cltk(
+        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+    ),
+    "micro": lambda variables, **settings: Compression.micro(
         variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),
     "random_k": lambda variables, **settings: Compression.random_k(
@@ -170,3 +174,17 @@ def test_ranks_that_differ_are_told(make):
 def test_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(list(make_variables(FEW).values()))
+
+
+def test_micro_is_that_of_the_paper_and_its_density_right_from_the_first():
+    n = 100_000
+    scale = np.exp(1.5 * np.random.default_rng(0).standard_normal(8)).repeat(n // 8)
+    shapes = {"only": (n,)}
+    reduce = reducer(lambda variables: Compression.micro(variables, density=0.01, min_numel=0), shapes)
+    oracle = MicroOracle(n, hvd.size())
+    for t in range(30):
+        everyone = np.stack([draw(shapes, t, rank)["only"] * scale for rank in range(hvd.size())])
+        reduced = reduce({"only": everyone[hvd.rank()]})["only"]
+        count = oracle.check(everyone, reduced)
+        assert 900 <= count <= 1100
+        assert count == round(reduce.compression.stats()["step"]["density"] * n)

@@ -29,6 +29,7 @@ CASES = {
     "hard_threshold": ("hard_threshold", {"value": 4.0, "min_numel": 100}),
     "topk": ("topk", SETTINGS),
     "cltk": ("cltk", SETTINGS),
+    "micro": ("micro", SETTINGS),
     "random_k": ("random_k", {**SETTINGS, "seed": 3}),
 }
 

@@ -1,0 +1,94 @@
+"""MiCRO: Algorithm 1 step by step, the density that was asked for, and the odd sizes."""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import draw, whole_numbers
+from helpers import drive, make_parameters, memory_of
+from micro_oracle import MicroOracle
+from test_conservation import Ledger
+
+from hvd_sparse.threshold import SMALLEST, histogram_threshold, sampled_histogram
+from hvd_sparse.torch import Compression
+
+N = 100_000
+SCALES = {
+    "even": np.ones(N),
+    "layers": np.exp(1.5 * np.random.default_rng(0).standard_normal(8)).repeat(N // 8),
+    "heavy": np.exp(np.random.default_rng(1).standard_normal(N)),
+}
+
+
+def gradients_of(shapes, step, rank, scale):
+    return {name: value * scale.reshape(value.shape) for name, value in draw(shapes, step, rank).items()}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_every_step_is_that_of_the_paper_and_the_density_is_right_from_the_first(kind):
+    """Within 10 % of k = 1000 in each of 60 steps, with layers of different scales and as many residuals as ranks."""
+    shapes = {"only": (N,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.micro(parameters.items(), density=0.01, min_numel=0)
+    oracle, counts = MicroOracle(N, hvd.size()), []
+    for t in range(60):
+        everyone = [gradients_of(shapes, t, rank, SCALES[kind]) for rank in range(hvd.size())]
+        reduced = drive(compression, parameters, everyone[hvd.rank()])["only"].double().numpy()
+        counts.append(oracle.check(np.stack([one["only"] for one in everyone]), reduced))
+        assert counts[-1] == round(compression.stats()["step"]["density"] * N)  # nobody sends what another does
+    np.testing.assert_allclose(memory_of(compression, parameters, "only"), oracle.errors[hvd.rank()], rtol=0, atol=1e-3)
+    assert all(900 <= count <= 1100 for count in counts), counts
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 17])
+def test_fewer_elements_than_ranks_and_other_small_sizes(n):
+    shapes = {"only": (n,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.micro(parameters.items(), density=0.3, min_numel=0)
+    ledger = Ledger(parameters)
+    for t in range(12):
+        gradients = whole_numbers(shapes, t, hvd.rank())
+        ledger.feed(gradients)
+        ledger.receive(drive(compression, parameters, gradients))
+    ledger.check(compression)
+
+
+def test_several_tensors_are_one_vector():
+    """Laid out by name; partitions do not respect the tensors' borders."""
+    shapes = {"a": (300, 7), "b": (4000,), "c": (11, 13, 17)}
+    n = sum(int(np.prod(shape)) for shape in shapes.values())
+    parameters = make_parameters(shapes)
+    compression = Compression.micro(parameters.items(), density=0.05, min_numel=100)
+    oracle = MicroOracle(n, hvd.size())
+    for t in range(10):
+        everyone = [draw(shapes, t, rank) for rank in range(hvd.size())]
+        reduced = drive(compression, parameters, everyone[hvd.rank()])
+        flat = [np.concatenate([one[name].reshape(-1) for name in shapes]) for one in everyone]
+        oracle.check(np.stack(flat), torch.cat([reduced[name].reshape(-1) for name in shapes]).double().numpy())
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace", "cauchy", "uniform", "one value"])
+@pytest.mark.parametrize("k", [10, 1000, 30_000])
+def test_a_histogram_tells_the_threshold(kind, k):
+    """Of all 100,000 values: within 3 % of k, or 10 values; ties cannot be cut, and come whole."""
+    rng = np.random.default_rng(k)
+    values = {
+        "normal": rng.standard_normal,
+        "laplace": rng.laplace,
+        "cauchy": rng.standard_cauchy,
+        "uniform": rng.random,
+        "one value": lambda size: np.full(size, 3.0),
+    }[kind](size=N).astype(np.float32)
+    counted = sampled_histogram(values[: N // 2], 10**9, 0) + sampled_histogram(values[N // 2 :], 10**9, 0)
+    histogram = np.bincount((values.view(np.uint32) & 0x7FFFFFFF) >> 19, minlength=4096).astype(np.float32)
+    assert counted.shape == histogram.shape and abs(counted.sum() - N) < 1
+    reached = int((np.abs(values) >= histogram_threshold(histogram, k)).sum())
+    assert reached in (0, N) if kind == "one value" else abs(reached - k) <= max(10, 0.03 * k)
+
+
+def test_too_few_values_let_everything_pass():
+    histogram = sampled_histogram(np.float32([0.0, 0.0, 1e-40, 2.0]), 4, 0)
+    assert histogram_threshold(histogram, 3) == SMALLEST
+    assert histogram_threshold(np.zeros(4096, np.float32), 1) == SMALLEST
+    infinite = sampled_histogram(np.float32([np.inf, 1.0]), 2, 0)
+    assert histogram_threshold(infinite, 1) == np.inf
