@@ -58,7 +58,10 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     )
     group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
     group.add_argument(
-        "--lifespan", type=positive_integer, default=1000, help="steps that dct keeps a threshold (default: %(default)s)"
+        "--lifespan",
+        type=positive_integer,
+        default=1000,
+        help="steps that dct keeps a threshold (default: %(default)s)",
     )
     group.add_argument(
         "--scope",
