@@ -17,6 +17,7 @@ DEFAULT_DENSITY = {
     "micro": 0.001,
     "topk": 0.001,
     "cltk": 0.001,
+    "sidco": 0.001,
     "random_k": 0.001,
     "hard_threshold": None,
 }
@@ -118,7 +119,7 @@ def compression_settings(args, warmup_steps):
     settings = {"density": args.density, "warmup": warmup_steps or None, "seed": args.seed}
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
-    if args.method in ("micro", "cltk", "random_k"):  # always over the whole model
+    if args.method in ("micro", "cltk", "random_k", "sidco"):  # have one scope only
         return settings
     settings["scope"] = args.scope
     if args.method == "dgc":

@@ -12,6 +12,7 @@ from hvd_sparse.schedule import Constant, Schedule, make_schedule
 from hvd_sparse.wire import CODINGS, checked_integer
 
 SCOPES = ("tensor", "model")
+DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 WIRE_VALUES = ("float32", "float16", "bfloat16")  # residuals are float32
 
 
@@ -177,6 +178,30 @@ class RandomK(Union):
     """
 
     name: ClassVar[str] = "random_k"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SIDCo(AtDensity):
+    """SIDCo (Abdelmoniem et al., 2021), a baseline: a tensor's threshold from a distribution fitted to its magnitudes.
+
+    distribution: "exponential", "gamma" or "pareto" (generalised) of the first stage. Each further stage fits what
+    exceeds the threshold so far: exponential again, or generalised Pareto. A stage keeps a quarter, the last one what
+    is left to the density. stages: how many at first; each tensor adapts its own every 5 steps: one more where over
+    20 % too many were sent, one fewer where over 20 % too few were.
+    What reaches the threshold is sent: the count is off where the fit is, and `stats()["density"]` tells it.
+    """
+
+    density: float | Schedule = 0.001
+    stages: int = 1
+    distribution: str = "exponential"
+
+    name: ClassVar[str] = "sidco"
+    is_exact: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked_integer("stages", self.stages, 1)
+        check_choice("distribution", self.distribution, DISTRIBUTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
 """Thresholds with a memory of their own."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding
+from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
+from hvd_sparse.fit import ADAPT_STEPS, adapted_stages, fitted_threshold
 from hvd_sparse.reference import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
@@ -47,6 +48,16 @@ class ThresholdHint:
         self.k = k
 
 
+class Residual(Protocol):
+    """What a threshold may ask of the accumulated gradient of a tensor."""
+
+    def exact_threshold(self, k: int) -> float:
+        """Return the k-th largest magnitude."""
+
+    def values(self) -> np.ndarray:
+        """Return the elements, float32[n]."""
+
+
 class ConstantThreshold:
     """A threshold chosen beforehand."""
 
@@ -56,9 +67,12 @@ class ConstantThreshold:
     def forget(self) -> None:
         """There is nothing to forget."""
 
-    def at(self, step: int, k: int, find: Callable[[], float]) -> float:
+    def at(self, step: int, k: int, residual: Residual) -> float:
         """Return the threshold of a step."""
         return self._value
+
+    def learn(self, k: int, count: int) -> None:
+        """There is nothing to learn from how many were sent."""
 
 
 class KeptThreshold:
@@ -73,13 +87,16 @@ class KeptThreshold:
         """Take the threshold anew in the next step."""
         self._value, self._k = 0.0, 0
 
-    def at(self, step: int, k: int, find: Callable[[], float]) -> float:
-        """Return the threshold of a step, SMALLEST to send all; `find` is asked for that of k elements when due."""
+    def at(self, step: int, k: int, residual: Residual) -> float:
+        """Return the threshold of a step, SMALLEST to send all; the residual is asked for that of k when due."""
         if self._turns.drains(step, self._position):
             return SMALLEST
         if self._value == 0.0 or k != self._k or self._turns.refreshes(step, self._position):
-            self._value, self._k = max(find(), SMALLEST), k
+            self._value, self._k = max(residual.exact_threshold(k), SMALLEST), k
         return self._value
+
+    def learn(self, k: int, count: int) -> None:
+        """There is nothing to learn from how many were sent."""
 
 
 class Turns:
@@ -102,8 +119,37 @@ class Turns:
         return self._drain is not None and int(hash_index(self._seed, step * self._count + position)) % self._drain == 0
 
 
-def make_threshold(algorithm: Algorithm, position: int, count: int) -> ConstantThreshold | KeptThreshold:
+class FittedThreshold:
+    """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1)."""
+
+    def __init__(self, algorithm: SIDCo):
+        self._algorithm = algorithm
+        self.forget()
+
+    def forget(self) -> None:
+        """Start with the stages that were asked for."""
+        self._stages, self._achieved = self._algorithm.stages, []
+
+    def at(self, step: int, k: int, residual: Residual) -> float:
+        """Return the threshold of a step."""
+        values = residual.values()
+        return fitted_threshold(values, k / len(values), self._stages, self._algorithm.distribution)
+
+    def learn(self, k: int, count: int) -> None:
+        """Adapt the stages to how many were sent."""
+        self._achieved.append(count / k)
+        if len(self._achieved) == ADAPT_STEPS:
+            self._stages = adapted_stages(self._stages, sum(self._achieved) / ADAPT_STEPS)
+            self._achieved = []
+
+
+Threshold = ConstantThreshold | KeptThreshold | FittedThreshold
+
+
+def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold:
     """Return the threshold of one of `count` tensors, for a method whose count varies."""
+    if isinstance(algorithm, SIDCo):
+        return FittedThreshold(algorithm)
     if isinstance(algorithm, DynamicCommunicationThresholding):
         return KeptThreshold(algorithm, position, count)
     return ConstantThreshold(algorithm.value)

@@ -19,6 +19,7 @@ from hvd_sparse.algorithms import (
     HardThreshold,
     MiCRO,
     RandomK,
+    SIDCo,
     TopK,
     Union,
     check_number,
@@ -286,3 +287,8 @@ class Compression:
     def micro(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """MiCRO (Yoon and Oh, 2023); see `MiCRO`. Momentum stays in the optimizer."""
         return SparseCompressor(MiCRO(density=density, **settings), variables, process_set)
+
+    @staticmethod
+    def sidco(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
+        """SIDCo (Abdelmoniem et al., 2021), a baseline; see `SIDCo`. Momentum stays in the optimizer."""
+        return SparseCompressor(SIDCo(density=density, **settings), variables, process_set)

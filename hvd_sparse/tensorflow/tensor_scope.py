@@ -81,12 +81,14 @@ class VaryingScope(TensorScope):
             residuals[entry.name] = read_after(entry.memory.residual, entry.finite)
         counts = self._counts([entry.memory.size for entry in entries], step)
         thresholds, self._changes = self._thresholds.at(step.number, residuals, counts, step.is_active)
-        chosen = {}
+        chosen, found_counts = {}, []
         for entry, threshold in zip(entries, thresholds, strict=True):
             indices, values = ops.filter_threshold(residuals[entry.name], threshold)
             found = tf.size(indices, tf.int64)
             k = tf.maximum(found, 1)
             chosen[entry.name] = self._selection(indices, values, None, entry.memory.size, k, step, sent=found)
+            found_counts.append(found)
+        self._changes += self._thresholds.learn(list(residuals), counts, found_counts, step.is_active)
         return chosen
 
     def _learn(self, chosen: dict[str, Selection]) -> list[tf.Operation]:

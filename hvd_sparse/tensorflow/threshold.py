@@ -7,7 +7,8 @@ vectors cost less than a few on each of many scalars.
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding
+from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
+from hvd_sparse.fit import ADAPT_STEPS, adapted_stages, fitted_threshold
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns
@@ -67,6 +68,10 @@ class ConstantThresholds:
         value = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(float("inf"), tf.float64))
         return [value] * len(residuals), []
 
+    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
+        """There is nothing to learn from how many were sent."""
+        return []
+
 
 class KeptThresholds:
     """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in variables."""
@@ -98,13 +103,65 @@ class KeptThresholds:
         changes = ((self._value, new), (self._k, tf.where(due, k, known)))
         return tf.unstack(thresholds), [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in changes]
 
+    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
+        """There is nothing to learn from how many were sent."""
+        return []
+
     def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         refreshes = np.array([self._turns.refreshes(step, row) for row in rows])
         return refreshes, np.array([self._turns.drains(step, row) for row in rows])
 
 
-def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds:
+class FittedThresholds:
+    """The thresholds of SIDCo: `hvd_sparse.threshold.FittedThreshold` for all variables, in variables."""
+
+    def __init__(self, algorithm: SIDCo, names: list[str]):
+        self._algorithm = algorithm
+        self._row = {name: row for row, name in enumerate(sorted(names))}
+        # Beyond those that were asked for, so that zero is how they start.
+        self._more, self._achieved, self._steps = self.variables = [
+            make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
+            for kind in ("more_stages", "achieved", "steps")
+        ]
+
+    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
+        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
+        more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in residuals]))
+        infinite = tf.constant(float("inf"), tf.float64)
+        thresholds = []
+        for residual, k, extra in zip(residuals.values(), counts, more, strict=True):
+            fitted = tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False)
+            thresholds.append(tf.where(is_active, tf.ensure_shape(fitted, []), infinite))
+        return thresholds, []
+
+    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> float:
+        stages = self._algorithm.stages + int(more)
+        return fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
+
+    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
+        """Adapt the stages to how many were sent."""
+        rows = [self._row[name] for name in names]
+        ratio = tf.cast(tf.stack(found), tf.float64) / tf.cast(tf.stack(counts), tf.float64)
+        old = [tf.gather(variable.read_value(), rows) for variable in self.variables]
+        planned = tf.numpy_function(self._adapt, [*old, ratio], [tf.float64] * 3, stateful=False)
+        new = [tf.ensure_shape(tf.where(is_active, *pair), [len(rows)]) for pair in zip(planned, old, strict=True)]
+        return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
+
+    def _adapt(self, more: np.ndarray, achieved: np.ndarray, steps: np.ndarray, ratio: np.ndarray) -> list[np.ndarray]:
+        asked = self._algorithm.stages
+        achieved, steps = achieved + ratio, steps + 1.0
+        due = steps == ADAPT_STEPS
+        adapted = [
+            adapted_stages(asked + int(extra), mean) - asked
+            for extra, mean in zip(more, achieved / ADAPT_STEPS, strict=True)
+        ]
+        return [np.where(due, np.float64(adapted), more), np.where(due, 0.0, achieved), np.where(due, 0.0, steps)]
+
+
+def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds | FittedThresholds:
     """Return the thresholds of a method whose count varies."""
+    if isinstance(algorithm, SIDCo):
+        return FittedThresholds(algorithm, names)
     if isinstance(algorithm, DynamicCommunicationThresholding):
         return KeptThresholds(algorithm, names)
     return ConstantThresholds(algorithm.value)

@@ -7,6 +7,7 @@ Compression: the velocity is its u, the residual its v.
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
@@ -27,6 +28,14 @@ class ResidualMemory:
     def residual(self) -> torch.Tensor:
         """The accumulated, unsent gradient, float32[n]."""
         return self.buffer("residual")
+
+    def exact_threshold(self, k: int) -> float:
+        """Return the k-th largest magnitude of the residual."""
+        return ops.select_threshold(self.residual, k).item()
+
+    def values(self) -> np.ndarray:
+        """Return the residual as an array."""
+        return self.residual.numpy()
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return a buffer, float32[n], zero at first."""

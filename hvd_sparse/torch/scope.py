@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.threshold import ConstantThreshold, KeptThreshold, ThresholdHint
+from hvd_sparse.threshold import Threshold, ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
@@ -59,7 +59,7 @@ class Scope(abc.ABC):
         self.memories: dict[str, ResidualMemory] = {
             name: make_memory(algorithm, parameters[name]) for name in parameters
         }
-        self.thresholds: dict[str, ConstantThreshold | KeptThreshold] = {}  # where the count varies
+        self.thresholds: dict[str, Threshold] = {}  # where the count varies
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()

@@ -173,9 +173,10 @@ class VaryingScope(TensorScope):
     def _choose(self, entry: Entry, factor: float) -> Selection:
         memory, k = self.memories[entry.name], self._count(entry.name)
         entry.finite = memory.accumulate(entry.gradient, factor)
-        residual = memory.residual
-        threshold = self.thresholds[entry.name].at(self.step, k, lambda: ops.select_threshold(residual, k).item())
-        return self._quantized(*ops.filter_threshold(residual, threshold))
+        threshold = self.thresholds[entry.name]
+        indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
+        threshold.learn(k, len(indices))
+        return self._quantized(indices, values)
 
     def _message(self, bucket: Bucket) -> Message:
         return Message(bucket)

@@ -16,6 +16,7 @@ DCT = {"density": 0.05, "min_numel": 100}
 METHODS = {
     "dct": lambda named, **settings: Compression.dct(named, **{**DCT, "lifespan": 7, **settings}),
     "hard_threshold": lambda named, **settings: Compression.hard_threshold(named, 60.0, min_numel=100, **settings),
+    "sidco": lambda named, **settings: Compression.sidco(named, density=0.05, min_numel=100, **settings),
     "cltk": lambda named, **settings: Compression.cltk(
         named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),

@@ -21,6 +21,7 @@ METHODS = {
     "hard_threshold": lambda variables, **settings: Compression.hard_threshold(
         variables, 60.0, **{"min_numel": 100, **settings}
     ),
+    "sidco": lambda variables, **settings: Compression.sidco(variables, density=0.05, min_numel=100, **settings),
     "cltk": lambda variables, **settings: Compression.cltk(
         variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
     ),

@@ -30,6 +30,9 @@ CASES = {
     "topk": ("topk", SETTINGS),
     "cltk": ("cltk", SETTINGS),
     "micro": ("micro", SETTINGS),
+    "sidco": ("sidco", {**SETTINGS, "stages": 2}),
+    "sidco-gamma": ("sidco", {**SETTINGS, "distribution": "gamma"}),
+    "sidco-pareto": ("sidco", {**SETTINGS, "distribution": "pareto", "stages": 3}),
     "random_k": ("random_k", {**SETTINGS, "seed": 3}),
 }
 

@@ -1,0 +1,82 @@
+"""SIDCo's fits: against SciPy's distributions, and the count that they reach on data that are distributed so."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hvd_sparse import fit
+
+N = 400_000
+
+
+def draw(distribution, seed=0):
+    rng = np.random.default_rng(seed)
+    return (distribution.rvs(size=N, random_state=rng) * rng.choice([-1.0, 1.0], N)).astype(np.float32)
+
+
+def reached(values, threshold):
+    return np.count_nonzero(np.abs(values) >= threshold) / len(values)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_what_is_distributed_so_is_met(density, stages):
+    """Within four deviations of sampling, and a tenth for the error of the moments."""
+    tolerance = 0.1 + 4.0 / np.sqrt(density * N)
+    for name, distribution in (("exponential", stats.expon(scale=0.3)), ("pareto", stats.genpareto(0.05, scale=2.0))):
+        values = draw(distribution)
+        found = reached(values, fit.fitted_threshold(values, density, stages, name))
+        assert found / density == pytest.approx(1.0, abs=tolerance), name
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+def test_quantiles_are_scipys(density):
+    excess = stats.expon.rvs(size=1000, random_state=np.random.default_rng(1))
+    expected = stats.expon(scale=excess.mean()).isf(density)
+    assert fit.quantile(excess, density, "exponential") == pytest.approx(expected, rel=1e-12)
+    ratio = excess.mean() ** 2 / excess.var()
+    pareto = stats.genpareto((1 - ratio) / 2, scale=excess.mean() * (ratio + 1) / 2)
+    assert fit.quantile(excess, density, "pareto") == pytest.approx(pareto.isf(density), rel=1e-9)
+    assert pareto.mean() == pytest.approx(excess.mean()) and pareto.var() == pytest.approx(excess.var())
+
+
+def test_gamma_is_fitted_and_its_tail_bounded():
+    """Minka's shape is that of the data; the tail's first term is near the quantile for shapes up to 1."""
+    for shape in (0.5, 0.8, 1.0):
+        excess = stats.gamma(shape, scale=3.0).rvs(size=N, random_state=np.random.default_rng(2))
+        found = fit.quantile(excess, 0.001, "gamma")
+        assert found == pytest.approx(stats.gamma(shape, scale=3.0).isf(0.001), rel=0.35)
+        assert 0.0003 < np.mean(excess >= found) < 0.003
+
+
+def test_more_stages_follow_a_heavy_tail():
+    """An exponential fitted to a heavy tail at once sends far too much; four stages come nearer."""
+    values = draw(stats.genpareto(0.3))
+    one, four = (reached(values, fit.fitted_threshold(values, 0.001, stages, "exponential")) for stages in (1, 4))
+    assert one > 5 * 0.001
+    assert 0.0005 < four < 0.6 * one
+
+
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "pareto"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    "values",
+    [np.zeros(9), np.ones(9), np.ones(1), np.arange(9.0), np.float32([0, 0, 1e-40]), np.float32([1e30, 1e-30])],
+)
+def test_odd_values_give_a_positive_finite_threshold(values, stages, distribution):
+    threshold = fit.fitted_threshold(np.asarray(values, np.float32), 0.1, stages, distribution)
+    assert 2.0**-149 <= threshold < np.inf
+
+
+def test_stages_adapt_within_bounds():
+    assert [fit.adapted_stages(3, achieved) for achieved in (0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 9.0)] == [
+        2,
+        2,
+        3,
+        3,
+        3,
+        4,
+        4,
+    ]
+    assert fit.adapted_stages(1, 0.0) == 1
+    assert fit.adapted_stages(fit.MOST_STAGES, 9.0) == fit.MOST_STAGES
