@@ -55,7 +55,8 @@ class SparseCompressor(tf.Module):
     Errors: ValueError and TypeError for wrong arguments, for models or settings that differ between ranks, and for
     reductions other than Sum and Average, on every rank; tf.errors.InvalidArgumentError from within a step. A gradient
     that is not finite on any rank voids the step: every gradient becomes NaN on every rank (a LossScaleOptimizer then
-    skips the step), nothing of it enters a memory, nothing that was to be sent is lost.
+    skips the step), what is not finite counts as zero in the memory, and
+    nothing that was to be sent is lost.
     """
 
     def __init__(self, algorithm: Algorithm, variables, process_set=None):

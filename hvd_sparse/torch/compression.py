@@ -48,8 +48,8 @@ class SparseCompressor:
     algorithm: one of `hvd_sparse.algorithms`. named_parameters: those of the optimizer. process_set: the optimizer's.
     Errors: ValueError and TypeError for wrong arguments, models or settings that differ between ranks, and reductions
     other than Sum and Average, on every rank; RuntimeError for hvd.join(). A gradient that is not finite on any rank
-    voids the step: every gradient becomes NaN on every rank (a loss scaler then skips the step), nothing of it enters
-    a memory, nothing that was to be sent is lost.
+    voids the step: every gradient becomes NaN on every rank (a loss scaler then skips the step), what is not
+    finite counts as zero in the memory, and nothing that was to be sent is lost.
     """
 
     def __init__(
