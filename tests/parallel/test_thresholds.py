@@ -211,12 +211,12 @@ def test_a_checkpoint_continues_with_fresh_thresholds():
     first = make_parameters()
     compression = Compression.dct(first.items(), lifespan=1, **DCT)
     for t in range(3):
-        drive(compression, first, draw(SHAPES, t, hvd.rank()))
+        drive(compression, first, whole_numbers(SHAPES, t, hvd.rank()))
     state = compression.state_dict()
     results = []
     for _ in range(2):
         compression.load_state_dict(state)
-        results.append([drive(compression, first, draw(SHAPES, t, hvd.rank())) for t in range(3, 6)])
+        results.append([drive(compression, first, whole_numbers(SHAPES, t, hvd.rank())) for t in range(3, 6)])
     for one, two in zip(*results, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in SHAPES)
 
