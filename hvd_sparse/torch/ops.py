@@ -172,50 +172,60 @@ def quantize(values: torch.Tensor, value_dtype: str) -> torch.Tensor:
     return _ops.quantize(values, value_dtype)
 
 
-def _register_fakes() -> None:
-    """Tell torch.compile and fake tensors the shapes of the results."""
-    fake = torch.library.register_fake
+def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a tensor of this shape where `values` is."""
+    return values.new_empty(shape, dtype=dtype or values.dtype)
 
-    def empty(values, shape, dtype=None):
-        """Make a tensor of this shape where `values` is."""
-        return values.new_empty(shape, dtype=dtype or values.dtype)
+
+def _register_selection_fakes() -> None:
+    """Tell torch.compile and fake tensors the shapes of what accumulates and selects."""
+    fake = torch.library.register_fake
 
     @fake("hvd_sparse::accumulate")
     def _(gradient, residual, *rule):
-        return empty(gradient, (), torch.bool)
+        return _empty(gradient, (), torch.bool)
 
     @fake("hvd_sparse::accumulate_top_k")
     def _(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay, k, seed, threshold_hint):
-        return empty(residual, (k,), torch.int64), empty(residual, (k,)), empty(residual, (3,), torch.float64)
+        return _empty(residual, (k,), torch.int64), _empty(residual, (k,)), _empty(residual, (3,), torch.float64)
 
     @fake("hvd_sparse::select_top_k")
     def _(values, k, seed, threshold_hint):
-        return empty(values, (k,), torch.int64), empty(values, (k,)), empty(values, (2,), torch.float64)
+        return _empty(values, (k,), torch.int64), _empty(values, (k,)), _empty(values, (2,), torch.float64)
 
     @fake("hvd_sparse::filter_threshold")
     def _(values, threshold):
         count = torch.library.get_ctx().new_dynamic_size()
-        return empty(values, (count,), torch.int64), empty(values, (count,))
+        return _empty(values, (count,), torch.int64), _empty(values, (count,))
 
     @fake("hvd_sparse::select_threshold")
     def _(values, k, method, sample_fraction, seed):
-        return empty(values, (), torch.float64)
+        return _empty(values, (), torch.float64)
 
     @fake("hvd_sparse::all_finite")
     def _(values):
-        return empty(values, (), torch.bool)
+        return _empty(values, (), torch.bool)
+
+
+def _register_wire_fakes() -> None:
+    """Tell torch.compile and fake tensors the shapes of what codes and decodes."""
+    fake = torch.library.register_fake
 
     @fake("hvd_sparse::locate_payloads")
     def _(gathered, ns, ranks, coding, value_dtype):
-        return empty(gathered, (2, ranks, len(ns)), torch.int64)
+        return _empty(gathered, (2, ranks, len(ns)), torch.int64)
+
+    @fake("hvd_sparse::reduce_located")
+    def _(gathered, places, n, out, scale, coding, value_dtype):
+        return None
 
     @fake("hvd_sparse::encode_run_length")
     def _(indices, n):
-        return empty(indices, (-(-n // BLOCK),)), empty(indices, indices.shape, torch.uint16)
+        return _empty(indices, (-(-n // BLOCK),)), _empty(indices, indices.shape, torch.uint16)
 
     @fake("hvd_sparse::decode_run_length")
     def _(counts, runs, n):
-        return empty(counts, runs.shape)
+        return _empty(counts, runs.shape)
 
     @fake("hvd_sparse::pack")
     def _(indices, values, n, k, out, coding, value_dtype):
@@ -225,7 +235,7 @@ def _register_fakes() -> None:
     def _(payload, n, k, coding, value_dtype):
         count = torch.library.get_ctx().new_dynamic_size()
         wide = torch.float64 if value_dtype == "float64" else torch.float32
-        return empty(payload, (count,), torch.int64), empty(payload, (count,), wide)
+        return _empty(payload, (count,), torch.int64), _empty(payload, (count,), wide)
 
     @fake("hvd_sparse::reduce_payloads")
     def _(gathered, offset, n, k, out, scale, coding, value_dtype):
@@ -236,4 +246,5 @@ def _register_fakes() -> None:
         return torch.empty_like(values)
 
 
-_register_fakes()
+_register_selection_fakes()
+_register_wire_fakes()

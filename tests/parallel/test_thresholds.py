@@ -1,5 +1,7 @@
 """Methods that send what reaches a threshold: DCT and a hard threshold; and the baselines top-k and CLT-k."""
 
+import functools
+
 import horovod.torch as hvd
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ def test_dct_is_that_of_the_paper():
 
 
 def test_a_hard_threshold_sends_what_reaches_it():
-    make = lambda named: Compression.hard_threshold(named, 2.5, min_numel=100)  # noqa: E731
+    make = functools.partial(Compression.hard_threshold, value=2.5, min_numel=100)
     run([Trial("hard", Method(value=2.5), make, 100)], 100)
 
 

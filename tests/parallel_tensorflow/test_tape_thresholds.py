@@ -1,5 +1,7 @@
 """Methods that send what reaches a threshold: DCT and a hard threshold; and the baselines top-k and CLT-k."""
 
+import functools
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -51,19 +53,18 @@ def test_they_are_those_of_the_papers():
         Trial(
             f"lifespan.{lifespan}",
             Method(lifespan=lifespan, **DCT),
-            lambda variables, lifespan=lifespan: Compression.dct(variables, lifespan=lifespan, **DCT),
+            functools.partial(Compression.dct, lifespan=lifespan, **DCT),
             60,
         )
         for lifespan in (1, 10, 1000)
     ]
-    hard = lambda variables: Compression.hard_threshold(variables, 2.5, min_numel=100)  # noqa: E731
+    hard = functools.partial(Compression.hard_threshold, value=2.5, min_numel=100)
     trials.append(Trial("hard", Method(value=2.5), hard, 60))
     for scope in SCOPES:
         settings = {"density": 0.02, "scope": scope, "min_numel": 100}
-        topk = lambda variables, settings=settings: Compression.topk(variables, **settings)  # noqa: E731
-        trials.append(Trial(f"topk.{scope}", Method(**settings), topk, 60))
+        trials.append(Trial(f"topk.{scope}", Method(**settings), functools.partial(Compression.topk, **settings), 60))
     settings = {"density": 0.02, "min_numel": 100}
-    cltk = lambda variables: Compression.cltk(variables, **settings)  # noqa: E731
+    cltk = functools.partial(Compression.cltk, **settings)
     trials.append(Trial("cltk", Method(scope="model", cyclic=True, **settings), cltk, 60))
     run(trials, 60)
 
