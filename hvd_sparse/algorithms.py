@@ -35,7 +35,6 @@ class Algorithm:
     warmup: ClassVar[Schedule]
     momentum: ClassVar[float] = 0.0
     scope: ClassVar[str] = "tensor"
-    is_exact: ClassVar[bool] = True  # sends exactly k entries; otherwise what reaches a threshold, however many
 
     def __post_init__(self):
         check_choice("scope", self.scope, SCOPES)
@@ -44,6 +43,11 @@ class Algorithm:
         checked_integer("min_numel", self.min_numel, 0)
         checked_integer("bucket_bytes", self.bucket_bytes, 1)
         checked_integer("seed", self.seed, 0)
+
+    @property
+    def layout(self) -> str:
+        """How a step is laid out: "tensor" or "model", the scope of a selection of exactly k; or a name of its own."""
+        return self.scope
 
     def density_at(self, step: int) -> float:
         """Return the density that is aimed at in an optimizer step, counted from 0."""
@@ -117,7 +121,7 @@ class DynamicCommunicationThresholding(AtDensity):
     drain: int | None = None
 
     name: ClassVar[str] = "dct"
-    is_exact: ClassVar[bool] = False
+    layout: ClassVar[str] = "threshold"
 
     def __post_init__(self):
         super().__post_init__()
@@ -154,6 +158,7 @@ class CyclicLocalTopK(Union):
     """
 
     name: ClassVar[str] = "cltk"
+    layout: ClassVar[str] = "leader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +173,7 @@ class MiCRO(Union):
     """
 
     name: ClassVar[str] = "micro"
+    layout: ClassVar[str] = "partition"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,7 @@ class RandomK(Union):
     """
 
     name: ClassVar[str] = "random_k"
+    layout: ClassVar[str] = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +203,7 @@ class SIDCo(AtDensity):
     distribution: str = "exponential"
 
     name: ClassVar[str] = "sidco"
-    is_exact: ClassVar[bool] = False
+    layout: ClassVar[str] = "threshold"
 
     def __post_init__(self):
         super().__post_init__()
@@ -215,7 +222,7 @@ class HardThreshold(Algorithm):
 
     name: ClassVar[str] = "hard_threshold"
     warmup: ClassVar[Schedule] = Constant(0.01)  # messages are laid out by it; no density is aimed at
-    is_exact: ClassVar[bool] = False
+    layout: ClassVar[str] = "threshold"
 
     def __post_init__(self):
         super().__post_init__()

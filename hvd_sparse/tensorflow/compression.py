@@ -21,7 +21,6 @@ from hvd_sparse.algorithms import (
     RandomK,
     SIDCo,
     TopK,
-    Union,
     check_number,
     density_of,
 )
@@ -43,6 +42,14 @@ from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.tensorflow.variables import Variables
 
+SCOPES = {  # how a method lays out a step
+    "tensor": TensorScope,
+    "model": ModelScope,
+    "threshold": VaryingScope,
+    "leader": LeaderScope,
+    "partition": PartitionScope,
+    "random": RandomScope,
+}
 untraced = tf.autograph.experimental.do_not_convert
 
 
@@ -171,7 +178,9 @@ class SparseCompressor(tf.Module):
         parts = self._parts
         memories = {name: make_memory(parts.algorithm, parts.variables[name], name) for name in parts.variables}
         self.memories = memories
-        parts.scope = scope_of(parts.algorithm)(parts.algorithm, memories, self.step, parts.exchange, parts.traffic)
+        parts.scope = SCOPES[parts.algorithm.layout](
+            parts.algorithm, memories, self.step, parts.exchange, parts.traffic
+        )
         self.kept = parts.scope.kept
 
     @staticmethod
@@ -210,15 +219,6 @@ class SparseCompressor(tf.Module):
 
     def _scale(self, call: Call) -> float:
         return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
-
-
-def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
-    """Return what lays out the steps of a method."""
-    if isinstance(algorithm, Union):
-        return {CyclicLocalTopK: LeaderScope, MiCRO: PartitionScope, RandomK: RandomScope}[type(algorithm)]
-    if not algorithm.is_exact:
-        return VaryingScope
-    return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
 
 
 class Parts:

@@ -25,7 +25,6 @@ from hvd_sparse.algorithms import (
     RandomK,
     SIDCo,
     TopK,
-    Union,
     check_number,
     density_of,
 )
@@ -39,6 +38,14 @@ from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
 from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.traffic import Traffic
 
+SCOPES = {  # how a method lays out a step
+    "tensor": TensorScope,
+    "model": ModelScope,
+    "threshold": VaryingScope,
+    "leader": LeaderScope,
+    "partition": PartitionScope,
+    "random": RandomScope,
+}
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 
@@ -59,7 +66,7 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._exchange = Exchange(process_set)
         self._traffic = Traffic()
-        self._scope = scope_of(algorithm)(algorithm, self._parameters, self._exchange, self._traffic)
+        self._scope = SCOPES[algorithm.layout](algorithm, self._parameters, self._exchange, self._traffic)
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
@@ -229,15 +236,6 @@ class SparseCompressor:
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
         if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
-
-
-def scope_of(algorithm: Algorithm) -> type[TensorScope | ModelScope]:
-    """Return what lays out the steps of a method."""
-    if isinstance(algorithm, Union):
-        return {CyclicLocalTopK: LeaderScope, MiCRO: PartitionScope, RandomK: RandomScope}[type(algorithm)]
-    if not algorithm.is_exact:
-        return VaryingScope
-    return {"tensor": TensorScope, "model": ModelScope}[algorithm.scope]
 
 
 def reduction_scale(token: torch.Tensor, ranks: int) -> float:
