@@ -17,22 +17,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DIGITS = {
-    "dense": ["--method", "none"],
-    "DGC 0.01": ["--method", "dgc", "--density", "0.01"],
-    "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
-    "Gradient Dropping 0.01": ["--method", "gradient_dropping", "--density", "0.01"],
-}
-CHAR_LSTM = {
-    "dense": ["--method", "none"],
-    "DGC 0.001": ["--method", "dgc", "--density", "0.001"],
-    "Gradient Dropping 0.001": ["--method", "gradient_dropping", "--density", "0.001"],
-}
+METHODS = ("dgc", "gradient_dropping", "dct", "micro", "topk", "cltk", "sidco", "random_k")
+
+
+def methods(density: float, threshold: float) -> dict[str, list[str]]:
+    """Return the options of every method at one density; `threshold` is the constant of hard_threshold."""
+    rows = {f"{method} {density}": ["--method", method, "--density", str(density)] for method in METHODS}
+    constant = ["--method", "hard_threshold", "--threshold", str(threshold)]
+    return {"dense": ["--method", "none"], **rows, f"hard_threshold {threshold}": constant}
+
+
+DIGITS = {**methods(0.01, 0.05), "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
+TENSORFLOW2_DIGITS = {name: DIGITS[name] for name in ("dense", "dgc 0.01", "dgc 0.001", "gradient_dropping 0.01")}
+CHAR_LSTM = {"dense": ["--method", "none"], "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
 DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
 EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
-    "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", DIGITS),
+    "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
+    "char_lstm_methods": (
+        "pytorch_char_lstm.py",
+        ["--steps", "12000", "--warmup-steps", "1200"],
+        "perplexity",
+        methods(0.01, 0.03),
+    ),
 }
 
 

@@ -4,8 +4,8 @@ import argparse
 import importlib.util
 
 from hvd_sparse import __version__
+from hvd_sparse.algorithms import CODINGS
 from hvd_sparse.library import FRAMEWORKS, is_built
-from hvd_sparse.wire import CODINGS
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 

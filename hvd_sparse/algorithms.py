@@ -9,25 +9,33 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from hvd_sparse.schedule import Constant, Schedule, make_schedule
-from hvd_sparse.wire import CODINGS, checked_integer
+from hvd_sparse.wire import checked_integer
 
 SCOPES = ("tensor", "model")
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
-WIRE_VALUES = ("float32", "float16", "bfloat16")  # residuals are float32
+CODINGS = ("run_length",)  # of positions
+WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
+CENTRES = ("mean", "min")
+CENTRE_SCOPES = ("tensor", "column")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The arguments that every method shares.
 
-    min_numel: smaller tensors travel dense. coding, values: of the payload, see `hvd_sparse.wire`. bucket_bytes:
-    payload bytes that one allgather aims at (scope "tensor"). seed: of all that is drawn.
+    min_numel: smaller tensors travel dense. coding, values: of the payload, see `hvd_sparse.wire`; what values of fewer
+    bits lose stays in the residual. centre, centre_scope: "int1" sends signs and one magnitude, "int2" signs and two:
+    the "mean" of what is sent or its "min", of each "tensor", or of each "column" (last dimension) of those that have
+    two dimensions or more (Gradient Dropping, section 5.4). bucket_bytes: payload bytes that one allgather aims at
+    (scope "tensor"). seed: of all that is drawn.
     Raises ValueError or TypeError that names the argument, what was received and what is expected.
     """
 
     min_numel: int = 1024
     coding: str = "run_length"
     values: str = "float32"
+    centre: str = "mean"
+    centre_scope: str = "tensor"
     bucket_bytes: int = 1 << 17
     seed: int = 0
 
@@ -38,8 +46,10 @@ class Algorithm:
 
     def __post_init__(self):
         check_choice("scope", self.scope, SCOPES)
-        check_choice("coding", self.coding, tuple(CODINGS))
+        check_choice("coding", self.coding, CODINGS)
         check_choice("values", self.values, WIRE_VALUES)
+        check_choice("centre", self.centre, CENTRES)
+        check_choice("centre_scope", self.centre_scope, CENTRE_SCOPES)
         checked_integer("min_numel", self.min_numel, 0)
         checked_integer("bucket_bytes", self.bucket_bytes, 1)
         checked_integer("seed", self.seed, 0)
@@ -134,20 +144,13 @@ class DynamicCommunicationThresholding(AtDensity):
 class Union(AtDensity):
     """What the methods share in which all ranks send the same elements of the whole model: there is no build-up.
 
-    The values are summed by Horovod's own allreduce, as float32.
+    float32 values are summed by Horovod's own allreduce. What has fewer bits cannot be summed without another loss that
+    no residual would know of: it is gathered, and summed in rank order.
     """
 
     density: float | Schedule = 0.001
 
     scope: ClassVar[str] = "model"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.values != "float32":
-            raise ValueError(
-                f'values must be "float32" with Compression.{self.name}, where an allreduce sums them; '
-                f"got {self.values!r}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

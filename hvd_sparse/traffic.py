@@ -11,8 +11,9 @@ class Traffic:
     """Counters of one compressor on this rank.
 
     dense_bytes: what Horovod alone would have been handed. payload_bytes: what every collective of a step was handed
-    (payloads, tensors that travel dense, tokens, votes). elements and sent: gradient elements, and how many of them
-    travelled. seconds: in compress, waiting for the exchange, in decompress.
+    (payloads, tensors that travel dense, tokens, votes). surplus_bytes: how much more came from the other ranks; an
+    allreduce brings as much as it was handed. elements and sent: gradient elements, and how many of them travelled.
+    seconds: in compress, waiting for the exchange, in decompress.
     """
 
     def __init__(self):
@@ -22,12 +23,10 @@ class Traffic:
         self._last = defaultdict(float)
         self._inner_seconds = 0.0
 
-    def count(self, *, dense_bytes: int = 0, payload_bytes: int = 0, elements: int = 0, sent: int = 0) -> None:
-        """Add to the counters of the step under way."""
-        self._step["dense_bytes"] += dense_bytes
-        self._step["payload_bytes"] += payload_bytes
-        self._step["elements"] += elements
-        self._step["sent"] += sent
+    def count(self, **counts: int) -> None:
+        """Add to the counters, by name, of the step under way."""
+        for name, count in counts.items():
+            self._step[name] += count
 
     @contextmanager
     def timed(self, name: str):
@@ -64,6 +63,7 @@ def report(counters) -> dict:
     return {
         "dense_bytes": dense_bytes,
         "payload_bytes": payload_bytes,
+        "received_bytes": payload_bytes + int(counters["surplus_bytes"]),
         "ratio": dense_bytes / payload_bytes if payload_bytes else 1.0,
         "density": counters["sent"] / counters["elements"] if counters["elements"] else 1.0,
         "seconds": {name: counters[name] for name in TIMERS},

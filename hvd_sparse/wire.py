@@ -10,7 +10,15 @@ A payload is a fixed-size run of little-endian bytes, so that every rank knows e
 Runs start at a multiple of 2 bytes, values at a multiple of their item size, the payload ends at a multiple of 8;
 padding is zero. The tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
 travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap, bit b % 8 of byte
-b // 8. With the value dtype "none" there are no values: a payload is a set of indices.
+b // 8. With the value dtype "none" there are no values: a payload is a set of indices. With the coding "dense", k = n,
+the values follow the header. The values of "int2" and "int1" start at a multiple of 4: float32 centres, then codes.
+
+    "int1": a centre for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
+    "int2": two centres for each; 2 bits an entry: its sign, and whether it has the second centre
+
+There is room for as many groups as k entries could meet; the rest is zero. Code j is at bit j * bits % 8 of its byte. A
+group is all n elements, or a column of a matrix: `segments`, rows (begin, columns), say that the elements from `begin`
+to the next row's are a matrix of so many columns, row after row.
 `hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
 
 Difference from Deep Gradient Compression (section 3.1), which names 32-bit values and 16-bit run lengths and no more:
@@ -20,6 +28,7 @@ blocks with counts (for parallel decoding and no filler entries), a header and a
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAGIC = 0x53445648  # the bytes "HVDS"
@@ -29,9 +38,14 @@ HEADER_BYTES = 32
 HEADER_FORMAT = "<IBBBBQQII"  # for the struct module
 CHECKSUM_OFFSET = 24
 PAYLOAD_ALIGNMENT = 8
-CODINGS = {"run_length": 0}
-VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none": 4}  # none: indices alone
+CODINGS = {"run_length": 0, "dense": 1}
+VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none": 4, "int2": 5, "int1": 6}
 VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "none": 0}
+LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and centres a group
+CENTRE_BYTES = 4
+
+
+Segments = Sequence[tuple[int, int]] | None  # (begin, columns) of each; an array [segments, 2] will do; None: one group
 
 
 class Layout(NamedTuple):
@@ -60,10 +74,13 @@ def top_k_count(n: int, density: float) -> int:
     return max(1, min(n, math.floor(checked_density("density", density) * n + 0.5)))
 
 
-def payload_layout(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> Layout:
+def payload_layout(
+    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
+) -> Layout:
     """Return where each section of a payload of k of n entries lies.
 
-    Raises ValueError unless 1 <= k <= n and coding and value_dtype are known ones.
+    Raises ValueError unless 1 <= k <= n, coding and value_dtype are known ones, k = n if coding is "dense", and the
+    segments begin at 0, ascend below n, and have 1 to as many columns as elements.
     """
     n = checked_integer("n", n, 1)
     k = checked_integer("k", k, 1)
@@ -73,29 +90,50 @@ def payload_layout(n: int, k: int, coding: str = "run_length", value_dtype: str 
         raise ValueError(f"coding must be one of {', '.join(CODINGS)}; got {coding!r}")
     if value_dtype not in VALUE_DTYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
-    item = VALUE_BYTES[value_dtype]
+    if coding == "dense" and k != n:
+        raise ValueError(f"k must be n = {n} where all are sent, got {k}")
     blocks = block_count(n)
-    bitmap = HEADER_BYTES + 2 * blocks
-    bitmap_bytes = -(-blocks // 8) if k >= BLOCK else 0
-    runs = round_up(bitmap + bitmap_bytes, 2)
-    values = round_up(runs + 2 * k, max(1, item))
-    return Layout(
-        blocks=blocks,
-        counts=HEADER_BYTES,
-        bitmap=bitmap,
-        bitmap_bytes=bitmap_bytes,
-        runs=runs,
-        values=values,
-        size=round_up(values + item * k, PAYLOAD_ALIGNMENT),
-    )
+    bitmap = runs = unaligned = HEADER_BYTES
+    bitmap_bytes = 0
+    if coding != "dense":
+        bitmap += 2 * blocks
+        bitmap_bytes = -(-blocks // 8) if k >= BLOCK else 0
+        runs = round_up(bitmap + bitmap_bytes, 2)
+        unaligned = runs + 2 * k
+    alignment, length = _values_form(n, k, value_dtype, segments)
+    values = round_up(unaligned, alignment)
+    size = round_up(values + length, PAYLOAD_ALIGNMENT)
+    return Layout(blocks, HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
 
 
-def payload_size(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> int:
+def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[int, int]:
+    """Return what the offset of the values is a multiple of, and their bytes."""
+    if value_dtype not in LOW_BITS:
+        return max(1, VALUE_BYTES[value_dtype]), VALUE_BYTES[value_dtype] * k
+    bits, groups = LOW_BITS[value_dtype], group_count(segments, n)
+    return CENTRE_BYTES, bits * CENTRE_BYTES * min(k, groups) + -(-bits * k // 8)
+
+
+def group_count(segments: Segments, n: int) -> int:
+    """Return how many groups n elements have; ValueError, as above, for segments that do not fit."""
+    if segments is None or len(segments) == 0:
+        return 1
+    begins = [int(begin) for begin, _ in segments]
+    columns = [int(number) for _, number in segments]
+    for number, begin, end in zip(columns, begins, [*begins[1:], n], strict=True):
+        if begins[0] != 0 or not 1 <= number <= end - begin:
+            raise ValueError(f"segments: from {begin} to {end} of n = {n} elements, there cannot be {number} columns")
+    return sum(columns)
+
+
+def payload_size(
+    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
+) -> int:
     """Return the bytes of a payload of k of n entries: a multiple of 8, the same on every rank.
 
     Raises ValueError as `payload_layout` does.
     """
-    return payload_layout(n, k, coding, value_dtype).size
+    return payload_layout(n, k, coding, value_dtype, segments).size
 
 
 def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> float:

@@ -7,7 +7,7 @@
 namespace hvd_sparse {
 
 // The numbers stand in the payload header: never change one. kNone, of no size: a payload of indices alone.
-enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4 };
+enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4, kInt2 = 5, kInt1 = 6 };
 
 struct Float16 {
   uint16_t bits;
@@ -97,13 +97,16 @@ BitsOf<T> SmallestReaching(double threshold) {
   return low;
 }
 
+// In bytes; 0 for kNone, and for the types of less than a byte, which are laid out by LowBitSize.
 inline int64_t ItemSize(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return 4;
     case DType::kFloat64: return 8;
     case DType::kFloat16:
     case DType::kBFloat16: return 2;
-    case DType::kNone: break;
+    case DType::kNone:
+    case DType::kInt2:
+    case DType::kInt1: break;
   }
   return 0;
 }
@@ -122,8 +125,7 @@ auto Dispatch(const Array& array, Function&& function) {
     case DType::kFloat64: return function(static_cast<const double*>(array.data));
     case DType::kFloat16: return function(static_cast<const Float16*>(array.data));
     case DType::kBFloat16: return function(static_cast<const BFloat16*>(array.data));
-    case DType::kFloat32:
-    case DType::kNone: break;
+    default: break;
   }
   return function(static_cast<const float*>(array.data));
 }

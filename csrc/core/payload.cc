@@ -5,6 +5,7 @@
 #include <string>
 
 #include "checksum.h"
+#include "low_bit.h"
 #include "quantize.h"
 #include "run_length.h"
 
@@ -35,16 +36,26 @@ struct Offsets {
   int64_t counts, full, runs, values, end;
 };
 
+int64_t ValuesSize(const PayloadFormat& format) {
+  if (IsLowBit(format.dtype)) return LowBitSize(format.dtype, format.k, format.segments);
+  return ItemSize(format.dtype) * format.k;
+}
+
 int64_t PadTo(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 Offsets Layout(const PayloadFormat& format) {
   const int64_t blocks = BlockCount(format.n);
   Offsets at{};
   at.counts = sizeof(Header);
-  at.full = at.counts + 2 * blocks;
-  at.runs = PadTo(at.full + (format.k >= kBlock ? (blocks + 7) / 8 : 0), 2);
-  at.values = PadTo(at.runs + 2 * format.k, std::max<int64_t>(1, ItemSize(format.dtype)));
-  at.end = PadTo(at.values + ItemSize(format.dtype) * format.k, 8);
+  if (format.coding == Coding::kDense) {
+    at.full = at.runs = at.values = at.counts;
+  } else {
+    at.full = at.counts + 2 * blocks;
+    at.runs = PadTo(at.full + (format.k >= kBlock ? (blocks + 7) / 8 : 0), 2);
+    const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
+    at.values = PadTo(at.runs + 2 * format.k, alignment);
+  }
+  at.end = PadTo(at.values + ValuesSize(format), 8);
   return at;
 }
 
@@ -56,17 +67,28 @@ uint32_t Checksum(const uint8_t* payload, int64_t size) {
   return Crc32(payload + kField + sizeof kZero, static_cast<size_t>(size) - kField - sizeof kZero, crc);
 }
 
-void WriteValues(const void* values, int64_t k, DType dtype, uint8_t* out) {
-  if (dtype == DType::kNone) return;
-  if (dtype == DType::kFloat32 || dtype == DType::kFloat64) {
-    std::memcpy(out, values, static_cast<size_t>(k * ItemSize(dtype)));
+void WriteValues(const PayloadFormat& format, const void* values, uint8_t* out) {
+  if (format.dtype == DType::kNone) return;
+  if (format.dtype == DType::kFloat32 || format.dtype == DType::kFloat64) {
+    std::memcpy(out, values, static_cast<size_t>(ValuesSize(format)));
     return;
   }
   const auto* wide = static_cast<const float*>(values);
-  for (int64_t j = 0; j < k; ++j) {
-    const uint16_t bits = dtype == DType::kFloat16 ? ToFloat16(wide[j]).bits : ToBFloat16(wide[j]).bits;
+  for (int64_t j = 0; j < format.k; ++j) {
+    const uint16_t bits = format.dtype == DType::kFloat16 ? ToFloat16(wide[j]).bits : ToBFloat16(wide[j]).bits;
     std::memcpy(out + 2 * j, &bits, sizeof bits);
   }
+}
+
+void WritePositions(const PayloadFormat& format, const Offsets& at, const std::vector<uint32_t>& counts,
+                    const std::vector<uint16_t>& runs, uint8_t* payload) {
+  if (format.coding == Coding::kDense) return;
+  for (size_t block = 0; block < counts.size(); ++block) {
+    const auto count = static_cast<uint16_t>(counts[block]);
+    std::memcpy(payload + at.counts + 2 * block, &count, sizeof count);
+    if (counts[block] == kBlock && format.k >= kBlock) payload[at.full + block / 8] |= 1u << (block % 8);
+  }
+  if (!runs.empty()) std::memcpy(payload + at.runs, runs.data(), runs.size() * sizeof runs[0]);
 }
 
 template <typename Number>
@@ -87,14 +109,31 @@ Status CheckHeader(const PayloadFormat& format, const Header& header) {
   return Expect("entries", static_cast<uint64_t>(format.k), header.entries);
 }
 
-void ReadCounts(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, std::vector<uint32_t>* counts) {
-  counts->resize(static_cast<size_t>(BlockCount(format.n)));
-  for (size_t block = 0; block < counts->size(); ++block) {
-    uint16_t count;
-    std::memcpy(&count, payload + at.counts + 2 * block, sizeof count);
-    (*counts)[block] = count;
-    if (format.k >= kBlock && (payload[at.full + block / 8] >> (block % 8) & 1) != 0) (*counts)[block] += kBlock;
+// Counts and runs; of a dense payload, what run lengths would say.
+void ReadPositions(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, PayloadView* view) {
+  view->counts.assign(static_cast<size_t>(BlockCount(format.n)), 0u);
+  view->runs.assign(static_cast<size_t>(view->entries), uint16_t{0});
+  const bool dense = format.coding == Coding::kDense;
+  for (size_t block = 0; block < view->counts.size() && !(dense && view->entries == 0); ++block) {
+    uint16_t count = 0;
+    if (!dense) std::memcpy(&count, payload + at.counts + 2 * block, sizeof count);
+    view->counts[block] = dense ? static_cast<uint32_t>(BlockLength(format.n, static_cast<int64_t>(block))) : count;
+    if (!dense && format.k >= kBlock && (payload[at.full + block / 8] >> (block % 8) & 1) != 0) {
+      view->counts[block] += kBlock;
+    }
   }
+  if (!dense && view->entries > 0) {
+    std::memcpy(view->runs.data(), payload + at.runs, view->runs.size() * sizeof(uint16_t));
+  }
+}
+
+void ReadValues(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, PayloadView* view) {
+  view->values = payload + at.values;
+  if (!IsLowBit(format.dtype)) return;
+  std::vector<int64_t> indices(static_cast<size_t>(view->entries));
+  DecodeRunLength(view->counts.data(), view->runs.data(), format.n, indices.data());
+  view->low_bit.resize(indices.size());
+  ReadLowBit(view->values, indices.data(), view->entries, format.dtype, format.segments, view->low_bit.data());
 }
 
 }  // namespace
@@ -108,6 +147,11 @@ Status PayloadSize(const PayloadFormat& format, int64_t* size) {
     return Status::InvalidArgument("k must be in [1, n = " + std::to_string(format.n) + "], got " +
                                    std::to_string(format.k));
   }
+  if (format.coding == Coding::kDense && format.k != format.n) {
+    return Status::InvalidArgument("a dense payload holds all n = " + std::to_string(format.n) +
+                                   " entries, got k = " + std::to_string(format.k));
+  }
+  if (IsLowBit(format.dtype)) HVD_SPARSE_RETURN_IF_ERROR(CheckSegments(format.segments, format.n));
   *size = Layout(format).end;
   return Status::Ok();
 }
@@ -120,20 +164,23 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     return Status::InvalidArgument("a payload holds k = " + std::to_string(format.k) + " entries or none, got " +
                                    std::to_string(entries));
   }
-  const Offsets at = Layout(format);
   std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(format.n)));
   std::vector<uint16_t> runs(static_cast<size_t>(entries));
   HVD_SPARSE_RETURN_IF_ERROR(EncodeRunLength(indices, entries, format.n, counts.data(), runs.data()));
-
-  std::memset(payload, 0, static_cast<size_t>(size));
-  for (size_t block = 0; block < counts.size(); ++block) {
-    const auto count = static_cast<uint16_t>(counts[block]);
-    std::memcpy(payload + at.counts + 2 * block, &count, sizeof count);
-    if (counts[block] == kBlock && format.k >= kBlock) payload[at.full + block / 8] |= 1u << (block % 8);
+  std::vector<uint8_t> low_bit;
+  if (IsLowBit(format.dtype) && entries > 0) {
+    low_bit.resize(static_cast<size_t>(ValuesSize(format)));
+    const auto* wide = static_cast<const float*>(values);
+    HVD_SPARSE_RETURN_IF_ERROR(WriteLowBit(wide, indices, entries, format.dtype, format.segments, low_bit.data()));
   }
-  if (entries > 0) {
-    std::memcpy(payload + at.runs, runs.data(), runs.size() * sizeof runs[0]);
-    WriteValues(values, entries, format.dtype, payload + at.values);
+
+  const Offsets at = Layout(format);
+  std::memset(payload, 0, static_cast<size_t>(size));  // from here on nothing is refused
+  WritePositions(format, at, counts, runs, payload);
+  if (!low_bit.empty()) {
+    std::copy(low_bit.begin(), low_bit.end(), payload + at.values);
+  } else if (entries > 0) {
+    WriteValues(format, values, payload + at.values);
   }
   Header header{kMagic,
                 kVersion,
@@ -160,25 +207,24 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
   HVD_SPARSE_RETURN_IF_ERROR(Expect("checksum", Checksum(payload, size), header.checksum));
   const Offsets at = Layout(format);
   view->entries = static_cast<int64_t>(header.entries);
-  ReadCounts(format, at, payload, &view->counts);
-  view->runs.resize(static_cast<size_t>(view->entries));
-  if (view->entries > 0) std::memcpy(view->runs.data(), payload + at.runs, view->runs.size() * sizeof(uint16_t));
-  view->values = payload + at.values;
-  return ValidateRunLength(view->counts.data(), view->runs.data(), view->entries, format.n);
+  ReadPositions(format, at, payload, view);
+  HVD_SPARSE_RETURN_IF_ERROR(ValidateRunLength(view->counts.data(), view->runs.data(), view->entries, format.n));
+  ReadValues(format, at, payload, view);
+  return Status::Ok();
 }
 
-Status LocatePayloads(const std::vector<int64_t>& ns, Coding coding, DType dtype, int64_t ranks,
-                      const uint8_t* gathered, int64_t size, int64_t* offsets, int64_t* ks) {
+Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
+                      int64_t* offsets, int64_t* ks) {
   int64_t at = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    for (const int64_t n : ns) {
-      PayloadFormat format{n, 1, coding, dtype};
+    for (PayloadFormat& format : members) {
       Header header{};
       if (size - at >= static_cast<int64_t>(sizeof header)) std::memcpy(&header, gathered + at, sizeof header);
       format.k = static_cast<int64_t>(std::max<uint64_t>(1, header.entries));
       int64_t bytes = 0;
-      Status status = header.entries > static_cast<uint64_t>(n) ? Status::CorruptPayload("payload entries exceed n")
-                                                                : PayloadSize(format, &bytes);
+      Status status = header.entries > static_cast<uint64_t>(format.n)
+                          ? Status::CorruptPayload("payload entries exceed n")
+                          : PayloadSize(format, &bytes);
       if (status.ok() && bytes > size - at) status = Status::CorruptPayload("payload is cut off");
       if (!status.ok()) {
         status.message = "from rank " + std::to_string(rank) + ": " + status.message;
@@ -210,6 +256,8 @@ float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
       std::memcpy(&value, at, sizeof value);
       return ToFloat(value);
     }
+    case DType::kInt2:
+    case DType::kInt1: return view.low_bit[static_cast<size_t>(j)];
     case DType::kNone: return 0.0f;
     case DType::kFloat32: break;
   }

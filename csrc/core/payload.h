@@ -7,30 +7,33 @@
 //   24  u32  CRC-32 of the payload with this field zero                                    28  u32 zero
 // Then, padded with zero bytes: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that
 // hold 65,536 entries, to a multiple of 2; u16 run lengths[k], to a multiple of the value's size; values[k], to 8.
-// Without values (dtype kNone) a payload is a set of indices.
+// Without values (dtype kNone) a payload is a set of indices. Low-bit values follow a multiple of 4, see low_bit.h.
+// With coding kDense, k = n, the values follow the header: all elements are sent.
 #pragma once
 
 #include <vector>
 
 #include "dtype.h"
+#include "low_bit.h"
 #include "status.h"
 
 namespace hvd_sparse {
 
-enum class Coding : uint8_t { kRunLength = 0 };
+enum class Coding : uint8_t { kRunLength = 0, kDense = 1 };
 
 struct PayloadFormat {
   int64_t n = 0;
   int64_t k = 0;
   Coding coding = Coding::kRunLength;
   DType dtype = DType::kFloat32;  // of the values on the wire
+  Segments segments = {};         // what shares the centres of low-bit values
 };
 
-// In bytes. InvalidArgument unless 0 < k <= n.
+// In bytes. InvalidArgument unless 0 < k <= n, k = n for kDense, and the segments fit n.
 Status PayloadSize(const PayloadFormat& format, int64_t* size);
 
 // Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float32, float64 for that wire dtype, unread for
-// kNone.
+// kNone, as QuantizeLowBit made them for low-bit types.
 Status Pack(const PayloadFormat& format, const int64_t* indices, const void* values, int64_t entries, uint8_t* payload);
 
 // A payload that has been checked: whatever it holds, reading it through this stays inside payload and tensor.
@@ -39,16 +42,18 @@ struct PayloadView {
   std::vector<uint32_t> counts;
   std::vector<uint16_t> runs;
   const uint8_t* values = nullptr;
+  std::vector<float> low_bit;  // low-bit values, decoded
 };
 
 // Checks every byte that decoding relies on: size, header against `format`, checksum, counts, runs.
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
 
 // For payloads whose number of entries differs between ranks: finds, in the messages of all ranks one after the other,
-// each a payload of ns[0], ns[1], ... elements, where each payload starts, offsets[rank * ns.size() + member], and its
-// k, likewise: its entries, at least 1. Checks no more than what it reads to get there, and that nothing is left over.
-Status LocatePayloads(const std::vector<int64_t>& ns, Coding coding, DType dtype, int64_t ranks,
-                      const uint8_t* gathered, int64_t size, int64_t* offsets, int64_t* ks);
+// each a payload of members[0], members[1], ... but for their k, where each payload starts,
+// offsets[rank * members.size() + member], and its k, likewise: its entries, at least 1. Checks no more than what it
+// reads to get there, and that nothing is left over.
+Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
+                      int64_t* offsets, int64_t* ks);
 
 // Writes `view.entries` indices, and values as float32 (float64 for that wire dtype, zero for kNone).
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);

@@ -47,9 +47,8 @@ void Quantize(const float* values, int64_t n, DType dtype, float* result) {
     switch (dtype) {
       case DType::kFloat16: result[i] = ToFloat(ToFloat16(values[i])); break;
       case DType::kBFloat16: result[i] = ToFloat(ToBFloat16(values[i])); break;
-      case DType::kFloat32:
-      case DType::kFloat64: result[i] = values[i]; break;
       case DType::kNone: result[i] = 0; break;
+      default: result[i] = values[i]; break;
     }
   }
 }

@@ -10,7 +10,8 @@ namespace hvd_sparse {
 Float16 ToFloat16(float value);
 BFloat16 ToBFloat16(float value);
 
-// The float32 that survives the wire as `dtype`. values and result: n elements; they may be the same array.
+// The float32 that survives the wire as `dtype`, none of the low-bit ones (see low_bit.h). values and result: n
+// elements; they may be the same array.
 void Quantize(const float* values, int64_t n, DType dtype, float* result);
 
 }  // namespace hvd_sparse

@@ -15,14 +15,18 @@ inline DType ParseDType(const std::string& name) {
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;
   if (name == "none") return DType::kNone;
+  if (name == "int2") return DType::kInt2;
+  if (name == "int1") return DType::kInt1;
   return name == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
-// Source: what has GetAttr, while a kernel is made or a shape inferred. Run lengths are the only coding so far.
+// Source: what has GetAttr, while a kernel is made or a shape inferred.
 template <typename Source>
 absl::Status GetFormat(Source* source, PayloadFormat* format) {
-  std::string value_dtype;
+  std::string coding, value_dtype;
+  TF_RETURN_IF_ERROR(source->GetAttr("coding", &coding));
   TF_RETURN_IF_ERROR(source->GetAttr("value_dtype", &value_dtype));
+  format->coding = coding == "dense" ? Coding::kDense : Coding::kRunLength;
   format->dtype = ParseDType(value_dtype);
   return absl::OkStatus();
 }

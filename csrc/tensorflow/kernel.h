@@ -69,6 +69,17 @@ class Call {
     return absl::OkStatus();
   }
 
+  absl::Status GetSegments(Segments* segments) const {
+    const Tensor* tensor = nullptr;
+    TF_RETURN_IF_ERROR(context_->input("segments", &tensor));
+    if (tensor->dims() != 2 || tensor->dim_size(1) != 2) {
+      return Invalid("segments must be [segments, 2], got shape ", tensor->shape().DebugString());
+    }
+    const auto numbers = tensor->matrix<int64_t>();
+    for (int64_t s = 0; s < tensor->dim_size(0); ++s) segments->push_back({numbers(s, 0), numbers(s, 1)});
+    return absl::OkStatus();
+  }
+
   // Values of any shape, read in row-major order.
   absl::Status Values(Array* array, const char* name = "values") const {
     const Tensor* tensor = nullptr;
@@ -167,9 +178,10 @@ class FormatKernel : public Kernel {
   }
 
  protected:
-  // The inputs n and k, the attributes, and the size of such a payload.
+  // The inputs n, k and segments, the attributes, and the size of such a payload.
   absl::Status Format(const Call& call, PayloadFormat* format, int64_t* size) const {
     *format = attributes_;
+    TF_RETURN_IF_ERROR(call.GetSegments(&format->segments));
     TF_RETURN_IF_ERROR(call.Number("n", &format->n));
     TF_RETURN_IF_ERROR(call.Number("k", &format->k));
     return call.Report(PayloadSize(*format, size));

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../core/finite.h"
+#include "../core/low_bit.h"
 #include "../core/payload.h"
 #include "../core/quantize.h"
 #include "../core/reduce.h"
@@ -211,7 +212,16 @@ class ReducePayloadsKernel : public FormatKernel {
 class LocatePayloadsKernel : public FormatKernel {
  public:
   explicit LocatePayloadsKernel(OpKernelConstruction* construction) : FormatKernel(construction, "locate_payloads") {
-    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns_));
+    std::vector<int64_t> ns, columns;
+    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns));
+    OP_REQUIRES_OK(construction, construction->GetAttr("columns", &columns));
+    OP_REQUIRES(construction, columns.empty() || columns.size() == ns.size(),
+                absl::InvalidArgumentError("hvd_sparse.locate_payloads: columns must be as many as ns, or none"));
+    members_.assign(ns.size(), attributes_);
+    for (size_t i = 0; i < ns.size(); ++i) {
+      members_[i].n = ns[i];
+      if (!columns.empty()) members_[i].segments = {{0, columns[i]}};
+    }
   }
 
  protected:
@@ -222,14 +232,13 @@ class LocatePayloadsKernel : public FormatKernel {
     TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &size));
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
     if (ranks < 1) return call.Invalid("ranks must be at least 1, got ", ranks);
-    const auto members = static_cast<int64_t>(ns_.size());
+    const auto members = static_cast<int64_t>(members_.size());
     TF_RETURN_IF_ERROR(call.Output("places", {2, ranks, members}, &places));
-    return call.Report(LocatePayloads(ns_, attributes_.coding, attributes_.dtype, ranks, gathered, size, places,
-                                      places + ranks * members));
+    return call.Report(LocatePayloads(members_, ranks, gathered, size, places, places + ranks * members));
   }
 
  private:
-  std::vector<int64_t> ns_;
+  std::vector<PayloadFormat> members_;
 };
 
 class ReduceLocatedKernel : public FormatKernel {
@@ -243,6 +252,7 @@ class ReduceLocatedKernel : public FormatKernel {
     int64_t bytes = 0;
     float scale = 0;
     float* sum = nullptr;
+    TF_RETURN_IF_ERROR(call.GetSegments(&format.segments));
     TF_RETURN_IF_ERROR(call.Number("n", &format.n));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
     TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
@@ -267,18 +277,39 @@ class ReduceLocatedKernel : public FormatKernel {
   }
 };
 
-class QuantizeKernel : public FormatKernel {
+class QuantizeKernel : public Kernel {
  public:
-  explicit QuantizeKernel(OpKernelConstruction* construction) : FormatKernel(construction, "quantize") {}
+  explicit QuantizeKernel(OpKernelConstruction* construction) : Kernel(construction, "quantize") {
+    std::string centre, value_dtype;
+    OP_REQUIRES_OK(construction, construction->GetAttr("centre", &centre));
+    OP_REQUIRES_OK(construction, construction->GetAttr("value_dtype", &value_dtype));
+    dtype_ = ParseDType(value_dtype);
+    centre_ = centre == "min" ? Centre::kMin : Centre::kMean;
+  }
 
  protected:
   absl::Status Run(const Call& call) const override {
     const Tensor& values = call.context()->input(0);
+    const int64_t* indices = nullptr;
+    int64_t count = 0;
+    Segments segments;
     float* quantized = nullptr;
+    TF_RETURN_IF_ERROR(call.Vector("indices", &indices, &count));
+    TF_RETURN_IF_ERROR(call.GetSegments(&segments));
     TF_RETURN_IF_ERROR(call.Output("quantized", values.shape(), &quantized));
-    Quantize(static_cast<const float*>(values.data()), values.NumElements(), attributes_.dtype, quantized);
+    const auto* from = static_cast<const float*>(values.data());
+    const int64_t n = values.NumElements();
+    if (!segments.empty() && count != n) return call.Invalid(count, " indices but ", n, " values, and segments");
+    if (IsLowBit(dtype_)) {
+      return call.Report(QuantizeLowBit(from, indices, n, dtype_, centre_, segments, quantized));
+    }
+    Quantize(from, n, dtype_, quantized);
     return absl::OkStatus();
   }
+
+ private:
+  DType dtype_ = DType::kFloat32;
+  Centre centre_ = Centre::kMean;
 };
 
 class TokenKernel : public Kernel {

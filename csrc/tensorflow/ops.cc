@@ -87,24 +87,26 @@ absl::Status DecodeRunLengthShape(InferenceContext* c) {
 }
 
 absl::Status PackShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0, 0}));
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0, 0, 2}));
   PayloadFormat format;
   TF_RETURN_IF_ERROR(GetFormat(c, &format));
   format.n = KnownCount(c, 2);
   format.k = KnownCount(c, 3);
+  const tensorflow::Tensor* segments = c->input_tensor(4);
+  const bool single = segments != nullptr && segments->dims() == 2 && segments->dim_size(0) == 0;
   int64_t size = 0;
-  const bool known = PayloadSize(format, &size).ok();
+  const bool known = (single || !IsLowBit(format.dtype)) && PayloadSize(format, &size).ok();
   c->set_output(0, c->Vector(known ? size : InferenceContext::kUnknownDim));
   return absl::OkStatus();
 }
 
 absl::Status UnpackShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0, 0}));
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0, 0, 2}));
   return SetVectors(c, c->UnknownDim());  // k, or none
 }
 
 absl::Status ReducePayloadsShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {2, 0, 0, 0, 0}));
+  TF_RETURN_IF_ERROR(CheckRanks(c, {2, 0, 0, 0, 0, 2}));
   c->set_output(0, c->Vector(KnownCount(c, 2)));
   return absl::OkStatus();
 }
@@ -119,7 +121,7 @@ absl::Status LocatePayloadsShape(InferenceContext* c) {
 }
 
 absl::Status ReduceLocatedShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 2, 0, 0}));
+  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 2, 0, 0, 2}));
   c->set_output(0, c->Vector(KnownCount(c, 2)));
   return absl::OkStatus();
 }
@@ -131,8 +133,9 @@ absl::Status TokenShape(InferenceContext* c) {
 }
 
 constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
-constexpr char kCoding[] = "coding: {'run_length'} = 'run_length'";
-constexpr char kValueDType[] = "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'none'} = 'float32'";
+constexpr char kCoding[] = "coding: {'run_length', 'dense'} = 'run_length'";
+constexpr char kValueDType[] =
+    "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
 
 REGISTER_OP("HvdSparseSelectThreshold")
     .Input("values: T")
@@ -236,6 +239,7 @@ REGISTER_OP("HvdSparsePack")
     .Input("values: V")
     .Input("n: int64")
     .Input("k: int64")
+    .Input("segments: int64")
     .Output("payload: uint8")
     .Attr("V: {float, double}")
     .Attr(kCoding)
@@ -247,6 +251,7 @@ REGISTER_OP("HvdSparseUnpack")
     .Input("payload: uint8")
     .Input("n: int64")
     .Input("k: int64")
+    .Input("segments: int64")
     .Output("indices: int64")
     .Output("values: V")
     .Attr("V: {float, double} = DT_FLOAT")
@@ -261,6 +266,7 @@ REGISTER_OP("HvdSparseReducePayloads")
     .Input("n: int64")
     .Input("k: int64")
     .Input("scale: float")
+    .Input("segments: int64")
     .Output("sum: float")
     .Attr(kCoding)
     .Attr(kValueDType)
@@ -272,6 +278,7 @@ REGISTER_OP("HvdSparseLocatePayloads")
     .Input("ranks: int64")
     .Output("places: int64")
     .Attr("ns: list(int) >= 1")
+    .Attr("columns: list(int) = []")
     .Attr(kCoding)
     .Attr(kValueDType)
     .SetShapeFn(LocatePayloadsShape)
@@ -282,6 +289,7 @@ REGISTER_OP("HvdSparseReduceLocated")
     .Input("places: int64")
     .Input("n: int64")
     .Input("scale: float")
+    .Input("segments: int64")
     .Output("sum: float")
     .Attr(kCoding)
     .Attr(kValueDType)
@@ -290,7 +298,10 @@ REGISTER_OP("HvdSparseReduceLocated")
 
 REGISTER_OP("HvdSparseQuantize")
     .Input("values: float")
+    .Input("indices: int64")
+    .Input("segments: int64")
     .Output("quantized: float")
+    .Attr("centre: {'mean', 'min'} = 'mean'")
     .Attr(kValueDType)
     .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
     .Doc("The float32 values that survive the wire as value_dtype.");

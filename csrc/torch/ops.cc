@@ -11,6 +11,7 @@
 
 #include "../core/accumulate.h"
 #include "../core/finite.h"
+#include "../core/low_bit.h"
 #include "../core/payload.h"
 #include "../core/quantize.h"
 #include "../core/reduce.h"
@@ -59,14 +60,30 @@ DType ParseDType(const char* op, const std::string& name) {
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;
   if (name == "none") return DType::kNone;
+  if (name == "int2") return DType::kInt2;
+  if (name == "int1") return DType::kInt1;
   TORCH_CHECK_VALUE(name == "bfloat16", "hvd_sparse.", op,
-                    ": value_dtype must be float32, float64, float16, bfloat16 or none, got ", name);
+                    ": value_dtype must be float32, float64, float16, bfloat16, int2, int1 or none, got ", name);
   return DType::kBFloat16;
 }
 
-PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std::string& coding, const std::string& dtype) {
-  TORCH_CHECK_VALUE(coding == "run_length", "hvd_sparse.", op, ": coding must be run_length, got ", coding);
-  return {n, k, Coding::kRunLength, ParseDType(op, dtype)};
+Segments ParseSegments(const char* op, const std::optional<Tensor>& segments) {
+  if (!segments) return {};
+  CheckTensor(op, "segments", *segments, at::kLong);
+  TORCH_CHECK_VALUE(segments->dim() == 2 && segments->size(1) == 2, "hvd_sparse.", op,
+                    ": segments must be [segments, 2], got ", segments->sizes());
+  Segments result;
+  const auto* numbers = segments->const_data_ptr<int64_t>();
+  for (int64_t s = 0; s < segments->size(0); ++s) result.push_back({numbers[2 * s], numbers[2 * s + 1]});
+  return result;
+}
+
+PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std::string& coding, const std::string& dtype,
+                          const std::optional<Tensor>& segments) {
+  TORCH_CHECK_VALUE(coding == "run_length" || coding == "dense", "hvd_sparse.", op,
+                    ": coding must be run_length or dense, got ", coding);
+  const Coding kind = coding == "dense" ? Coding::kDense : Coding::kRunLength;
+  return {n, k, kind, ParseDType(op, dtype), ParseSegments(op, segments)};
 }
 
 Tensor FromIndices(const std::vector<int64_t>& indices) {
@@ -203,15 +220,16 @@ Tensor DecodeRunLengthOp(const Tensor& counts, const Tensor& runs, int64_t n) {
   return indices;
 }
 
-int64_t PayloadSizeOp(int64_t n, int64_t k, const std::string& coding, const std::string& value_dtype) {
+int64_t PayloadSizeOp(int64_t n, int64_t k, const std::string& coding, const std::string& value_dtype,
+                      const std::optional<Tensor>& segments) {
   int64_t size = 0;
-  Raise("payload_size", PayloadSize(ParseFormat("payload_size", n, k, coding, value_dtype), &size));
+  Raise("payload_size", PayloadSize(ParseFormat("payload_size", n, k, coding, value_dtype, segments), &size));
   return size;
 }
 
 void PackOp(const Tensor& indices, const Tensor& values, int64_t n, int64_t k, Tensor out, const std::string& coding,
-            const std::string& value_dtype) {
-  const PayloadFormat format = ParseFormat("pack", n, k, coding, value_dtype);
+            const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  const PayloadFormat format = ParseFormat("pack", n, k, coding, value_dtype, segments);
   CheckTensor("pack", "indices", indices, at::kLong);
   CheckTensor("pack", "values", values, format.dtype == DType::kFloat64 ? at::kDouble : at::kFloat);
   CheckTensor("pack", "out", out, at::kByte);
@@ -225,8 +243,8 @@ void PackOp(const Tensor& indices, const Tensor& values, int64_t n, int64_t k, T
 }
 
 std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k, const std::string& coding,
-                                    const std::string& value_dtype) {
-  const PayloadFormat format = ParseFormat("unpack", n, k, coding, value_dtype);
+                                    const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  const PayloadFormat format = ParseFormat("unpack", n, k, coding, value_dtype, segments);
   CheckTensor("unpack", "payload", payload, at::kByte);
   PayloadView view;
   Raise("unpack", Validate(format, payload.const_data_ptr<uint8_t>(), payload.numel(), &view));
@@ -237,8 +255,9 @@ std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k,
 }
 
 void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
-                      const std::string& coding, const std::string& value_dtype) {
-  const PayloadFormat format = ParseFormat("reduce_payloads", n, k, coding, value_dtype);
+                      const std::string& coding, const std::string& value_dtype,
+                      const std::optional<Tensor>& segments) {
+  const PayloadFormat format = ParseFormat("reduce_payloads", n, k, coding, value_dtype, segments);
   CheckTensor("reduce_payloads", "gathered", gathered, at::kByte);
   CheckTensor("reduce_payloads", "out", out, at::kFloat);
   int64_t size = 0;
@@ -253,20 +272,25 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
 }
 
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
-                        const std::string& value_dtype) {
+                        const std::string& value_dtype, at::IntArrayRef columns) {
   CheckTensor("locate_payloads", "gathered", gathered, at::kByte);
+  TORCH_CHECK_VALUE(columns.empty() || columns.size() == ns.size(),
+                    "hvd_sparse.locate_payloads: columns must be as many as ns, or none");
   TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
-  const PayloadFormat format = ParseFormat("locate_payloads", 1, 1, coding, value_dtype);
+  std::vector<PayloadFormat> members;
+  for (size_t i = 0; i < ns.size(); ++i) {
+    members.push_back(ParseFormat("locate_payloads", ns[i], 1, coding, value_dtype, {}));
+    if (!columns.empty()) members.back().segments = {{0, columns[i]}};
+  }
   Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);
   auto* offsets = found.mutable_data_ptr<int64_t>();
-  Raise("locate_payloads",
-        LocatePayloads(ns.vec(), format.coding, format.dtype, ranks, gathered.const_data_ptr<uint8_t>(),
-                       gathered.numel(), offsets, offsets + found.numel() / 2));
+  Raise("locate_payloads", LocatePayloads(std::move(members), ranks, gathered.const_data_ptr<uint8_t>(),
+                                          gathered.numel(), offsets, offsets + found.numel() / 2));
   return found;
 }
 
 void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Tensor out, double scale,
-                     const std::string& coding, const std::string& value_dtype) {
+                     const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
   const char* op = "reduce_located";
   CheckTensor(op, "gathered", gathered, at::kByte);
   CheckTensor(op, "places", places, at::kLong);
@@ -276,24 +300,39 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
   const int64_t ranks = places.size(1);
   const auto* offsets = places.const_data_ptr<int64_t>();
+  PayloadFormat format = ParseFormat(op, n, 1, coding, value_dtype, segments);
   std::vector<Source> sources;
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    const PayloadFormat format = ParseFormat(op, n, offsets[ranks + rank], coding, value_dtype);
+    format.k = offsets[ranks + rank];
     int64_t size = 0;
     Raise(op, PayloadSize(format, &size));
     TORCH_CHECK_VALUE(offsets[rank] >= 0 && size <= gathered.numel() - offsets[rank], "hvd_sparse.", op,
                       ": places leave the ", gathered.numel(), " bytes of gathered");
     sources.push_back({gathered.const_data_ptr<uint8_t>() + offsets[rank], format.k, size});
   }
-  Raise(op, ReduceSources(ParseFormat(op, n, 1, coding, value_dtype), sources, static_cast<float>(scale),
-                          TorchParallelFor, out.mutable_data_ptr<float>()));
+  Raise(op, ReduceSources(format, sources, static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
 }
 
-Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype) {
+Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
+                  const std::optional<Tensor>& indices, const std::optional<Tensor>& segments) {
   CheckTensor("quantize", "values", values, at::kFloat);
+  TORCH_CHECK_VALUE(centre == "mean" || centre == "min", "hvd_sparse.quantize: centre must be mean or min, got ",
+                    centre);
+  const Tensor places = indices.value_or(at::empty({0}, at::kLong));
+  CheckTensor("quantize", "indices", places, at::kLong);
+  const Segments groups = ParseSegments("quantize", segments);
+  TORCH_CHECK_VALUE(groups.empty() || places.numel() == values.numel(), "hvd_sparse.quantize: ", places.numel(),
+                    " indices but ", values.numel(), " values, and segments");
+  const DType dtype = ParseDType("quantize", value_dtype);
   Tensor result = at::empty_like(values);
-  Quantize(values.const_data_ptr<float>(), values.numel(), ParseDType("quantize", value_dtype),
-           result.mutable_data_ptr<float>());
+  const auto* from = values.const_data_ptr<float>();
+  auto* to = result.mutable_data_ptr<float>();
+  if (IsLowBit(dtype)) {
+    Raise("quantize", QuantizeLowBit(from, places.const_data_ptr<int64_t>(), values.numel(), dtype,
+                                     centre == "min" ? Centre::kMin : Centre::kMean, groups, to));
+  } else {
+    Quantize(from, values.numel(), dtype, to);
+  }
   return result;
 }
 
@@ -314,17 +353,19 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def("all_finite(Tensor values) -> Tensor");
   m.def("encode_run_length(Tensor indices, int n) -> (Tensor, Tensor)");
   m.def("decode_run_length(Tensor counts, Tensor runs, int n) -> Tensor");
-  m.def("payload_size(int n, int k, str coding, str value_dtype) -> int", &hvd_sparse::PayloadSizeOp);
-  m.def("pack(Tensor indices, Tensor values, int n, int k, Tensor(a!) out, str coding, str value_dtype) -> ()");
-  m.def("unpack(Tensor payload, int n, int k, str coding, str value_dtype) -> (Tensor, Tensor)");
+  m.def("payload_size(int n, int k, str coding, str value_dtype, Tensor? segments) -> int", &hvd_sparse::PayloadSizeOp);
+  m.def(
+      "pack(Tensor indices, Tensor values, int n, int k, Tensor(a!) out, str coding, str value_dtype, "
+      "Tensor? segments) -> ()");
+  m.def("unpack(Tensor payload, int n, int k, str coding, str value_dtype, Tensor? segments) -> (Tensor, Tensor)");
   m.def(
       "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
-      "str value_dtype) -> ()");
-  m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype) -> Tensor");
+      "str value_dtype, Tensor? segments) -> ()");
+  m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype, int[] columns) -> Tensor");
   m.def(
       "reduce_located(Tensor gathered, Tensor places, int n, Tensor(a!) out, float scale, str coding, "
-      "str value_dtype) -> ()");
-  m.def("quantize(Tensor values, str value_dtype) -> Tensor");
+      "str value_dtype, Tensor? segments) -> ()");
+  m.def("quantize(Tensor values, str value_dtype, str centre, Tensor? indices, Tensor? segments) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {

@@ -30,6 +30,13 @@ from hvd_sparse.reference.coding import (
     reduce_payloads,
     unpack,
 )
+from hvd_sparse.reference.low_bit import (
+    CENTRES,
+    decode_low_bit,
+    encode_low_bit,
+    group_of,
+    quantize_low_bit,
+)
 from hvd_sparse.reference.selection import (
     all_finite,
     check_count,

@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 
+from hvd_sparse.reference.low_bit import decode_low_bit, encode_low_bit, quantize_low_bit
 from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import (
     BLOCK,
@@ -12,9 +13,12 @@ from hvd_sparse.wire import (
     CODINGS,
     HEADER_BYTES,
     HEADER_FORMAT,
+    LOW_BITS,
     MAGIC,
     VALUE_DTYPES,
     VERSION,
+    Layout,
+    Segments,
     block_count,
     payload_layout,
 )
@@ -102,16 +106,21 @@ def decode_values(encoded: np.ndarray, value_dtype: str) -> np.ndarray:
     return encoded.astype(np.float64 if value_dtype == "float64" else np.float32)
 
 
-def quantize(values, value_dtype: str = "float32") -> np.ndarray:
+def quantize(
+    values, value_dtype: str = "float32", centre: str = "mean", indices=None, segments: Segments = None
+) -> np.ndarray:
     """Return what of float32[n] values survives the wire, as float32[n]; the rest belongs in the residual.
 
-    Rounding is that of `encode_values`; float32 and float64 change nothing. ValueError for another value_dtype or
-    other values. Source: after Gradient Dropping, section 5.4 (fewer bits for what survives; 1 there, 16 here).
+    Rounding is that of `encode_values`; float32 and float64 change nothing. "int2" and "int1" are `quantize_low_bit`'s,
+    which alone looks at the other arguments. ValueError for another value_dtype or other values.
+    Source: Gradient Dropping, section 5.4 (fewer bits for what survives).
     """
     values = flatten(values)
     if values.dtype != np.float32:
         raise ValueError(f"values must be of dtype float32, got {values.dtype.name}")
     payload_layout(1, 1, value_dtype=value_dtype)
+    if value_dtype in LOW_BITS:
+        return quantize_low_bit(values, value_dtype, centre, indices, segments)
     return decode_values(encode_values(values, value_dtype), value_dtype).astype(np.float32)
 
 
@@ -122,14 +131,22 @@ def checksum(payload: np.ndarray) -> int:
     return zlib.crc32(payload.tobytes())
 
 
-def pack(indices, values, n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> np.ndarray:
-    """Pack k entries, or none, into a payload: uint8[payload_size(n, k, coding, value_dtype)].
+def pack(
+    indices,
+    values,
+    n: int,
+    k: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: Segments = None,
+) -> np.ndarray:
+    """Pack k entries, or none, into a payload: uint8[payload_size(n, k, coding, value_dtype, segments)].
 
-    indices: integers[k or 0], strictly ascending in [0, n); values: as many, of any value type. No entries make an
-    empty contribution of the same size: all zero after the header. ValueError for other arguments. The layout is in
-    `hvd_sparse.wire`. Source: Deep Gradient Compression, section 3.1, `encode()`.
+    indices: integers[k or 0], strictly ascending in [0, n); values: as many, of any value type; for "int2" and "int1"
+    what `quantize` gave. No entries make an empty contribution of the same size: all zero after the header. ValueError
+    for other arguments. The layout is in `hvd_sparse.wire`. Source: Deep Gradient Compression, section 3.1, `encode()`.
     """
-    layout = payload_layout(n, k, coding, value_dtype)
+    layout = payload_layout(n, k, coding, value_dtype, segments)
     indices, values = np.asarray(indices).reshape(-1), flatten(values)
     entries = indices.size
     if entries not in (0, k):
@@ -139,25 +156,27 @@ def pack(indices, values, n: int, k: int, coding: str = "run_length", value_dtyp
     counts, runs = encode_run_length(indices, n)
     payload = np.zeros(layout.size, np.uint8)
 
-    def place(offset: int, section: np.ndarray) -> None:
-        """Write a section's bytes into the payload."""
-        data = np.frombuffer(section.tobytes(), np.uint8)
-        payload[offset : offset + data.size] = data
+    def place(offset: int, section: bytes) -> None:
+        """Write a section into the payload."""
+        payload[offset : offset + len(section)] = np.frombuffer(section, np.uint8)
 
-    place(layout.counts, (counts % BLOCK).astype("<u2"))
+    if coding == "run_length":
+        place(layout.counts, (counts % BLOCK).astype("<u2").tobytes())
+        place(layout.runs, runs.astype("<u2").tobytes())
     if layout.bitmap_bytes:
-        place(layout.bitmap, np.packbits(counts == BLOCK, bitorder="little"))
-    place(layout.runs, runs.astype("<u2"))
-    place(layout.values, encode_values(values, value_dtype))
+        place(layout.bitmap, np.packbits(counts == BLOCK, bitorder="little").tobytes())
+    if value_dtype not in LOW_BITS:
+        place(layout.values, encode_values(values, value_dtype).tobytes())
+    elif entries:
+        place(layout.values, encode_low_bit(values, indices, n, value_dtype, segments))
     header = (MAGIC, VERSION, CODINGS[coding], VALUE_DTYPES[value_dtype], 0, n, entries)
     struct.pack_into(HEADER_FORMAT, payload, 0, *header, 0, 0)
     struct.pack_into(HEADER_FORMAT, payload, 0, *header, checksum(payload), 0)
     return payload
 
 
-def check_header(payload: np.ndarray, n: int, k: int, coding: str, value_dtype: str) -> int:
+def check_header(payload: np.ndarray, n: int, k: int, coding: str, value_dtype: str, size: int) -> int:
     """Return the number of entries, k or 0, of a payload; ValueError if its size, header or checksum is wrong."""
-    size = payload_layout(n, k, coding, value_dtype).size
     if payload.dtype != np.uint8 or payload.ndim != 1:
         raise ValueError(f"payload must be uint8 of one dimension, got {payload.dtype.name} of {payload.ndim}")
     if payload.size != size:
@@ -183,7 +202,7 @@ def check_header(payload: np.ndarray, n: int, k: int, coding: str, value_dtype: 
 
 
 def unpack(
-    payload, n: int, k: int, coding: str = "run_length", value_dtype: str = "float32"
+    payload, n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Validate a payload, uint8[payload_size(...)], and return its entries.
 
@@ -193,25 +212,35 @@ def unpack(
     leaves its block. Bytes of padding are covered by the checksum and otherwise ignored.
     """
     payload = np.ascontiguousarray(payload)
-    entries = check_header(payload, n, k, coding, value_dtype)
-    layout = payload_layout(n, k, coding, value_dtype)
+    layout = payload_layout(n, k, coding, value_dtype, segments)
+    entries = check_header(payload, n, k, coding, value_dtype, layout.size)
+    indices = np.arange(entries) if coding == "dense" else _read_positions(payload, n, entries, layout)
+    if value_dtype == "none":
+        return indices, np.zeros(entries, np.float32)
+    if value_dtype in LOW_BITS:
+        return indices, decode_low_bit(payload[layout.values :].tobytes(), indices, n, value_dtype, segments)
+    wire_type = {"float32": "<f4", "float64": "<f8"}.get(value_dtype, "<f2" if value_dtype == "float16" else "<u2")
+    encoded = np.frombuffer(payload.tobytes(), wire_type, entries, layout.values)
+    return indices, decode_values(encoded, value_dtype)
+
+
+def _read_positions(payload: np.ndarray, n: int, entries: int, layout: Layout) -> np.ndarray:
     counts = payload[layout.counts : layout.bitmap].view("<u2").astype(np.int64)
     if layout.bitmap_bytes:
         bitmap = payload[layout.bitmap : layout.bitmap + layout.bitmap_bytes]
         counts += BLOCK * np.unpackbits(bitmap, count=layout.blocks, bitorder="little").astype(np.int64)
     runs = np.frombuffer(payload.tobytes(), "<u2", entries, layout.runs)
-    if value_dtype == "none":
-        return decode_run_length(counts, runs.astype(np.uint16), n), np.zeros(entries, np.float32)
-    wire_type = {"float32": "<f4", "float64": "<f8"}.get(value_dtype, "<f2" if value_dtype == "float16" else "<u2")
-    encoded = np.frombuffer(payload.tobytes(), wire_type, entries, layout.values)
-    return decode_run_length(counts, runs.astype(np.uint16), n), decode_values(encoded, value_dtype)
+    return decode_run_length(counts, runs.astype(np.uint16), n)
 
 
-def locate_payloads(gathered, ns, ranks: int, coding: str = "run_length", value_dtype: str = "float32") -> np.ndarray:
+def locate_payloads(
+    gathered, ns, ranks: int, coding: str = "run_length", value_dtype: str = "float32", columns=None
+) -> np.ndarray:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    gathered, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1. ValueError
-    if a header says more entries than n, or if bytes are missing or left over.
+    gathered, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
+    these are given, which only low-bit values heed. k: its entries, at least 1. ValueError if a header says more
+    entries than n, or if bytes are missing or left over.
     """
     gathered, ns = np.asarray(gathered), list(ns)
     places, at = np.zeros((2, ranks, len(ns)), np.int64), 0
@@ -224,7 +253,8 @@ def locate_payloads(gathered, ns, ranks: int, coding: str = "run_length", value_
             if k > n:
                 raise ValueError(f"rank {rank}: payload entries exceed n")
             places[:, rank, member] = at, k
-            at += payload_layout(n, k, coding, value_dtype).size
+            segments = None if columns is None else [(0, columns[member])]
+            at += payload_layout(n, k, coding, value_dtype, segments).size
             if at > gathered.size:
                 raise ValueError(f"rank {rank}: payload is cut off")
     if at != gathered.size:
@@ -233,15 +263,21 @@ def locate_payloads(gathered, ns, ranks: int, coding: str = "run_length", value_
 
 
 def reduce_located(
-    gathered, places, n: int, coding: str = "run_length", value_dtype: str = "float32", scale: float = 1.0
+    gathered,
+    places,
+    n: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    scale: float = 1.0,
+    segments: Segments = None,
 ) -> np.ndarray:
     """Do `reduce_payloads` where `locate_payloads` found them; places: int64[2, ranks], offsets and k."""
     out = np.zeros(n, np.float32)
     for rank, (offset, k) in enumerate(np.asarray(places).T.tolist()):
-        size = payload_layout(n, k, coding, value_dtype).size
+        size = payload_layout(n, k, coding, value_dtype, segments).size
         row = np.asarray(gathered)[None, offset : offset + size]
         try:
-            out += reduce_payloads(row, 0, n, k, coding, value_dtype, scale)
+            out += reduce_payloads(row, 0, n, k, coding, value_dtype, scale, segments)
         except ValueError as error:
             raise ValueError(str(error).replace("rank 0", f"rank {rank}", 1)) from error
     return out
@@ -255,6 +291,7 @@ def reduce_payloads(
     coding: str = "run_length",
     value_dtype: str = "float32",
     scale: float = 1.0,
+    segments: Segments = None,
 ) -> np.ndarray:
     """Sum the payloads of all ranks, in rank order, into float32[n], so that every rank has the same bits.
 
@@ -263,7 +300,7 @@ def reduce_payloads(
     does not fit in its row, or as `unpack` raises.
     """
     gathered = np.asarray(gathered)
-    size = payload_layout(n, k, coding, value_dtype).size
+    size = payload_layout(n, k, coding, value_dtype, segments).size
     if gathered.dtype != np.uint8 or gathered.ndim != 2:
         raise ValueError(f"gathered must be uint8 of two dimensions, got {gathered.dtype.name} of {gathered.ndim}")
     if not 0 <= offset <= gathered.shape[1] - size:
@@ -271,7 +308,7 @@ def reduce_payloads(
     out = np.zeros(n, np.float32)
     for rank, row in enumerate(gathered):
         try:
-            indices, values = unpack(row[offset : offset + size], n, k, coding, value_dtype)
+            indices, values = unpack(row[offset : offset + size], n, k, coding, value_dtype, segments)
         except ValueError as error:
             raise ValueError(f"rank {rank}: {error}") from error
         with np.errstate(over="ignore", invalid="ignore"):

@@ -123,8 +123,8 @@ class SparseCompressor(tf.Module):
 
         {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
         step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
-        collectives were handed: payloads, dense tensors, tokens, votes), ratio, density (elements sent over all), and
-        no seconds: the operations of a graph run side by side.
+        collectives were handed: payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks),
+        ratio, density (elements sent over all), and no seconds: the operations of a graph run side by side.
         """
         residuals = [memory.residual for memory in self.memories.values() if "residual" in memory.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]

@@ -22,7 +22,7 @@ class ModelScope(Scope):
         n = sum(entry.memory.size for entry in entries)
         (k,) = self._counts([n], step)
         (hint,) = self._hints.values(["model"], [k])
-        return self._selection(*ops.select_top_k(self._accumulate(entries, step), k, step.seed, hint), n, k, step)
+        return self._selection(ops.select_top_k(self._accumulate(entries, step), k, step.seed, hint), entries, k, step)
 
     def _accumulate(self, entries: list[Entry], step: Step) -> tf.Tensor:
         """Bring all gradients into their memories; return the whole residual."""
@@ -34,11 +34,10 @@ class ModelScope(Scope):
         return tf.concat(residuals, 0)
 
     def _send(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
-        sizes = [entry.memory.size for entry in entries]
         k = selection.k
         done = self._hints.update(["model"], [k], [selection.info])
         gathered = self._gather("model", [selection.payload], step)
-        self._give_parts(entries, self._reduce(gathered, 0, sum(sizes), k, step))
+        self._give_parts(entries, self._reduce(gathered, 0, entries, k, step))
         return done + self._clear_parts(entries, selection, step)
 
     @staticmethod

@@ -4,8 +4,11 @@ Every function has a twin of the same name and arguments in `hvd_sparse.referenc
 and damaged payloads raise tf.errors.InvalidArgumentError; what TensorFlow sees while it traces, such as a wrong rank,
 is a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any shape: they are read
 flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python's or scalar tensors, which may change
-from step to step inside a tf.function. A seed is any integer that fits 64 bits.
+from step to step inside a tf.function. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what
+shares the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.
 """
+
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -127,9 +130,16 @@ def decode_run_length(counts: tf.Tensor, runs: tf.Tensor, n: Integer) -> tf.Tens
     return _ops.hvd_sparse_decode_run_length(counts, runs, _integer(n))
 
 
-def payload_size(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> int:
+def payload_size(
+    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: wire.Segments = None
+) -> int:
     """Return the size in bytes of the payload of k of n elements; ValueError for bad arguments."""
-    return wire.payload_size(n, k, coding, value_dtype)
+    return wire.payload_size(n, k, coding, value_dtype, segments)
+
+
+def _segments(segments: tf.Tensor | None) -> tf.Tensor:
+    """Segments as operators take them."""
+    return tf.zeros([0, 2], tf.int64) if segments is None else tf.cast(segments, tf.int64)
 
 
 def pack(
@@ -139,18 +149,25 @@ def pack(
     k: Integer,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the payload, uint8[payload_size], of k entries or of none: indices int64, values float32 (or float64)."""
-    return _ops.hvd_sparse_pack(indices, values, _integer(n), _integer(k), coding=coding, value_dtype=value_dtype)
+    form = {"coding": coding, "value_dtype": value_dtype}
+    return _ops.hvd_sparse_pack(indices, values, _integer(n), _integer(k), _segments(segments), **form)
 
 
 def unpack(
-    payload: tf.Tensor, n: Integer, k: Integer, coding: str = "run_length", value_dtype: str = "float32"
+    payload: tf.Tensor,
+    n: Integer,
+    k: Integer,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
     wide = tf.float64 if value_dtype == "float64" else tf.float32
     form = {"coding": coding, "value_dtype": value_dtype, "V": wide}
-    return tuple(_ops.hvd_sparse_unpack(payload, _integer(n), _integer(k), **form))
+    return tuple(_ops.hvd_sparse_unpack(payload, _integer(n), _integer(k), _segments(segments), **form))
 
 
 def reduce_payloads(
@@ -161,23 +178,30 @@ def reduce_payloads(
     scale: Real = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return, as float32[n], scale times the sum, in rank order, of the payloads at gathered[:, offset:].
 
     `gathered`: uint8[ranks, bytes]. Every payload is checked before anything is added.
     """
-    place = (_integer(offset), _integer(n), _integer(k), _number(scale, tf.float32))
+    place = (_integer(offset), _integer(n), _integer(k), _number(scale, tf.float32), _segments(segments))
     return _ops.hvd_sparse_reduce_payloads(gathered, *place, coding=coding, value_dtype=value_dtype)
 
 
 def locate_payloads(
-    gathered: tf.Tensor, ns: list[int], ranks: Integer, coding: str = "run_length", value_dtype: str = "float32"
+    gathered: tf.Tensor,
+    ns: list[int],
+    ranks: Integer,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
 ) -> tf.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
+    these are given, which only low-bit values heed. k: its entries, at least 1.
     """
-    form = {"ns": ns, "coding": coding, "value_dtype": value_dtype}
+    form = {"ns": ns, "coding": coding, "value_dtype": value_dtype, "columns": list(columns)}
     return _ops.hvd_sparse_locate_payloads(gathered, _integer(ranks), **form)
 
 
@@ -188,15 +212,26 @@ def reduce_located(
     scale: Real = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k."""
-    place = (places, _integer(n), _number(scale, tf.float32))
+    place = (places, _integer(n), _number(scale, tf.float32), _segments(segments))
     return _ops.hvd_sparse_reduce_located(gathered, *place, coding=coding, value_dtype=value_dtype)
 
 
-def quantize(values: tf.Tensor, value_dtype: str) -> tf.Tensor:
-    """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`."""
-    return _ops.hvd_sparse_quantize(values, value_dtype=value_dtype)
+def quantize(
+    values: tf.Tensor,
+    value_dtype: str,
+    centre: str = "mean",
+    indices: tf.Tensor | None = None,
+    segments: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`.
+
+    "int2" and "int1": signs and centres, "mean" or "min", of all values, or with segments, of those of each group.
+    """
+    indices = tf.zeros([0], tf.int64) if indices is None else indices
+    return _ops.hvd_sparse_quantize(values, indices, _segments(segments), value_dtype=value_dtype, centre=centre)
 
 
 def token(rank: Integer) -> tf.Tensor:

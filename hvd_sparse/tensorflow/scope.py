@@ -16,9 +16,11 @@ import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.centres import segments_of
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
@@ -260,11 +262,17 @@ class Scope(abc.ABC):
             counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
         return tf.unstack(tf.cast(counts, tf.int64))
 
-    def _selection(self, indices, values, info, n: int, k: tf.Tensor, step: Step, sent=None) -> Selection:
-        """Return a selection with its payload; `sent`, k unless given, is what it counts for."""
-        values_dtype = self.algorithm.values
-        travels = values if values_dtype == "float32" else ops.quantize(values, values_dtype)
-        payload = ops.pack(indices, travels, n, k, self.algorithm.coding, values_dtype)
+    def _selection(self, found, entries: list[Entry], k: tf.Tensor, step: Step, sent=None) -> Selection:
+        """Return a selection with its payload; `sent`, k unless given, is what it counts for.
+
+        found: indices into the entries, laid out one after the other, values and info.
+        """
+        indices, values, info = found
+        form = (self.algorithm.values, self._segments(entries))
+        travels = values
+        if self.algorithm.values != "float32":
+            travels = ops.quantize(values, self.algorithm.values, self.algorithm.centre, indices, form[1])
+        payload = ops.pack(indices, travels, _size(entries), k, self.algorithm.coding, *form)
         sent = k if sent is None else sent
         step.counted.add(payload_bytes=tf.size(payload))
         step.counted.add(sent=sent if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(sent), sent))
@@ -272,7 +280,9 @@ class Scope(abc.ABC):
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
         message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
-        return self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message))
+        gathered = self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message))
+        step.counted.add(surplus_bytes=tf.size(gathered) - 2 * tf.size(message))
+        return gathered
 
     def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
         """Take what was sent out of the memory, unless the step does not count."""
@@ -283,15 +293,25 @@ class Scope(abc.ABC):
             operations.append(ops.scatter_update(memory.buffers[kind], indices, new))
         return operations
 
-    def _reduce(self, gathered: tf.Tensor, offset, n: int, k: tf.Tensor, step: Step) -> tf.Tensor:
+    def _reduce(self, gathered: tf.Tensor, offset, entries: list[Entry], k: tf.Tensor, step: Step) -> tf.Tensor:
+        """Return the sum of all ranks' payloads of entries that are laid out one after the other."""
         gathered = tf.reshape(gathered, [self.exchange.size(), -1])
-        return ops.reduce_payloads(gathered, offset, n, k, step.scale, self.algorithm.coding, self.algorithm.values)
+        form = (self.algorithm.coding, self.algorithm.values, self._segments(entries))
+        return ops.reduce_payloads(gathered, offset, _size(entries), k, step.scale, *form)
+
+    def _segments(self, entries: list[Entry]) -> np.ndarray | None:
+        """Return what shares the centres of low-bit values."""
+        return segments_of([entry.memory.variable.shape.as_list() for entry in entries], self.algorithm)
 
     def _check_token(self, reduced: tf.Tensor, step: Step) -> tf.Operation:
         expected = step.scale * self.exchange.size()
         ones = tf.cast(reduced[0], tf.float32)
         message = "hvd_sparse: Horovod's reduction turned a token of 1 into another value than its op says:"
         return tf.debugging.Assert(tf.abs(ones - expected) <= 1e-3 * expected, [message, ones, expected])
+
+
+def _size(entries: list[Entry]) -> int:
+    return sum(entry.memory.size for entry in entries)
 
 
 def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:

@@ -5,6 +5,7 @@ import functools
 import tensorflow as tf
 
 from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.centres import columns_of, segments_of
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step
@@ -29,7 +30,7 @@ class TensorScope(Scope):
             entry.finite, *selected = entry.memory.accumulate_top_k(
                 entry.gradient, entry.factor, step.is_active, **selection
             )
-            chosen[entry.name] = self._selection(*selected, entry.memory.size, k, step)
+            chosen[entry.name] = self._selection(selected, [entry], k, step)
         return chosen
 
     def _send(self, entries: list[Entry], chosen: dict[str, Selection], step: Step) -> list[tf.Operation]:
@@ -53,17 +54,17 @@ class TensorScope(Scope):
         """Give each member of a bucket its `decode`."""
         offset = tf.zeros([], tf.int64)
         for name, entry in members.items():
-            entry.decode = functools.partial(self._reduce, gathered, offset, entry.memory.size, chosen[name].k, step)
+            entry.decode = functools.partial(self._reduce, gathered, offset, [entry], chosen[name].k, step)
             offset += tf.size(chosen[name].payload, tf.int64)
 
     def _settled_sizes(self, names: list[str]) -> dict[str, int]:
         """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""
         density = self.algorithm.density_at(LATE)
-        sizes = {name: self.memories[name].size for name in names}
-        return {
-            name: payload_size(n, top_k_count(n, density), self.algorithm.coding, self.algorithm.values)
-            for name, n in sizes.items()
-        }
+        form, sizes = (self.algorithm.coding, self.algorithm.values), {}
+        for name in names:
+            n, shape = self.memories[name].size, self.memories[name].variable.shape.as_list()
+            sizes[name] = payload_size(n, top_k_count(n, density), *form, segments_of([shape], self.algorithm))
+        return sizes
 
 
 class VaryingScope(TensorScope):
@@ -86,7 +87,7 @@ class VaryingScope(TensorScope):
             indices, values = ops.filter_threshold(residuals[entry.name], threshold)
             found = tf.size(indices, tf.int64)
             k = tf.maximum(found, 1)
-            chosen[entry.name] = self._selection(indices, values, None, entry.memory.size, k, step, sent=found)
+            chosen[entry.name] = self._selection((indices, values, None), [entry], k, step, sent=found)
             found_counts.append(found)
         self._changes += self._thresholds.learn(list(residuals), counts, found_counts, step.is_active)
         return chosen
@@ -97,7 +98,8 @@ class VaryingScope(TensorScope):
     def _give_decoders(self, gathered, members: dict[str, Entry], chosen: dict[str, Selection], step: Step) -> None:
         form = (self.algorithm.coding, self.algorithm.values)
         sizes = [entry.memory.size for entry in members.values()]
-        places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form)
+        columns = [columns_of(entry.memory.variable.shape, self.algorithm) for entry in members.values()]
+        places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
         for position, entry in enumerate(members.values()):
             place = (places[:, :, position], entry.memory.size, step.scale)
-            entry.decode = functools.partial(ops.reduce_located, gathered, *place, *form)
+            entry.decode = functools.partial(ops.reduce_located, gathered, *place, *form, self._segments([entry]))

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.traffic import report
 
-COUNTERS = ("dense_bytes", "payload_bytes", "elements", "sent")
+COUNTERS = ("dense_bytes", "payload_bytes", "surplus_bytes", "elements", "sent")
 
 
 class Counted:
@@ -27,7 +27,7 @@ class Counted:
                 self._fixed[name] += int(known)
 
     def vector(self) -> tf.Tensor:
-        """Return the counters, int64[4]."""
+        """Return the counters, int64[5]."""
         return tf.stack([tf.add_n([tf.constant(self._fixed[n], tf.int64), *self._varying[n]]) for n in COUNTERS])
 
 

@@ -1,18 +1,24 @@
-"""All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
+"""All ranks send the same elements of the whole model: first which, then a sum of the values at these.
+
+float32 values are summed by an allreduce. What has fewer bits is gathered and summed in rank order: the sum has then
+lost nothing that is not in a residual.
+"""
 
 import abc
 
 import tensorflow as tf
 
+from hvd_sparse.centres import by_group
 from hvd_sparse.reference import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.scope import Entry, Selection, Step, once
 from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
+from hvd_sparse.wire import LOW_BITS
 
 
 class UnionScope(ModelScope, abc.ABC):
-    """Each rank names elements, none of them twice; the values at all that were named are summed by an allreduce."""
+    """Each rank names elements, none of them twice; the values at all that were named are summed."""
 
     def _choose(self, entries: list[Entry], step: Step) -> Selection:
         residual = self._accumulate(entries, step)
@@ -30,13 +36,38 @@ class UnionScope(ModelScope, abc.ABC):
             done = self._hints.update(["model"], [selection.k], [selection.info])
         indices = self._union(selection.indices, residual.shape[0], step)
         values = tf.gather(residual, indices)
-        total = self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale
         count = tf.size(indices)
-        step.counted.add(payload_bytes=4 * count)
         step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
+        sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
+        total, travelled = sum_values(entries, indices, values, step)
         self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
-        sent = Selection(selection.k, indices, values, values, None, None)
+        sent = Selection(selection.k, indices, values, travelled, None, None)
         return done + self._clear_parts(entries, sent, step)
+
+    def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
+        """Return the sum of all ranks' values, and these as they travelled."""
+        step.counted.add(payload_bytes=4 * tf.size(indices))
+        return self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale, values
+
+    def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
+        """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""
+        dtype, layout, segments = self.algorithm.values, self._segments(entries), None
+        count = tf.size(indices, tf.int64)
+        places = order = tf.range(count)
+        if dtype in LOW_BITS:
+            grouped = tf.numpy_function(
+                lambda indices: by_group(indices, layout), [indices], (tf.int64, tf.int64), stateful=False
+            )
+            order, segments = tf.ensure_shape(grouped[0], [None]), tf.ensure_shape(grouped[1], [None, 2])
+        sent = ops.quantize(tf.gather(values, order), dtype, self.algorithm.centre, places, segments)
+        k = tf.maximum(count, 1)  # no elements at all: an empty contribution
+        form = ("dense", dtype, segments)
+        payload = ops.pack(places, sent, k, k, *form)
+        step.counted.add(payload_bytes=tf.size(payload))
+        gathered = tf.reshape(self._gather("values", [payload], step), [self.exchange.size(), -1])
+        total = ops.reduce_payloads(gathered, 0, k, k, step.scale, *form)[:count]
+        back = order[:, None]
+        return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
 
     def _union(self, own: tf.Tensor, n: int, step: Step) -> tf.Tensor:
         """Return what all ranks named, ascending."""

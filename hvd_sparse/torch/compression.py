@@ -64,8 +64,8 @@ class SparseCompressor:
     ):
         self.algorithm = algorithm
         self._parameters = Parameters(named_parameters)
-        self._exchange = Exchange(process_set)
         self._traffic = Traffic()
+        self._exchange = Exchange(process_set, self._traffic)
         self._scope = SCOPES[algorithm.layout](algorithm, self._parameters, self._exchange, self._traffic)
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
@@ -121,8 +121,8 @@ class SparseCompressor:
 
         {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
         step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
-        collectives were handed: payloads, dense tensors, tokens, votes), ratio, density (elements sent over all),
-        seconds {"compress", "exchange", "decompress"}.
+        collectives were handed: payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks),
+        ratio, density (elements sent over all), seconds {"compress", "exchange", "decompress"}.
         """
         norms = [
             float(torch.linalg.vector_norm(memory.buffers["residual"])) ** 2
@@ -160,7 +160,7 @@ class SparseCompressor:
                 for buffer in memory.buffers.values():
                     buffer.zero_()
             self._step = 0
-            self._traffic = self._scope.traffic = Traffic()
+            self._traffic = self._scope.traffic = self._exchange.traffic = Traffic()
             self._drop()
             self._forget()
 

@@ -5,6 +5,7 @@ hooks run in another order on every rank.
 """
 
 import os
+from collections.abc import Callable
 from time import monotonic, sleep
 
 import horovod.torch as hvd
@@ -12,6 +13,7 @@ import torch
 
 from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
 from hvd_sparse.members import Members
+from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
 
@@ -19,14 +21,17 @@ AGREE_SECONDS = 600
 class Pending:
     """A collective under way."""
 
-    def __init__(self, handle):
+    def __init__(self, handle, count: Callable[[torch.Tensor], None] | None = None):
         self._handle = handle
+        self._count = count
         self._result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it the first time."""
         if self._result is None:
             self._result = hvd.synchronize(self._handle)
+            if self._count is not None:
+                self._count(self._result)
         return self._result
 
     def is_done(self) -> bool:
@@ -53,8 +58,9 @@ class Pending:
 class Exchange(Members):
     """The collectives of one compressor over one process set."""
 
-    def __init__(self, process_set=None):
+    def __init__(self, process_set, traffic: Traffic):
         super().__init__(hvd, process_set, "hvd_sparse")
+        self.traffic = traffic
 
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
@@ -62,8 +68,10 @@ class Exchange(Members):
         return hvd.is_initialized() and hvd.size() == 1 and not elastic
 
     def allgather(self, name: str, payload: torch.Tensor) -> Pending:
-        """Start gathering uint8[bytes], equal sizes on all ranks; the result is uint8[ranks * bytes]."""
-        return Pending(hvd.allgather_async(payload, name=f"{self._prefix}.{name}", process_set=self.process_set))
+        """Start gathering uint8[bytes]; the result is uint8, what all ranks gave, one after the other."""
+        handle = hvd.allgather_async(payload, name=f"{self._prefix}.{name}", process_set=self.process_set)
+        own = payload.numel()
+        return Pending(handle, lambda gathered: self.traffic.count(surplus_bytes=gathered.numel() - 2 * own))
 
     def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
         """Start summing a tensor over the ranks, in place."""

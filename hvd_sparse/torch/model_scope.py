@@ -111,11 +111,12 @@ class ModelScope(Scope):
 
     def _choose(self, group: Group) -> None:
         """Select in a group, and make the message for all ranks, if there has to be one."""
-        k = top_k_count(group.n, self.density)
-        if group.buffer is None or group.buffer.numel() != self._payload_size(group.n, k):
-            group.buffer = torch.zeros(self._payload_size(group.n, k), dtype=torch.uint8)
-        group.selection = self._select(group.memory.residual, k, group.hint)
-        self._pack(group.selection, group.n, k, group.buffer)
+        k, segments = top_k_count(group.n, self.density), self._segments_of(group.sparse)
+        size = self._payload_size(group.n, k, segments)
+        if group.buffer is None or group.buffer.numel() != size:
+            group.buffer = torch.zeros(size, dtype=torch.uint8)
+        group.selection = self._quantized(*self._top_k(group.memory.residual, k, group.hint), group.sparse)
+        self._pack(group.selection, group.n, k, group.buffer, segments)
 
     def _gather(self, group: Group) -> Pending:
         group.gathered = self.exchange.allgather(group.name, group.buffer)
@@ -191,5 +192,6 @@ class ModelScope(Scope):
         with self.traffic.timed("exchange"):
             gathered = group.gathered.wait()
         group.large = torch.empty(group.n)
-        self._reduce(gathered, 0, group.n, top_k_count(group.n, self.density), group.large, scale)
+        place = (0, group.n, top_k_count(group.n, self.density))
+        self._reduce(gathered, *place, group.large, scale, self._segments_of(group.sparse))
         group.memory.clear(group.selection.indices, group.selection.left)

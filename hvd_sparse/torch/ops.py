@@ -2,8 +2,11 @@
 
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
 and damaged payloads raise ValueError. Values may be float32, float64, float16 or bfloat16 and of any shape: they are
-read flattened, in row-major order. A seed is any integer that fits 64 bits.
+read flattened, in row-major order. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what shares
+the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -102,9 +105,11 @@ def decode_run_length(counts: torch.Tensor, runs: torch.Tensor, n: int) -> torch
     return _ops.decode_run_length(counts, runs, n)
 
 
-def payload_size(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> int:
+def payload_size(
+    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: torch.Tensor | None = None
+) -> int:
     """Return the size in bytes of the payload of k of n elements."""
-    return _ops.payload_size(n, k, coding, value_dtype)
+    return _ops.payload_size(n, k, coding, value_dtype, segments)
 
 
 def pack(
@@ -115,16 +120,22 @@ def pack(
     out: torch.Tensor,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: torch.Tensor | None = None,
 ) -> None:
     """Write the payload of k entries, or of none, into `out`, uint8[payload_size]."""
-    _ops.pack(indices, values, n, k, out, coding, value_dtype)
+    _ops.pack(indices, values, n, k, out, coding, value_dtype, segments)
 
 
 def unpack(
-    payload: torch.Tensor, n: int, k: int, coding: str = "run_length", value_dtype: str = "float32"
+    payload: torch.Tensor,
+    n: int,
+    k: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
-    return _ops.unpack(payload, n, k, coding, value_dtype)
+    return _ops.unpack(payload, n, k, coding, value_dtype, segments)
 
 
 def reduce_payloads(
@@ -136,22 +147,29 @@ def reduce_payloads(
     scale: float = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: torch.Tensor | None = None,
 ) -> None:
     """Set `out`, float32[n], to scale times the sum, in rank order, of the payloads at gathered[:, offset:].
 
     `gathered`: uint8[ranks, bytes]. Every payload is checked before `out` is touched.
     """
-    _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype)
+    _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
 
 
 def locate_payloads(
-    gathered: torch.Tensor, ns: list[int], ranks: int, coding: str = "run_length", value_dtype: str = "float32"
+    gathered: torch.Tensor,
+    ns: list[int],
+    ranks: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
 ) -> torch.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
+    these are given, which only low-bit values heed. k: its entries, at least 1.
     """
-    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype)
+    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype, columns)
 
 
 def reduce_located(
@@ -162,14 +180,24 @@ def reduce_located(
     scale: float = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    segments: torch.Tensor | None = None,
 ) -> None:
     """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k, contiguous."""
-    _ops.reduce_located(gathered, places, n, out, scale, coding, value_dtype)
+    _ops.reduce_located(gathered, places, n, out, scale, coding, value_dtype, segments)
 
 
-def quantize(values: torch.Tensor, value_dtype: str) -> torch.Tensor:
-    """Return the float32 values that survive the wire as `value_dtype`."""
-    return _ops.quantize(values, value_dtype)
+def quantize(
+    values: torch.Tensor,
+    value_dtype: str,
+    centre: str = "mean",
+    indices: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the float32 values that survive the wire as `value_dtype`.
+
+    "int2" and "int1": signs and centres, "mean" or "min", of all values, or with segments, of those of each group.
+    """
+    return _ops.quantize(values, value_dtype, centre, indices, segments)
 
 
 def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -212,11 +240,11 @@ def _register_wire_fakes() -> None:
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::locate_payloads")
-    def _(gathered, ns, ranks, coding, value_dtype):
+    def _(gathered, ns, ranks, coding, value_dtype, columns):
         return _empty(gathered, (2, ranks, len(ns)), torch.int64)
 
     @fake("hvd_sparse::reduce_located")
-    def _(gathered, places, n, out, scale, coding, value_dtype):
+    def _(gathered, places, n, out, scale, coding, value_dtype, segments):
         return None
 
     @fake("hvd_sparse::encode_run_length")
@@ -228,21 +256,21 @@ def _register_wire_fakes() -> None:
         return _empty(counts, runs.shape)
 
     @fake("hvd_sparse::pack")
-    def _(indices, values, n, k, out, coding, value_dtype):
+    def _(indices, values, n, k, out, coding, value_dtype, segments):
         return None
 
     @fake("hvd_sparse::unpack")
-    def _(payload, n, k, coding, value_dtype):
+    def _(payload, n, k, coding, value_dtype, segments):
         count = torch.library.get_ctx().new_dynamic_size()
         wide = torch.float64 if value_dtype == "float64" else torch.float32
         return _empty(payload, (count,), torch.int64), _empty(payload, (count,), wide)
 
     @fake("hvd_sparse::reduce_payloads")
-    def _(gathered, offset, n, k, out, scale, coding, value_dtype):
+    def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
         return None
 
     @fake("hvd_sparse::quantize")
-    def _(values, value_dtype):
+    def _(values, value_dtype, centre, indices, segments):
         return torch.empty_like(values)
 
 

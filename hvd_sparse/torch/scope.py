@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.centres import segments_of
 from hvd_sparse.threshold import Threshold, ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.traffic import Traffic
-from hvd_sparse.wire import payload_size
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Scope(abc.ABC):
             name: make_memory(algorithm, parameters[name]) for name in parameters
         }
         self.thresholds: dict[str, Threshold] = {}  # where the count varies
+        self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
@@ -191,10 +192,6 @@ class Scope(abc.ABC):
     def _late(self) -> list[Entry]:
         return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
 
-    def _select(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> Selection:
-        """Select in a residual."""
-        return self._quantized(*self._top_k(residual, k, hint))
-
     def _top_k(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> tuple[torch.Tensor, torch.Tensor]:
         """Return indices and values of the k largest."""
         indices, values, info = ops.select_top_k(residual, k, self.seed, hint.value(k))
@@ -209,25 +206,43 @@ class Scope(abc.ABC):
         threshold, passed, finite = info.tolist()
         hint.update(k, threshold, int(passed))
         entry.finite = bool(finite)
-        return self._quantized(indices, values)
+        return self._quantized(indices, values, (entry.name,))
 
-    def _quantized(self, indices: torch.Tensor, values: torch.Tensor) -> Selection:
-        """Return a selection with its values as they travel."""
+    def _quantized(self, indices: torch.Tensor, values: torch.Tensor, names: tuple[str, ...]) -> Selection:
+        """Return a selection in tensors, laid out one after the other, with its values as they travel."""
         self.traffic.count(sent=indices.numel())
         if self.algorithm.values == "float32":
             return Selection(indices, values, None)
-        sent = ops.quantize(values, self.algorithm.values)
+        sent = ops.quantize(values, self.algorithm.values, self.algorithm.centre, indices, self._segments_of(names))
         return Selection(indices, sent, values - sent)
 
-    def _pack(self, selection: Selection | None, n: int, k: int, out: torch.Tensor) -> None:
+    def _pack(
+        self, selection: Selection | None, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None
+    ) -> None:
         """Write a payload; no selection makes an empty contribution."""
         indices = torch.empty(0, dtype=torch.int64) if selection is None else selection.indices
         values = torch.empty(0) if selection is None else selection.sent
-        ops.pack(indices, values, n, k, out, self.algorithm.coding, self.algorithm.values)
+        ops.pack(indices, values, n, k, out, self.algorithm.coding, self.algorithm.values, segments)
 
-    def _payload_size(self, n: int, k: int) -> int:
-        return payload_size(n, k, self.algorithm.coding, self.algorithm.values)
+    def _payload_size(self, n: int, k: int, segments: torch.Tensor | None) -> int:
+        return ops.payload_size(n, k, self.algorithm.coding, self.algorithm.values, segments)
 
-    def _reduce(self, gathered: torch.Tensor, offset: int, n: int, k: int, out: torch.Tensor, scale: float) -> None:
-        rows = gathered.view(self.exchange.size(), -1)
-        ops.reduce_payloads(rows, offset, n, k, out, scale, self.algorithm.coding, self.algorithm.values)
+    def _reduce(
+        self,
+        gathered: torch.Tensor,
+        offset: int,
+        n: int,
+        k: int,
+        out: torch.Tensor,
+        scale: float,
+        segments: torch.Tensor | None,
+    ) -> None:
+        form = (self.algorithm.coding, self.algorithm.values, segments)
+        ops.reduce_payloads(gathered.view(self.exchange.size(), -1), offset, n, k, out, scale, *form)
+
+    def _segments_of(self, names: tuple[str, ...]) -> torch.Tensor | None:
+        """Return what shares the centres of low-bit values in tensors that lie one after the other."""
+        if names not in self._segments:
+            segments = segments_of([self.parameters[name].shape for name in names], self.algorithm)
+            self._segments[names] = None if segments is None else torch.from_numpy(segments)
+        return self._segments[names]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_sparse.buckets import Bucket, plan_buckets
+from hvd_sparse.centres import columns_of
 from hvd_sparse.threshold import ThresholdHint, make_threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
@@ -126,7 +127,10 @@ class TensorScope(Scope):
         self.traffic.count(payload_bytes=buffer.numel())
 
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
-        sizes = {name: self._payload_size(self.parameters[name].numel(), self._count(name)) for name in names}
+        sizes = {
+            name: self._payload_size(self.parameters[name].numel(), self._count(name), self._segments_of((name,)))
+            for name in names
+        }
         return [self._message(bucket) for bucket in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)]
 
     def _count(self, name: str) -> int:
@@ -141,13 +145,13 @@ class TensorScope(Scope):
 
     def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
         """Return the payload of a selection, in the message if there is one."""
-        n, k = self.parameters[name].numel(), self._count(name)
-        size = self._payload_size(n, k)
+        n, k, segments = self.parameters[name].numel(), self._count(name), self._segments_of((name,))
+        size = self._payload_size(n, k, segments)
         if message is None:
             out = torch.empty(size, dtype=torch.uint8)
         else:
             out = message.buffer.narrow(0, message.bucket.offsets[name], size)
-        self._pack(selection, n, k, out)
+        self._pack(selection, n, k, out, segments)
         return out
 
     def _insert(self, message: Message, name: str, packed: torch.Tensor) -> None:
@@ -157,7 +161,8 @@ class TensorScope(Scope):
         return message.buffer
 
     def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
-        self._reduce(gathered, message.bucket.offsets[name], out.numel(), self._count(name), out, scale)
+        place = (message.bucket.offsets[name], out.numel(), self._count(name))
+        self._reduce(gathered, *place, out, scale, self._segments_of((name,)))
 
 
 class VaryingScope(TensorScope):
@@ -176,15 +181,16 @@ class VaryingScope(TensorScope):
         threshold = self.thresholds[entry.name]
         indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
         threshold.learn(k, len(indices))
-        return self._quantized(indices, values)
+        return self._quantized(indices, values, (entry.name,))
 
     def _message(self, bucket: Bucket) -> Message:
         return Message(bucket)
 
     def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
-        n, k = self.parameters[name].numel(), 1 if selection is None else max(1, selection.indices.numel())
-        out = torch.empty(self._payload_size(n, k), dtype=torch.uint8)
-        self._pack(selection, n, k, out)
+        n, segments = self.parameters[name].numel(), self._segments_of((name,))
+        k = 1 if selection is None else max(1, selection.indices.numel())
+        out = torch.empty(self._payload_size(n, k, segments), dtype=torch.uint8)
+        self._pack(selection, n, k, out, segments)
         if message is not None:
             message.parts[name] = out
         return out
@@ -199,7 +205,9 @@ class VaryingScope(TensorScope):
         form = (self.algorithm.coding, self.algorithm.values)
         members = list(message.bucket.offsets)
         if message.places is None:
-            sizes = [self.parameters[member].numel() for member in members]
-            message.places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form)
+            parameters = [self.parameters[member] for member in members]
+            sizes = [parameter.numel() for parameter in parameters]
+            columns = [columns_of(parameter.shape, self.algorithm) for parameter in parameters]
+            message.places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
         places = message.places[:, :, members.index(name)].contiguous()
-        ops.reduce_located(gathered, places, out.numel(), out, scale, *form)
+        ops.reduce_located(gathered, places, out.numel(), out, scale, *form, self._segments_of((name,)))

@@ -1,18 +1,23 @@
-"""All ranks send the same elements of the whole model: first which, then a sum of the values at these."""
+"""All ranks send the same elements of the whole model: first which, then a sum of the values at these.
+
+float32 values are summed by an allreduce. What has fewer bits is gathered and summed in rank order: the sum has then
+lost nothing that is not in a residual.
+"""
 
 import abc
 
 import torch
 
+from hvd_sparse.centres import by_group
 from hvd_sparse.reference import stratified_sample
 from hvd_sparse.threshold import histogram_threshold, partition, sampled_histogram
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
-from hvd_sparse.wire import payload_size, top_k_count
+from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
 class UnionScope(ModelScope, abc.ABC):
-    """Each rank names elements, none of them twice; the values at all that were named are summed by an allreduce."""
+    """Each rank names elements, none of them twice; the values at all that were named are summed."""
 
     def _choose(self, group: Group) -> None:
         indices = self._name_elements(group)
@@ -26,12 +31,38 @@ class UnionScope(ModelScope, abc.ABC):
 
     def _decode(self, group: Group, scale: float) -> None:
         indices = self._union(group)
+        self.traffic.count(sent=len(indices))
+        sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
+        indices, total, left = sum_values(group, indices, scale)
+        group.large = torch.zeros(group.n).index_copy_(0, indices, total)
+        group.memory.clear(indices, left)
+
+    def _sum_values(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
+        """Return the indices, the sum of all ranks' values there, and None: nothing is left."""
         values = group.memory.residual.index_select(0, indices)
-        self.traffic.count(payload_bytes=4 * len(indices), sent=len(indices))
+        self.traffic.count(payload_bytes=4 * len(indices))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{group.name}.values", values).wait()
-        group.large = torch.zeros(group.n).index_copy_(0, indices, total.mul_(scale))
-        group.memory.clear(indices, None)
+        return indices, total.mul_(scale), None
+
+    def _sum_quantized(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
+        """Return the indices in another order, the sum of all ranks' values there, and what rounding left of them."""
+        dtype, segments = self.algorithm.values, self._segments_of(group.sparse)
+        if dtype in LOW_BITS:
+            order, segments = map(torch.from_numpy, by_group(indices.numpy(), segments))
+            indices = indices[order]
+        values, places = group.memory.residual.index_select(0, indices), torch.arange(len(indices))
+        sent = ops.quantize(values, dtype, self.algorithm.centre, places, segments)
+        k = max(1, len(indices))  # no elements at all: an empty contribution
+        form = ("dense", dtype, segments)
+        packed = torch.empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
+        ops.pack(places, sent, k, k, packed, *form)
+        self.traffic.count(payload_bytes=packed.numel())
+        with self.traffic.timed("exchange"):
+            gathered = self.exchange.allgather(f"{group.name}.values", packed).wait()
+        total = torch.empty(k)
+        ops.reduce_payloads(gathered.view(self.exchange.size(), -1), 0, k, k, total, scale, *form)
+        return indices, total[: len(indices)], values - sent
 
     def _union(self, group: Group) -> torch.Tensor:
         """Return what all ranks named, ascending."""

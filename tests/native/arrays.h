@@ -13,13 +13,15 @@
 namespace hvd_sparse {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+constexpr DType kWithLowBit[] = {DType::kFloat32,  DType::kFloat64, DType::kFloat16,
+                                 DType::kBFloat16, DType::kInt2,    DType::kInt1};
 
 inline const char* Name(DType dtype) {
-  static const char* const kNames[] = {"float32", "float64", "float16", "bfloat16"};
+  static const char* const kNames[] = {"float32", "float64", "float16", "bfloat16", "none", "int2", "int1"};
   return kNames[static_cast<size_t>(dtype)];
 }
 
-// The fields of an IEEE 754 type, from its definition.
+// The fields of an IEEE 754 type, from its definition. Low-bit values are float32 on either side of the wire.
 struct Fields {
   int exponent_bits, mantissa_bits;
 
@@ -36,7 +38,7 @@ inline Fields FieldsOf(DType dtype) {
     case DType::kFloat64: return {11, 52};
     case DType::kFloat16: return {5, 10};
     case DType::kBFloat16: return {8, 7};
-    case DType::kFloat32: break;
+    default: break;
   }
   return {8, 23};
 }

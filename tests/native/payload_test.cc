@@ -9,7 +9,9 @@ namespace hvd_sparse {
 namespace {
 
 std::string Describe(const PayloadFormat& format) {
-  return std::string(Name(format.dtype)) + ", n = " + std::to_string(format.n) + ", k = " + std::to_string(format.k);
+  return std::string(Name(format.dtype)) + (format.coding == Coding::kDense ? " dense" : "") +
+         ", n = " + std::to_string(format.n) + ", k = " + std::to_string(format.k) + ", " +
+         std::to_string(format.segments.size()) + " segments";
 }
 
 // Does `view` hold, and unpack to, these entries? Into exactly that much heap.
@@ -98,6 +100,41 @@ TEST(PacksFullBlocks) {
   CheckPack({131072, 65536, Coding::kRunLength, DType::kFloat16}, {}, 6);
 }
 
+// What may share the centres of n elements: all, a column, a row, several matrices.
+std::vector<Segments> LayoutsOf(int64_t n) {
+  std::vector<Segments> layouts{{}, {{0, 1}}, {{0, n}}, {{0, (n + 2) / 3}}};
+  if (n >= 4) layouts.push_back({{0, 1}, {1, n / 4}, {n / 2, 1}, {n - 1, 1}});
+  return layouts;
+}
+
+TEST(PacksLowBitValues) {
+  for (const DType dtype : {DType::kInt2, DType::kInt1}) {
+    for (const int64_t n : {1, 2, 9, 1000, 65537, 131080}) {
+      for (const Segments& segments : LayoutsOf(n)) {
+        for (const int64_t k : {int64_t{1}, int64_t{2}, int64_t{9}, n / 2}) {
+          if (k < 1 || k > n) continue;
+          const PayloadFormat format{n, k, Coding::kRunLength, dtype, segments};
+          CheckPack(format, ChooseIndices(n, k, static_cast<uint64_t>(n + k)), 1);
+          CheckPack(format, Consecutive(n - k, k), 2);
+          CheckPack(format, {}, 3);
+        }
+      }
+    }
+    CheckPack({131072, 65537, Coding::kRunLength, dtype, {{0, 7}, {70000, 3}}}, Consecutive(9, 65537), 4);  // a bitmap
+  }
+}
+
+TEST(PacksAllElementsWithoutPlaces) {
+  for (const DType dtype : kWithLowBit) {
+    for (const int64_t n : {1, 2, 9, 1000, 65535, 65536, 65537, 131080}) {
+      for (const Segments& segments : LevelsOf(dtype) > 0 ? LayoutsOf(n) : std::vector<Segments>{{}}) {
+        CheckPack({n, n, Coding::kDense, dtype, segments}, Consecutive(0, n), 1);
+        CheckPack({n, n, Coding::kDense, dtype, segments}, {}, 2);
+      }
+    }
+  }
+}
+
 TEST(SizesWorkedOutByHand) {
   const auto size_of = [](int64_t n, int64_t k, DType dtype) {
     int64_t size = -1;
@@ -113,6 +150,40 @@ TEST(SizesWorkedOutByHand) {
   EXPECT_EQ(32 + 2 * blocks + 8 + 8, size_of(most, 1, DType::kFloat64), "the largest n");
   EXPECT_EQ(32 + 2 * blocks + blocks / 8 + 2 * most + 8 * most, size_of(most, most, DType::kFloat64), "all of it");
   EXPECT_EQ(int64_t{32 + 2 + 2 + 4 * 65536 + 4}, size_of(65536, 65536, DType::kBFloat16), "one byte of bitmap, to 2");
+  EXPECT_EQ(int64_t{48}, size_of(100, 3, DType::kInt1), "32 + 2 + 6 + 4 + 1, to 8");
+  EXPECT_EQ(int64_t{56}, size_of(100, 4, DType::kInt1), "32 + 2 + 8, to 4, + 4 + 1, to 8");
+  EXPECT_EQ(int64_t{56}, size_of(100, 3, DType::kInt2), "32 + 2 + 6 + 8 + 1, to 8");
+}
+
+TEST(SizesOfDensePayloadsWorkedOutByHand) {
+  const auto size_of = [](int64_t n, DType dtype, const Segments& segments) {
+    int64_t size = -1;
+    EXPECT_STATUS(StatusKind::kOk, PayloadSize({n, n, Coding::kDense, dtype, segments}, &size), "n = " << n);
+    return size;
+  };
+  EXPECT_EQ(int64_t{32 + 40}, size_of(9, DType::kFloat32, {}), "36, to 8");
+  EXPECT_EQ(int64_t{32 + 24}, size_of(9, DType::kFloat16, {}), "18, to 8");
+  EXPECT_EQ(int64_t{32}, size_of(9, DType::kNone, {}), "nothing");
+  EXPECT_EQ(int64_t{32 + 8}, size_of(9, DType::kInt1, {}), "4 + 2, to 8");
+  EXPECT_EQ(int64_t{32 + 16}, size_of(9, DType::kInt2, {}), "8 + 3, to 8");
+  EXPECT_EQ(int64_t{32 + 24}, size_of(9, DType::kInt1, {{0, 3}, {6, 2}}), "5 * 4 + 2, to 8");
+  EXPECT_EQ(int64_t{32 + 200000}, size_of(1600000 - 32, DType::kInt1, {}), "4 + 199,996");
+}
+
+TEST(RefusesDensePayloadsOfFewer) {
+  for (const DType dtype : kWithLowBit) {
+    for (const int64_t k : {1, 4, 6, 0}) {
+      const PayloadFormat format{5, k, Coding::kDense, dtype};
+      const std::vector<int64_t> indices = Consecutive(0, k);
+      const double values[6] = {};
+      int64_t size = -1;
+      uint8_t nothing = 0;
+      PayloadView view;
+      EXPECT_STATUS(StatusKind::kInvalidArgument, PayloadSize(format, &size), Describe(format));
+      EXPECT_STATUS(StatusKind::kInvalidArgument, Pack(format, indices.data(), values, k, &nothing), Describe(format));
+      EXPECT_STATUS(StatusKind::kInvalidArgument, Validate(format, &nothing, 40, &view), Describe(format));
+    }
+  }
 }
 
 TEST(RefusesImpossibleFormats) {
@@ -148,16 +219,50 @@ TEST(PackRefusesWrongEntries) {
   }
 }
 
-// Small payloads of every type, in three blocks, and one that holds nothing.
+TEST(PackWritesNothingWhenItRefuses) {
+  const Segments columns{{0, 2}};
+  const std::vector<int64_t> good{0, 1, 2}, falling{0, 2, 1};
+  const std::vector<float> two_levels{1, -2, 1}, three_levels{1, -2, 3};
+  const auto check = [](const PayloadFormat& format, const std::vector<int64_t>& indices,
+                        const std::vector<float>& values) {
+    Bytes payload(PartsOf(format).end, 0xA5);
+    const Bytes before = payload;
+    const auto entries = static_cast<int64_t>(indices.size());
+    EXPECT_STATUS(StatusKind::kInvalidArgument, Pack(format, indices.data(), values.data(), entries, payload.data()),
+                  Describe(format));
+    EXPECT_EQ(before, payload, Describe(format));
+  };
+  for (const Coding coding : {Coding::kRunLength, Coding::kDense}) {
+    check({3, 3, coding, DType::kInt2}, good, three_levels);
+    check({3, 3, coding, DType::kInt1}, good, two_levels);
+    check({3, 3, coding, DType::kInt1, columns}, good, three_levels);
+    for (const DType dtype : {DType::kFloat32, DType::kInt2}) {
+      check({3, 3, coding, dtype}, falling, two_levels);
+      check({3, 3, coding, dtype}, {0, 1}, two_levels);
+      check({3, 3, coding, dtype}, {0, 1, 3}, two_levels);
+    }
+  }
+}
+
+// Small payloads of every type, in three blocks, and one that holds nothing; all elements of every type.
 std::vector<std::pair<PayloadFormat, Bytes>> SmallPayloads() {
   std::vector<std::pair<PayloadFormat, Bytes>> payloads;
-  for (const DType dtype : kDTypes) {
-    const PayloadFormat format{2 * 65536 + 10, 13, Coding::kRunLength, dtype};
-    payloads.emplace_back(format, BuildPayload(format, MakeContent(format, ChooseIndices(format.n, 13, 7), 7)));
+  const auto add = [&](const PayloadFormat& format, const std::vector<int64_t>& indices) {
+    payloads.emplace_back(format, BuildPayload(format, MakeContent(format, indices, 7)));
+  };
+  const Segments matrices{{0, 3}, {70000, 500}};
+  for (const DType dtype : kWithLowBit) {
+    const PayloadFormat format{2 * 65536 + 10, 13, Coding::kRunLength, dtype}, full{9, 9, Coding::kDense, dtype};
+    add(format, ChooseIndices(format.n, 13, 7));
+    add(full, Consecutive(0, 9));
+    if (LevelsOf(dtype) == 0) continue;
+    add({format.n, 13, Coding::kRunLength, dtype, matrices}, ChooseIndices(format.n, 13, 7));
+    add({9, 9, Coding::kDense, dtype, {{0, 2}, {6, 1}}}, Consecutive(0, 9));
+    add({format.n, 13, Coding::kRunLength, dtype, matrices}, {});
   }
-  const PayloadFormat full{9, 9, Coding::kRunLength, DType::kFloat32}, empty{1000, 5};
-  payloads.emplace_back(full, BuildPayload(full, MakeContent(full, Consecutive(0, 9), 7)));
-  payloads.emplace_back(empty, BuildPayload(empty, MakeContent(empty, {}, 7)));
+  add({9, 9, Coding::kRunLength, DType::kFloat32}, Consecutive(0, 9));
+  add({1000, 5}, {});
+  add({9, 9, Coding::kDense}, {});
   return payloads;
 }
 
@@ -205,13 +310,16 @@ TEST(RefusesAnyOtherFormat) {
   for (const auto& [format, bytes] : SmallPayloads()) {
     for (int64_t k = 1; k <= std::min<int64_t>(200, format.n); ++k) {
       for (const int64_t n : {format.n - 1, format.n, format.n + 1, format.n + 65536, int64_t{65536}}) {
-        for (const DType dtype : kDTypes) {
-          const PayloadFormat other{n, k, Coding::kRunLength, dtype};
-          const bool same = n == format.n && k == format.k && dtype == format.dtype;
-          // An empty contribution does not say its k: any k of the same size will do.
-          const bool empty = ReadNumber(bytes, kEntriesAt, 8) == 0 && n == format.n && dtype == format.dtype;
-          if (k > n || same || empty) continue;
-          EXPECT(!CheckVerdict(other, bytes, Describe(other)), Describe(other) << " for " << Describe(format));
+        for (const DType dtype : kWithLowBit) {
+          const PayloadFormat other{n, k, Coding::kRunLength, dtype}, dense{n, n, Coding::kDense, dtype};
+          const bool alike = n == format.n && dtype == format.dtype && format.coding == Coding::kRunLength;
+          // An empty contribution does not say its k: any k of the same size will do. Nor does any say its segments.
+          const bool empty = ReadNumber(bytes, kEntriesAt, 8) == 0;
+          if (k <= n && !(alike && (k == format.k || empty))) {
+            EXPECT(!CheckVerdict(other, bytes, Describe(other)), Describe(other) << " for " << Describe(format));
+          }
+          if (n == format.n && dtype == format.dtype && format.coding == Coding::kDense) continue;
+          if (k == 1) EXPECT(!CheckVerdict(dense, bytes, Describe(dense)), "dense for " << Describe(format));
         }
       }
     }
@@ -231,8 +339,8 @@ TEST(RandomBytes) {
     for (uint8_t& byte : noise) byte = static_cast<uint8_t>(random());
     EXPECT(!CheckVerdict(format, noise, "noise " + std::to_string(i)), "noise " << i);
     if (noise.size() != bytes.size()) continue;
-    std::copy_n(bytes.begin(), random() % 2 == 0 ? kCountsAt : PartsOf(format).runs,
-                noise.begin());  // a true beginning
+    const size_t truth = random() % 2 == 0 ? kCountsAt : PartsOf(format).runs;  // a true beginning
+    std::copy_n(bytes.begin(), truth, noise.begin());
     Seal(&noise);
     CheckVerdict(format, noise, "sealed noise " + std::to_string(i));
   }

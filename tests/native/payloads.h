@@ -30,8 +30,20 @@ inline uint64_t DrawWireBits(DType dtype, std::mt19937_64& random) {
   const Pattern pattern = random() % 4 == 0 ? Pattern::kMixed : Pattern::kSpread;
   const uint64_t bits = DrawBits(dtype, pattern, 0, 1, random);
   const Fields fields = FieldsOf(dtype);
-  if (ItemSize(dtype) > 2 || !std::isnan(Decode(dtype, bits))) return bits;
+  if (ItemSize(dtype) != 2 || !std::isnan(Decode(dtype, bits))) return bits;
   return (bits & fields.sign()) | fields.infinity() | ((fields.mantissa_mask() + 1) >> 1);
+}
+
+// Leaves each group the magnitudes of its first one or two values: what a low-bit type can say.
+inline void KeepLevels(const PayloadFormat& format, const std::vector<int64_t>& indices,
+                       std::vector<uint64_t>* values) {
+  std::map<Group, std::vector<uint64_t>> magnitudes;
+  for (size_t j = 0; j < indices.size(); ++j) {
+    std::vector<uint64_t>& kept = magnitudes[GroupOf(format.segments, indices[j])];
+    uint64_t& value = (*values)[j];
+    if (kept.size() < LevelsOf(format.dtype)) kept.push_back(value & 0x7fffffffu);
+    value = (value & 0x80000000u) | kept[value % kept.size()];
+  }
 }
 
 inline Content MakeContent(const PayloadFormat& format, const std::vector<int64_t>& indices, uint64_t seed) {
@@ -46,6 +58,7 @@ inline Content MakeContent(const PayloadFormat& format, const std::vector<int64_
     content.values.push_back(DrawWireBits(format.dtype, random));
     place = index + 1;
   }
+  if (LevelsOf(format.dtype) > 0) KeepLevels(format, indices, &content.values);
   return content;
 }
 
@@ -56,7 +69,7 @@ class WideValues {
     for (const uint64_t value : bits) {
       if (dtype == DType::kFloat64) {
         AppendNumber(&bytes_, value, 8);
-      } else if (dtype == DType::kFloat32) {
+      } else if (dtype == DType::kFloat32 || LevelsOf(dtype) > 0) {
         AppendNumber(&bytes_, value, 4);
       } else {
         AppendNumber(&bytes_, FloatToBits(static_cast<float>(Decode(dtype, value))), 4);

@@ -107,6 +107,29 @@ TEST(MatchesASumInRankOrder) {
   }
 }
 
+TEST(SumsLowBitAndDensePayloads) {
+  for (const DType dtype : {DType::kFloat32, DType::kInt2, DType::kInt1}) {
+    for (const Coding coding : {Coding::kRunLength, Coding::kDense}) {
+      for (const int64_t n : {1, 100, 65537, 140000}) {
+        const int64_t k = coding == Coding::kDense ? n : (n + 2) / 3;
+        for (const Segments& segments : {Segments{}, Segments{{0, (n + 6) / 7}}, Segments{{0, 1}, {n / 2, 1}}}) {
+          if (segments.size() == 2 && n == 1) continue;  // nothing to cut in two
+          const PayloadFormat format{n, k, coding, dtype, segments};
+          Gathered gathered;
+          for (uint64_t rank = 0; rank < 3; ++rank) {  // the second contributes nothing
+            const auto indices = rank == 1 ? std::vector<int64_t>{} : ChooseIndices(n, k, rank);
+            gathered.payloads.push_back(BuildPayload(format, MakeContent(format, indices, rank)));
+          }
+          gathered.gap = 13;
+          const std::string where = std::string(Name(dtype)) + ", n = " + std::to_string(n) +
+                                    ", k = " + std::to_string(k) + ", " + std::to_string(segments.size()) + " segments";
+          CheckSum(format, gathered, 1.0f / 3.0f, where);
+        }
+      }
+    }
+  }
+}
+
 TEST(OrderOfRanksIsTheOrderOfSums) {
   const PayloadFormat format{3, 3, Coding::kRunLength, DType::kFloat32};
   const float terms[] = {1e8f, 1.0f, -1e8f, 1.0f};  // in another order the sum is not 1
@@ -185,39 +208,52 @@ bool CheckAmongOthers(const PayloadFormat& format, const Bytes& payload, size_t 
 }
 
 const PayloadFormat kSmall{700, 9, Coding::kRunLength, DType::kFloat16};
+const std::vector<PayloadFormat> kSmallOnes{kSmall,
+                                            {700, 9, Coding::kRunLength, DType::kInt2, {{0, 3}, {300, 90}}},
+                                            {700, 9, Coding::kRunLength, DType::kInt1, {{0, 3}}},
+                                            {9, 9, Coding::kDense, DType::kInt2, {{0, 2}}},
+                                            {9, 9, Coding::kDense, DType::kInt1, {{0, 3}}}};
 
-Bytes SmallPayload() { return BuildPayload(kSmall, MakeContent(kSmall, ChooseIndices(kSmall.n, kSmall.k, 5), 5)); }
+Bytes SmallPayload(const PayloadFormat& format = kSmall) {
+  return BuildPayload(format, MakeContent(format, ChooseIndices(format.n, format.k, 5), 5));
+}
 
 TEST(EveryFlippedBitIsRefused) {
-  const Bytes payload = SmallPayload();
-  for (size_t bit = 0; bit < 8 * payload.size(); ++bit) {
-    Bytes flipped = payload;
-    flipped[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
-    EXPECT(!CheckAmongOthers(kSmall, flipped, bit % 3, "bit " + std::to_string(bit)), "bit " << bit);
+  for (const PayloadFormat& format : kSmallOnes) {
+    const Bytes payload = SmallPayload(format);
+    for (size_t bit = 0; bit < 8 * payload.size(); ++bit) {
+      Bytes flipped = payload;
+      flipped[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      EXPECT(!CheckAmongOthers(format, flipped, bit % 3, "bit " + std::to_string(bit)), "bit " << bit);
+    }
   }
 }
 
 TEST(EveryFlippedBitUnderARightChecksumIsRefusedOrSummed) {
-  const Bytes payload = SmallPayload();
-  int accepted = 0, refused = 0;
-  for (size_t bit = 0; bit < 8 * payload.size(); ++bit) {
-    Bytes flipped = payload;
-    flipped[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
-    Seal(&flipped);
-    ++(CheckAmongOthers(kSmall, flipped, bit % 3, "bit " + std::to_string(bit)) ? accepted : refused);
+  for (const PayloadFormat& format : kSmallOnes) {
+    const Bytes payload = SmallPayload(format);
+    int accepted = 0, refused = 0;
+    for (size_t bit = 0; bit < 8 * payload.size(); ++bit) {
+      Bytes flipped = payload;
+      flipped[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      Seal(&flipped);
+      ++(CheckAmongOthers(format, flipped, bit % 3, "bit " + std::to_string(bit)) ? accepted : refused);
+    }
+    EXPECT(accepted > 100 && refused > 100, accepted << " accepted, " << refused << " refused");
   }
-  EXPECT(accepted > 100 && refused > 100, accepted << " accepted, " << refused << " refused");
 }
 
 // What a cut-off message leaves in a buffer of the right size: zeros, or what was there before.
 TEST(EveryTruncationIsRefused) {
-  const Bytes payload = SmallPayload();
-  for (size_t size = 0; size < payload.size(); ++size) {
-    for (const uint8_t rest : {uint8_t{0x00}, uint8_t{0xff}}) {
-      Bytes cut = payload;
-      std::fill(cut.begin() + static_cast<std::ptrdiff_t>(size), cut.end(), rest);
-      if (cut == payload) continue;  // zeros ended it anyway
-      EXPECT(!CheckAmongOthers(kSmall, cut, size % 3, std::to_string(size) + " bytes"), size << " bytes");
+  for (const PayloadFormat& format : kSmallOnes) {
+    const Bytes payload = SmallPayload(format);
+    for (size_t size = 0; size < payload.size(); ++size) {
+      for (const uint8_t rest : {uint8_t{0x00}, uint8_t{0xff}}) {
+        Bytes cut = payload;
+        std::fill(cut.begin() + static_cast<std::ptrdiff_t>(size), cut.end(), rest);
+        if (cut == payload) continue;  // zeros ended it anyway
+        EXPECT(!CheckAmongOthers(format, cut, size % 3, std::to_string(size) + " bytes"), size << " bytes");
+      }
     }
   }
 }

@@ -52,18 +52,19 @@ class Trial:
     def check(self):
         for name, parameter in self.parameters.items():
             if self.dtype == torch.float32:  # others round the parameter in every step
-                close(parameter.detach(), self.expected.parameters[name], f"parameter {name}")
+                self.close(parameter.detach(), self.expected.parameters[name], f"parameter {name}")
             residual = memory_of(self.compression, self.parameters, name)
-            close(residual, self.expected.v[hvd.rank()][name], f"residual {name}")
+            self.close(residual, self.expected.v[hvd.rank()][name], f"residual {name}")
             assert torch.equal(residual == 0, torch.tensor(self.expected.v[hvd.rank()][name].reshape(-1) == 0)), name
             if self.method.momentum:
                 velocity = memory_of(self.compression, self.parameters, name, "velocity")
-                close(velocity, self.expected.u[hvd.rank()][name], f"velocity {name}")
+                self.close(velocity, self.expected.u[hvd.rank()][name], f"velocity {name}")
 
-
-def close(found, expected, what):
-    found = found.double().numpy().reshape(-1)
-    np.testing.assert_allclose(found, np.reshape(expected, -1), rtol=2e-5, atol=2e-5, err_msg=what)
+    def close(self, found, expected, what):
+        # a residual that is never cleared, but only made smaller, adds up the roundings of all steps
+        tolerance = 2e-5 if self.method.values == "float32" else 2e-4
+        found = found.double().numpy().reshape(-1)
+        np.testing.assert_allclose(found, np.reshape(expected, -1), rtol=tolerance, atol=tolerance, err_msg=what)
 
 
 def run(trials, steps):

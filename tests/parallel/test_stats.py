@@ -30,8 +30,8 @@ def test_bytes_of_single_tensors(dtype, values):
     small = 64 * {torch.bfloat16: 4}.get(dtype, item)  # Horovod reduces no bfloat16: it travels as float32
     payload = payload_by_hand(6000, 60, wire_item) + payload_by_hand(2000, 20, wire_item)
     assert payload == sum(wire.payload_size(n, k, value_dtype=values) for n, k in ((6000, 60), (2000, 20)))
-    per_step = payload + 2 * TOKEN + small + VOTE + PRESENCE
-    check(compressor, parameters, 8064 * item, per_step, (60 + 20 + 64) / 8064)
+    reduced = 2 * TOKEN + small + VOTE + PRESENCE
+    check(compressor, parameters, 8064 * item, payload, reduced, (60 + 20 + 64) / 8064)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -39,11 +39,12 @@ def test_bytes_of_the_whole_model(dtype):
     """One payload of 80 of 8,000; the small tensor in a dense message of its own; a token for each of the three."""
     parameters = make_parameters(SHAPES, dtype)
     compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope="model")
-    per_step = payload_by_hand(8000, 80, 4) + 3 * TOKEN + 64 * max(4, dtype.itemsize) + VOTE + PRESENCE
-    check(compressor, parameters, 8064 * dtype.itemsize, per_step, (80 + 64) / 8064)
+    reduced = 3 * TOKEN + 64 * max(4, dtype.itemsize) + VOTE + PRESENCE
+    check(compressor, parameters, 8064 * dtype.itemsize, payload_by_hand(8000, 80, 4), reduced, (80 + 64) / 8064)
 
 
-def check(compressor, parameters, dense_bytes, payload_bytes, density, steps=4):
+def check(compressor, parameters, dense_bytes, gathered, reduced, density, steps=4):
+    payload_bytes, received_bytes = gathered + reduced, (hvd.size() - 1) * gathered + reduced
     before = compressor.stats()
     assert (before["steps"], before["step"]["dense_bytes"], before["total"]["ratio"]) == (0, 0, 1.0)
     for t in range(steps):
@@ -52,6 +53,8 @@ def check(compressor, parameters, dense_bytes, payload_bytes, density, steps=4):
         assert stats["steps"] == t + 1
         assert stats["step"]["dense_bytes"] == dense_bytes
         assert stats["step"]["payload_bytes"] == payload_bytes
+        assert stats["step"]["received_bytes"] == received_bytes
+        assert stats["total"]["received_bytes"] == received_bytes * (t + 1)
         assert stats["total"]["payload_bytes"] == payload_bytes * (t + 1)
         assert stats["total"]["dense_bytes"] == dense_bytes * (t + 1)
         for part in ("step", "total"):

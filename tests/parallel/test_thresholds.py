@@ -19,15 +19,9 @@ METHODS = {
     "dct": lambda named, **settings: Compression.dct(named, **{**DCT, "lifespan": 7, **settings}),
     "hard_threshold": lambda named, **settings: Compression.hard_threshold(named, 60.0, min_numel=100, **settings),
     "sidco": lambda named, **settings: Compression.sidco(named, density=0.05, min_numel=100, **settings),
-    "cltk": lambda named, **settings: Compression.cltk(
-        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
-    ),
-    "micro": lambda named, **settings: Compression.micro(
-        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
-    ),
-    "random_k": lambda named, **settings: Compression.random_k(
-        named, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
-    ),
+    "cltk": lambda named, **settings: Compression.cltk(named, density=0.05, min_numel=100, **settings),
+    "micro": lambda named, **settings: Compression.micro(named, density=0.05, min_numel=100, **settings),
+    "random_k": lambda named, **settings: Compression.random_k(named, density=0.05, min_numel=100, **settings),
     "topk": lambda named, **settings: Compression.topk(named, density=0.05, min_numel=100, **settings),
 }
 
@@ -236,7 +230,9 @@ def test_a_checkpoint_continues_with_fresh_thresholds():
         (lambda named: Compression.hard_threshold(named, float("nan")), ValueError, "value"),
         (lambda named: Compression.hard_threshold(named), TypeError, "value"),
         (lambda named: Compression.topk(named, density=2.0), ValueError, "density"),
-        (lambda named: Compression.cltk(named, values="float16"), ValueError, "values.*cltk"),
+        (lambda named: Compression.cltk(named, values="int8"), ValueError, "values"),
+        (lambda named: Compression.cltk(named, values="int2", centre="median"), ValueError, "centre"),
+        (lambda named: Compression.dct(named, values="int1", centre_scope="row"), ValueError, "centre_scope"),
         (lambda named: Compression.cltk(named, scope="tensor"), TypeError, "scope"),
     ],
 )

@@ -58,16 +58,20 @@ class Trial:
         own = hvd.rank()
         for name, variable in self.variables.items():
             if self.dtype == tf.float32:  # others round the parameter in every step
-                close(variable.numpy(), self.expected.parameters[name], f"parameter {name}")
+                self.close(variable.numpy(), self.expected.parameters[name], f"parameter {name}")
             residual = memory_of(self.compression, name)
-            close(residual, self.expected.v[own][name], f"residual {name}")
+            self.close(residual, self.expected.v[own][name], f"residual {name}")
             np.testing.assert_array_equal(residual == 0, self.expected.v[own][name].reshape(-1) == 0, err_msg=name)
             if self.method.momentum:
-                close(memory_of(self.compression, name, "velocity"), self.expected.u[own][name], f"velocity {name}")
+                self.close(
+                    memory_of(self.compression, name, "velocity"), self.expected.u[own][name], f"velocity {name}"
+                )
 
-
-def close(found, expected, what):
-    np.testing.assert_allclose(found.reshape(-1), np.reshape(expected, -1), rtol=2e-5, atol=2e-5, err_msg=what)
+    def close(self, found, expected, what):
+        # a residual that is never cleared, but only made smaller, adds up the roundings of all steps
+        tolerance = 2e-5 if self.method.values == "float32" else 2e-4
+        found, expected = found.reshape(-1), np.reshape(expected, -1)
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=what)
 
 
 def run(trials, steps):

@@ -245,6 +245,7 @@ def test_stats_are_those_worked_out_by_hand(dtype, scope, values):
         assert stats["steps"] == steps
         for part, times in (("step", 1), ("total", steps)):
             assert stats[part]["payload_bytes"] == times * payload_bytes
+            assert stats[part]["received_bytes"] == times * (payload_bytes + (hvd.size() - 2) * payloads)
             assert stats[part]["dense_bytes"] == times * dense_bytes
             assert stats[part]["ratio"] == pytest.approx(dense_bytes / payload_bytes, rel=1e-12)
             assert stats[part]["density"] == pytest.approx((55 + 20) / 1120, rel=1e-12)

@@ -25,13 +25,13 @@ METHODS = {
     ),
     "sidco": lambda variables, **settings: Compression.sidco(variables, density=0.05, min_numel=100, **settings),
     "cltk": lambda variables, **settings: Compression.cltk(
-        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+        variables, **{"density": 0.05, "min_numel": 100, **settings}
     ),
     "micro": lambda variables, **settings: Compression.micro(
-        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+        variables, **{"density": 0.05, "min_numel": 100, **settings}
     ),
     "random_k": lambda variables, **settings: Compression.random_k(
-        variables, **{"density": 0.05, "min_numel": 100, **settings, "values": "float32"}
+        variables, **{"density": 0.05, "min_numel": 100, **settings}
     ),
     "topk": lambda variables, **settings: Compression.topk(variables, density=0.05, min_numel=100, **settings),
 }
@@ -69,9 +69,18 @@ def test_they_are_those_of_the_papers():
     run(trials, 60)
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
-def test_nothing_is_lost_and_ranks_agree(make, values):
-    reduce = reducer(make, values=values)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"values": "float32"},
+        {"values": "bfloat16"},
+        {"values": "int2", "centre": "min", "centre_scope": "column"},  # whole numbers stay whole
+        {"values": "int1", "centre": "min"},
+    ],
+    ids=lambda form: form["values"],
+)
+def test_nothing_is_lost_and_ranks_agree(make, form):
+    reduce = reducer(make, **form)
     balance = {name: np.zeros(FEW[name]) for name in SPARSE}
     for t in range(20):
         gradients = whole_numbers(FEW, t, hvd.rank())

@@ -28,6 +28,9 @@ class Method:
     lifespan: int | None = None  # DCT's, for thresholds that are kept
     value: float | None = None  # a hard threshold's
     cyclic: bool = False  # CLT-k: the rank whose turn it is selects for all
+    values: str = "float32"  # or "int2", "int1": Gradient Dropping, section 5.4
+    centre: str = "mean"
+    centre_scope: str = "tensor"
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -60,8 +63,12 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
             masks, here = choices[step % ranks if method.cyclic else k]
             gap = min(gap, here)
             for name, mask in masks.items():
-                reduced[name] += v[k][name] * mask
-                v[k][name] = v[k][name] * ~mask
+                sent = v[k][name] * mask
+                if method.values != "float32" and not is_dense(method, step, sent):
+                    sent, here = quantized(method, v[k][name], mask)
+                    gap = min(gap, here)
+                reduced[name] += sent
+                v[k][name] = v[k][name] - sent
                 if method.factor_masking and not is_dense(method, step, v[k][name]):
                     u[k][name] = u[k][name] * ~mask
         for name in theta:
@@ -89,6 +96,33 @@ def accumulate(method, u, v, local):
         else:
             u[name] = method.momentum * u[name] + gradient
             v[name] = v[name] + u[name]
+
+
+def quantized(method, v, mask):
+    """Return signs times centres where the mask is, and how clear the edges between small and large ones are.
+
+    One centre for all of a tensor or of a column (its last dimension), or one for what is below their mean magnitude
+    and one for the rest.
+    """
+    sent, gap = np.zeros(v.shape), np.inf
+    by_column = method.centre_scope == "column" and v.ndim > 1
+    columns = range(v.shape[-1]) if by_column else [...]
+    for column in columns:
+        at = (..., column) if by_column else ...
+        magnitudes, chosen = np.abs(v[at]), mask[at]
+        if not chosen.any():
+            continue
+        classes = [chosen]
+        if method.values == "int2":
+            edge = magnitudes[chosen].mean()
+            classes = [chosen & (magnitudes < edge), chosen & (magnitudes >= edge)]
+            others = magnitudes[chosen & (magnitudes != magnitudes[chosen].max())]
+            gap = min(gap, np.min(np.abs(others - edge)) / edge) if others.size else gap
+        for one in classes:
+            if one.any():
+                centre = magnitudes[one].mean() if method.centre == "mean" else magnitudes[one].min()
+                sent[at] += np.sign(v[at]) * one * centre
+    return sent, gap
 
 
 def is_dense(method, step, tensor):

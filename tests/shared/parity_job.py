@@ -14,6 +14,7 @@ from gradients import draw
 SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in the order of their names
 STEPS, LR = 50, 0.1
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
+COLUMN = {"centre_scope": "column"}
 DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 30.0}
 CASES = {
     f"{method}-{scope}-{number}": (method, {"scope": scope, **SETTINGS, **options})
@@ -34,6 +35,12 @@ CASES = {
     "sidco-gamma": ("sidco", {**SETTINGS, "distribution": "gamma"}),
     "sidco-pareto": ("sidco", {**SETTINGS, "distribution": "pareto", "stages": 3}),
     "random_k": ("random_k", {**SETTINGS, "seed": 3}),
+    "gradient_dropping-int2": ("gradient_dropping", {**SETTINGS, "values": "int2"}),
+    "dgc-int1-column": ("dgc", {**SETTINGS, "scope": "model", "values": "int1", "centre": "min", **COLUMN}),
+    "dct-int2-column": ("dct", {**SETTINGS, "lifespan": 9, "values": "int2", **COLUMN}),
+    "micro-int1": ("micro", {**SETTINGS, "values": "int1"}),
+    "cltk-float16": ("cltk", {**SETTINGS, "values": "float16"}),
+    "random_k-int2-column": ("random_k", {**SETTINGS, "values": "int2", "centre": "min", **COLUMN}),
 }
 
 

@@ -345,12 +345,13 @@ def test_reduce_payloads(make, n, k, dtype):
 
 @functools.cache
 def opcheck_arguments():
+    """The arguments of every op, and of those that take segments once more with them."""
     values, n, k = torch.linspace(-1, 1, 1000), 70_000, 10
     indices = torch.arange(0, 7000 * k, 7000)
     counts, runs = ops.encode_run_length(indices, n)
     payload = torch.empty(ops.payload_size(n, k), dtype=torch.uint8)
     ops.pack(indices, values[:k], n, k, payload)
-    form = ("run_length", "float32")
+    form = ("run_length", "float32", None)
     rule = (torch.zeros(1000), torch.zeros(1000), torch.ones(1000), 0.5, 0.9, False, 0.1)
     return {
         "accumulate": (values.half(), *rule),
@@ -364,13 +365,33 @@ def opcheck_arguments():
         "pack": (indices, values[:k], n, k, torch.empty_like(payload), *form),
         "unpack": (payload, n, k, *form),
         "reduce_payloads": (torch.stack([payload, payload]), 0, n, k, torch.empty(n), 1.0, *form),
-        "locate_payloads": (torch.cat([payload, payload]), [n], 2, *form),
+        "locate_payloads": (torch.cat([payload, payload]), [n], 2, *form[:2], []),
         "reduce_located": (payload, torch.tensor([[0], [k]]), n, torch.empty(n), 1.0, *form),
-        "quantize": (values, "float16"),
+        "quantize": (values, "float16", "mean", None, None),
+        **low_bit_arguments(values[:k], indices, n, k),
+    }
+
+
+def low_bit_arguments(values, indices, n, k):
+    segments = torch.tensor([[0, 3], [60_000, 7]])
+    form = ("run_length", "int2", segments)
+    sent = ops.quantize(values, "int2", "min", indices, segments)
+    payload = torch.empty(ops.payload_size(n, k, *form), dtype=torch.uint8)
+    ops.pack(indices, sent, n, k, payload, *form)
+    matrix = torch.empty(ops.payload_size(n, k, "run_length", "int1", segments[:1]), dtype=torch.uint8)
+    ops.pack(indices, torch.ones(k), n, k, matrix, "run_length", "int1", segments[:1])
+    return {
+        "pack.segments": (indices, sent, n, k, torch.empty_like(payload), *form),
+        "unpack.segments": (payload, n, k, *form),
+        "reduce_payloads.segments": (torch.stack([payload, payload]), 0, n, k, torch.empty(n), 1.0, *form),
+        "locate_payloads.columns": (torch.cat([matrix, matrix]), [n], 2, "run_length", "int1", [3]),
+        "reduce_located.segments": (payload, torch.tensor([[0], [k]]), n, torch.empty(n), 1.0, *form),
+        "quantize.segments": (values, "int2", "min", indices, segments),
     }
 
 
 @pytest.mark.parametrize("name", opcheck_arguments())
 def test_opcheck(name):
     """Schema, fake tensors against real ones, and tracing."""
-    torch.library.opcheck(getattr(torch.ops.hvd_sparse, name).default, opcheck_arguments()[name])
+    op = getattr(torch.ops.hvd_sparse, name.split(".")[0])
+    torch.library.opcheck(op.default, opcheck_arguments()[name])

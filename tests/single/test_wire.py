@@ -52,14 +52,16 @@ def test_resnet_sized_gradient_stays_under_six_bytes_and_a_bit_an_entry():
 def test_sections_follow_one_another_aligned(n, fraction, value_dtype):
     k = max(1, int(n * fraction))
     layout = wire.payload_layout(n, k, "run_length", value_dtype)
-    item = wire.VALUE_BYTES[value_dtype]
+    bits = {"int2": 2, "int1": 1}.get(value_dtype)
+    item = 4 if bits else wire.VALUE_BYTES[value_dtype]
+    length = 4 * bits + math.ceil(bits * k / 8) if bits else item * k
     multiple = max(1, item)
     assert layout.counts == 32
     assert layout.bitmap == 32 + 2 * math.ceil(n / 65536)
     assert layout.bitmap_bytes == (0 if k < 65536 else math.ceil(layout.blocks / 8))
     assert 0 <= layout.runs - (layout.bitmap + layout.bitmap_bytes) < 2
     assert 0 <= layout.values - (layout.runs + 2 * k) < multiple
-    assert 0 <= layout.size - (layout.values + item * k) < 8
+    assert 0 <= layout.size - (layout.values + length) < 8
     assert layout.runs % 2 == layout.values % multiple == layout.size % 8 == 0
     assert layout.size == wire.payload_size(n, k, "run_length", value_dtype)
 
@@ -74,8 +76,9 @@ def test_sections_follow_one_another_aligned(n, fraction, value_dtype):
         ((10, 0), "k must be an integer of at least 1, got 0"),
         ((10, 11), "k must be at most n = 10, got 11"),
         ((10, None), "k must be .* got None"),
-        ((10, 1, "gzip"), "coding must be one of run_length; got 'gzip'"),
-        ((10, 1, "run_length", "int8"), "value_dtype must be one of float32, .*bfloat16, none; got 'int8'"),
+        ((10, 1, "gzip"), "coding must be one of run_length, dense; got 'gzip'"),
+        ((10, 9, "dense"), "k must be n = 10 where all are sent, got 9"),
+        ((10, 1, "run_length", "int8"), "value_dtype must be one of float32, .*none, int2, int1; got 'int8'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

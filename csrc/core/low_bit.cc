@@ -1,0 +1,166 @@
+#include "low_bit.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace hvd_sparse {
+namespace {
+
+constexpr uint32_t kUnset = 0xffffffffu;  // no magnitude has the sign bit
+constexpr int64_t kCentreBytes = sizeof(float);
+
+// Bits a value, and centres a group.
+int64_t Levels(DType dtype) { return dtype == DType::kInt2 ? 2 : 1; }
+
+int64_t GroupCount(const Segments& segments) {
+  int64_t count = segments.empty() ? 1 : 0;
+  for (const Segment& segment : segments) count += segment.columns;
+  return count;
+}
+
+// The groups that hold any of the indices, numbered in the order of groups.
+struct Slots {
+  Slots(const Segments& segments, const int64_t* indices, int64_t k) : of(static_cast<size_t>(k)) {
+    if (segments.empty()) {
+      count = k > 0 ? 1 : 0;
+      return;
+    }
+    size_t at = 0;
+    int64_t first = 0;  // group of the segment
+    for (int64_t j = 0; j < k; ++j) {
+      for (; at + 1 < segments.size() && indices[j] >= segments[at + 1].begin; ++at) first += segments[at].columns;
+      of[static_cast<size_t>(j)] = first + (indices[j] - segments[at].begin) % segments[at].columns;
+    }
+    std::vector<int64_t> groups = of;
+    std::sort(groups.begin(), groups.end());
+    groups.erase(std::unique(groups.begin(), groups.end()), groups.end());
+    for (int64_t& group : of) group = std::lower_bound(groups.begin(), groups.end(), group) - groups.begin();
+    count = static_cast<int64_t>(groups.size());
+  }
+
+  std::vector<int64_t> of;
+  int64_t count = 0;
+};
+
+// A set of magnitudes, none of them zero.
+struct Class {
+  double sum = 0;
+  int64_t count = 0;
+  uint32_t least = kUnset;
+
+  void Add(uint32_t bits) {
+    if (bits == 0) return;
+    sum += MagnitudeFromBits(float{}, bits);
+    ++count;
+    least = std::min(least, bits);
+  }
+  double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
+  float Of(Centre centre) const {
+    if (count == 0) return 0;
+    return centre == Centre::kMean ? static_cast<float>(Mean()) : BitsToFloat(least);
+  }
+};
+
+float WithSignOf(float value, float magnitude) {
+  return BitsToFloat(FloatToBits(magnitude) | (FloatToBits(value) & 0x80000000u));
+}
+
+// Of as many elements as the indices reach; the true number is not known here.
+Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
+  if (segments.empty()) return Status::Ok();
+  for (int64_t j = 0; j < k; ++j) {
+    if (indices[j] <= (j > 0 ? indices[j - 1] : -1)) return Status::InvalidArgument("indices must ascend from 0");
+  }
+  const int64_t last = std::max(k > 0 ? indices[k - 1] + 1 : 0, segments.back().begin + segments.back().columns);
+  return CheckSegments(segments, last);
+}
+
+}  // namespace
+
+Status CheckSegments(const Segments& segments, int64_t n) {
+  for (size_t s = 0; s < segments.size(); ++s) {
+    const int64_t end = s + 1 < segments.size() ? segments[s + 1].begin : n;
+    const bool starts = s > 0 || segments[s].begin == 0;
+    const int64_t length = end - segments[s].begin;
+    if (!starts || end > n || segments[s].columns < 1 || length < segments[s].columns) {
+      return Status::InvalidArgument("segment " + std::to_string(s) + " from " + std::to_string(segments[s].begin) +
+                                     " to " + std::to_string(end) + " of n = " + std::to_string(n) +
+                                     " elements cannot have " + std::to_string(segments[s].columns) + " columns");
+    }
+  }
+  return Status::Ok();
+}
+
+int64_t LowBitSize(DType dtype, int64_t k, const Segments& segments) {
+  return kCentreBytes * Levels(dtype) * std::min(k, GroupCount(segments)) + (Levels(dtype) * k + 7) / 8;
+}
+
+Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, Centre centre,
+                      const Segments& segments, float* result) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckIndices(segments, indices, k));
+  const Slots slots(segments, indices, k);
+  const bool splits = Levels(dtype) == 2;
+  std::vector<double> split(static_cast<size_t>(slots.count), 0);
+  std::vector<Class> classes(static_cast<size_t>(2 * slots.count));
+  const auto class_of = [&](int64_t j) {
+    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
+    const bool is_large = splits && MagnitudeFromBits(float{}, MagnitudeBits(values[j])) >= split[slot];
+    return 2 * slot + (is_large ? 1 : 0);
+  };
+  if (splits) {
+    std::vector<Class> whole(static_cast<size_t>(slots.count));
+    for (int64_t j = 0; j < k; ++j) {
+      whole[static_cast<size_t>(slots.of[static_cast<size_t>(j)])].Add(MagnitudeBits(values[j]));
+    }
+    std::transform(whole.begin(), whole.end(), split.begin(), [](const Class& one) { return one.Mean(); });
+  }
+  for (int64_t j = 0; j < k; ++j) classes[class_of(j)].Add(MagnitudeBits(values[j]));
+  for (int64_t j = 0; j < k; ++j) result[j] = WithSignOf(values[j], classes[class_of(j)].Of(centre));
+  return Status::Ok();
+}
+
+Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
+                   uint8_t* out) {
+  const Slots slots(segments, indices, k);
+  const int64_t levels = Levels(dtype);
+  std::vector<uint32_t> low(static_cast<size_t>(slots.count), kUnset);
+  std::vector<uint32_t> high(static_cast<size_t>(slots.count), 0);
+  for (int64_t j = 0; j < k; ++j) {
+    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
+    low[slot] = std::min(low[slot], MagnitudeBits(values[j]));
+    high[slot] = std::max(high[slot], MagnitudeBits(values[j]));
+  }
+  uint8_t* codes = out + LowBitSize(dtype, k, segments) - (levels * k + 7) / 8;
+  for (size_t slot = 0; slot < low.size(); ++slot, out += kCentreBytes * levels) {
+    std::memcpy(out, &low[slot], sizeof low[slot]);
+    if (levels == 2) std::memcpy(out + kCentreBytes, &high[slot], sizeof high[slot]);
+  }
+  for (int64_t j = 0; j < k; ++j) {
+    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
+    const uint32_t bits = MagnitudeBits(values[j]);
+    const bool is_large = bits != low[slot];
+    if (is_large && (levels == 1 || bits != high[slot])) {
+      return Status::InvalidArgument("values have more magnitudes in a group than their type; quantize them first");
+    }
+    const uint32_t code = (FloatToBits(values[j]) >> 31) | (is_large ? 2u : 0u);
+    codes[levels * j / 8] |= static_cast<uint8_t>(code << (levels * j % 8));
+  }
+  return Status::Ok();
+}
+
+void ReadLowBit(const uint8_t* section, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
+                float* values) {
+  const Slots slots(segments, indices, k);
+  const int64_t levels = Levels(dtype);
+  const uint8_t* codes = section + LowBitSize(dtype, k, segments) - (levels * k + 7) / 8;
+  for (int64_t j = 0; j < k; ++j) {
+    const uint32_t code = codes[levels * j / 8] >> (levels * j % 8);
+    const int64_t level = levels == 2 ? (code >> 1) & 1u : 0;
+    uint32_t bits;
+    std::memcpy(&bits, section + kCentreBytes * (levels * slots.of[static_cast<size_t>(j)] + level), sizeof bits);
+    values[j] = BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
+  }
+}
+
+}  // namespace hvd_sparse
