@@ -39,15 +39,15 @@ def parse_arguments():
     return training.start(parser)
 
 
-def as_batch(images, labels, args):
-    """Return images float32[n, 1, 8, 8] and labels int64[n] as tensors on the device."""
-    return torch.from_numpy(images).unsqueeze(1).to(args.device), torch.from_numpy(labels).to(args.device)
+def as_batch(images, labels, device):
+    """Return images float32[n, 1, 8, 8] and labels int64[n] as tensors on a device."""
+    return torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).to(device)
 
 
 def evaluate(model, images, labels, args):
     """Return mean loss and accuracy in percent over the test set, each rank testing its share."""
     model.eval()
-    images, labels = as_batch(images[args.rank :: args.size], labels[args.rank :: args.size], args)
+    images, labels = as_batch(images[args.rank :: args.size], labels[args.rank :: args.size], args.device)
     with torch.no_grad():
         output = model(images)
         loss = F.cross_entropy(output, labels, reduction="sum").item()
@@ -69,7 +69,7 @@ def train(model, optimizer, traffic, data, args):
                 training.set_learning_rate(optimizer, args.lr, traffic.steps, steps, args.warmup_steps)
                 optimizer.zero_grad()
                 images = digits_data.shifted(train_images[batch], shifts)
-                images, labels = as_batch(images, train_labels[batch], args)
+                images, labels = as_batch(images, train_labels[batch], args.device)
                 loss = F.cross_entropy(model(images), labels)
                 loss.backward()
                 training.apply_gradients(model, optimizer, args)

@@ -141,28 +141,41 @@ def learning_rate(peak, step, steps, warmup_steps):
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
 
+class DenseStats:
+    """What `stats()` of a compressor says, for Horovod's own `none` and `fp16`; float32 gradients."""
+
+    def __init__(self, parameters, method, exchanged=True):
+        self.dense_bytes = 4 * parameters if exchanged else 0
+        self.ratio = 2.0 if method == "fp16" and exchanged else 1.0
+
+    def stats(self, steps=1):
+        """Return {"step": ..., "total": ...}, the total of so many steps, and the norm of no residual."""
+        return {"step": self._report(1), "total": self._report(steps), "residual_norm": 0.0}
+
+    def _report(self, steps):
+        sent = int(self.dense_bytes * steps / self.ratio)
+        return {
+            "dense_bytes": self.dense_bytes * steps,
+            "payload_bytes": sent,
+            "received_bytes": sent,
+            "ratio": self.ratio,
+            "density": 1.0,
+            "seconds": {},
+        }
+
+
 class Traffic:
     """Count the gradient bytes that this rank sends; `dense` is what float32 would have taken."""
 
     def __init__(self, parameters, compression, args):
         self.parameters, self.compression, self.steps, self.seen = parameters, compression, 0, (0, 0)
-        self.dense_bytes = 4 * parameters if args.size > 1 else 0
-        self.dense_ratio = 2.0 if args.method == "fp16" and args.size > 1 else 1.0
+        self.dense = DenseStats(parameters, args.method, args.size > 1)
 
     def stats(self):
         """Return {"step": ..., "total": ...} with dense_bytes, payload_bytes, ratio, density and seconds."""
         if hasattr(self.compression, "stats"):
             return self.compression.stats()
-        return {
-            name: {
-                "dense_bytes": size,
-                "payload_bytes": int(size / self.dense_ratio),
-                "ratio": self.dense_ratio,
-                "density": 1.0,
-                "seconds": {},
-            }
-            for name, size in (("step", self.dense_bytes), ("total", self.dense_bytes * self.steps))
-        }
+        return self.dense.stats(self.steps)
 
     def since_last(self):
         """Return the mean payload bytes a step since the last call, and the density of the last step."""

@@ -149,7 +149,7 @@ def test_payloads_cut_or_flipped_anywhere_are_refused(n, indices, coding, value_
             damaged[byte] ^= 1 << bit
             with pytest.raises(ValueError, match="payload"):
                 reference.unpack(damaged, n, k, *form, segments)
-            with pytest.raises(ValueError, match="hvd_sparse.unpack: payload"):
+            with pytest.raises(ValueError, match=r"hvd_sparse.unpack: payload"):
                 ops.unpack(tensor(damaged), n, k, *form, tensor(segments))
             with pytest.raises(ValueError, match="from rank 1: payload"):
                 rows = np.stack([good, damaged])

@@ -31,7 +31,7 @@ def test_both_frameworks_send_the_same_bytes(folder, case):
     """The same gradients give the same payloads, bit for bit, over 50 steps, and the same parameters."""
     for rank in range(2):
         ours, theirs = (np.load(folder / f"{framework}.{case}.{rank}.npz") for framework in ("torch", "tensorflow"))
-        assert ours["sent"].size > 50_000
+        assert ours["sent"].size > 10_000
         np.testing.assert_array_equal(ours["sent"], theirs["sent"])
         for name in SHAPES:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
