@@ -17,6 +17,7 @@ CODINGS = ("run_length",)  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 CENTRES = ("mean", "min")
 CENTRE_SCOPES = ("tensor", "column")
+CONTROLLERS = ("histogram", "scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +171,20 @@ class MiCRO(Union):
 
     Rank i names what reaches the threshold in partition (step + i) % ranks of the whole model; the values at all that
     were named are averaged, and leave every rank's residual. The count is within a few per cent of k, not exactly k.
-    Difference from the paper: its threshold is scaled after each step by how far the count was off, and lags behind a
-    residual that grows. Here it is read off a histogram of sampled magnitudes, 16 KiB, that the ranks sum before they
-    select: it is right from the first step, at any number of ranks, and has no state.
+    controller: "histogram" reads the threshold off a histogram of sampled magnitudes, 16 KiB, that the ranks sum before
+    they select: it is right from the first step, at any number of ranks, and has no state. "scaling" is the authors':
+    it starts at 1 / (2 sqrt(k)) and scales after each step by how many were sent (section IV-C; the factors are those
+    of their published code). It is for comparison: it takes hundreds of steps, and lags behind a residual that grows.
     """
+
+    controller: str = "histogram"
 
     name: ClassVar[str] = "micro"
     layout: ClassVar[str] = "partition"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("controller", self.controller, CONTROLLERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,35 @@ class FittedThreshold:
             self._achieved = []
 
 
-Threshold = ConstantThreshold | KeptThreshold | FittedThreshold
+class ScaledThreshold:
+    """MiCRO's own: started at 1 / (2 sqrt(k)), and scaled by how many were sent (section IV-C)."""
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._value, self._k = 0.0, 0
+
+    def at(self, step: int, k: int, residual: Residual | None = None) -> float:
+        """Return the threshold of a step, started anew if k is another one."""
+        if k != self._k:
+            self._value, self._k = 0.5 / math.sqrt(k), k
+        return self._value
+
+    def learn(self, k: int, count: int) -> None:
+        """Scale by how many were sent, of all ranks together."""
+        self._value *= threshold_scale(count / k)
+
+
+def threshold_scale(excess: float) -> float:
+    """Return what MiCRO's published code scales the threshold with after `excess` times as many were sent as wanted."""
+    if excess > 1.1:
+        return 1.005
+    return 1.00125 if excess > 0.909 else 0.995
+
+
+Threshold = ConstantThreshold | KeptThreshold | FittedThreshold | ScaledThreshold
 
 
 def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold:

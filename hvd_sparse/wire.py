@@ -14,7 +14,8 @@ b // 8. With the value dtype "none" there are no values: a payload is a set of i
 the values follow the header. The values of "int2" and "int1" start at a multiple of 4: float32 centres, then codes.
 
     "int1": a centre for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
-    "int2": two centres for each; 2 bits an entry: its sign, and whether it has the second centre
+    "int2": two centres for each, the smaller first; 2 bits an entry: its sign, and whether it has the second centre.
+            Where a group has one magnitude, both centres are that, and the entries have the first
 
 There is room for as many groups as k entries could meet; the rest is zero. Code j is at bit j * bits % 8 of its byte. A
 group is all n elements, or a column of a matrix: `segments`, rows (begin, columns), say that the elements from `begin`

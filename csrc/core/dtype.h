@@ -6,6 +6,8 @@
 
 namespace hvd_sparse {
 
+constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of a size
+
 // The numbers stand in the payload header: never change one. kNone, of no size: a payload of indices alone.
 enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4, kInt2 = 5, kInt1 = 6 };
 

@@ -1,6 +1,7 @@
 #include "low_bit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -43,6 +44,12 @@ struct Slots {
   int64_t count = 0;
 };
 
+// To the nearest float32. Denormals are made of integers, for a host that flushes them.
+float Narrow(double magnitude) {
+  if (!(magnitude < 0x1p-126)) return static_cast<float>(magnitude);
+  return BitsToFloat(static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p149)));
+}
+
 // A set of magnitudes, none of them zero.
 struct Class {
   double sum = 0;
@@ -58,7 +65,7 @@ struct Class {
   double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
   float Of(Centre centre) const {
     if (count == 0) return 0;
-    return centre == Centre::kMean ? static_cast<float>(Mean()) : BitsToFloat(least);
+    return centre == Centre::kMean ? Narrow(Mean()) : BitsToFloat(least);
   }
 };
 
@@ -66,27 +73,28 @@ float WithSignOf(float value, float magnitude) {
   return BitsToFloat(FloatToBits(magnitude) | (FloatToBits(value) & 0x80000000u));
 }
 
-// Of as many elements as the indices reach; the true number is not known here.
+// Where the number of elements is not known: of any that there could be.
 Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
   if (segments.empty()) return Status::Ok();
   for (int64_t j = 0; j < k; ++j) {
-    if (indices[j] <= (j > 0 ? indices[j - 1] : -1)) return Status::InvalidArgument("indices must ascend from 0");
+    if (indices[j] <= (j > 0 ? indices[j - 1] : -1) || indices[j] >= kMaxElements) {
+      return Status::InvalidArgument("indices must ascend from 0, got " + std::to_string(indices[j]));
+    }
   }
-  const int64_t last = std::max(k > 0 ? indices[k - 1] + 1 : 0, segments.back().begin + segments.back().columns);
-  return CheckSegments(segments, last);
+  return CheckSegments(segments, kMaxElements);
 }
 
 }  // namespace
 
 Status CheckSegments(const Segments& segments, int64_t n) {
   for (size_t s = 0; s < segments.size(); ++s) {
+    const int64_t begin = segments[s].begin;
     const int64_t end = s + 1 < segments.size() ? segments[s + 1].begin : n;
-    const bool starts = s > 0 || segments[s].begin == 0;
-    const int64_t length = end - segments[s].begin;
-    if (!starts || end > n || segments[s].columns < 1 || length < segments[s].columns) {
-      return Status::InvalidArgument("segment " + std::to_string(s) + " from " + std::to_string(segments[s].begin) +
-                                     " to " + std::to_string(end) + " of n = " + std::to_string(n) +
-                                     " elements cannot have " + std::to_string(segments[s].columns) + " columns");
+    const bool fits = (s > 0 || begin == 0) && begin < end && end <= n;  // so that no difference overflows
+    if (!fits || segments[s].columns < 1 || end - begin < segments[s].columns) {
+      return Status::InvalidArgument("segment " + std::to_string(s) + " from " + std::to_string(begin) + " to " +
+                                     std::to_string(end) + " of n = " + std::to_string(n) + " elements cannot have " +
+                                     std::to_string(segments[s].columns) + " columns");
     }
   }
   return Status::Ok();

@@ -139,8 +139,7 @@ void ReadValues(const PayloadFormat& format, const Offsets& at, const uint8_t* p
 }  // namespace
 
 Status PayloadSize(const PayloadFormat& format, int64_t* size) {
-  constexpr int64_t kMostElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of the size
-  if (format.n > kMostElements) {
+  if (format.n > kMaxElements) {
     return Status::InvalidArgument("n must be at most 2^48, got " + std::to_string(format.n));
   }
   if (format.k < 1 || format.k > format.n) {

@@ -9,8 +9,6 @@
 
 namespace hvd_sparse {
 
-constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of a size
-
 inline DType ParseDType(const std::string& name) {
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;

@@ -6,6 +6,7 @@ from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import CENTRE_BYTES, LOW_BITS, Segments, group_count
 
 CENTRES = ("mean", "min")
+MOST_ELEMENTS = 1 << 48
 
 
 def group_of(indices, segments: Segments) -> np.ndarray:
@@ -33,7 +34,11 @@ def quantize_low_bit(values, value_dtype: str, centre: str = "mean", indices=Non
     Source: Gradient Dropping, section 5.4; two centres after its conclusion (large movers and small changes).
     """
     values = flatten(values)
-    indices = np.arange(values.size) if segments is None or len(segments) == 0 else np.asarray(indices, np.int64)
+    single = segments is None or len(segments) == 0
+    if not single and indices is None:
+        raise ValueError("segments need the indices")
+    group_count(segments, MOST_ELEMENTS)  # refuses segments that fit nothing
+    indices = np.arange(values.size) if single else np.asarray(indices, np.int64).reshape(-1)
     if centre not in CENTRES:
         raise ValueError(f"centre must be one of {', '.join(map(repr, CENTRES))}; got {centre!r}")
     if indices.size != values.size or (np.diff(indices, prepend=-1) <= 0).any():

@@ -11,7 +11,7 @@ from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, S
 from hvd_sparse.fit import ADAPT_STEPS, adapted_stages, fitted_threshold
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_variable
-from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns
+from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
 
 class ThresholdHints:
@@ -156,6 +156,28 @@ class FittedThresholds:
             for extra, mean in zip(more, achieved / ADAPT_STEPS, strict=True)
         ]
         return [np.where(due, np.float64(adapted), more), np.where(due, 0.0, achieved), np.where(due, 0.0, steps)]
+
+
+class ScaledThreshold:
+    """The threshold that MiCRO scales: `hvd_sparse.threshold.ScaledThreshold`, in a variable."""
+
+    def __init__(self):
+        self._kept = make_variable([2], "hvd_sparse/threshold/scaled", tf.float64)  # value, k
+        self.variables = [self._kept]
+
+    def at(self, k: tf.Tensor) -> tf.Tensor:
+        """Return the threshold of a step, float64, started anew if k is another one."""
+        value, known = tf.unstack(self._kept.read_value())
+        k = tf.cast(k, tf.float64)
+        return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k))
+
+    def learn(self, k: tf.Tensor, count: tf.Tensor, void: tf.Tensor) -> list[tf.Operation]:
+        """Scale by how many were sent, of all ranks together, unless the step does not count."""
+        value, wanted = self.at(k), tf.cast(k, tf.float64)
+        excess = tf.cast(count, tf.float64) / wanted
+        scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
+        new = tf.stack([value * tf.ensure_shape(scale, []), wanted])
+        return [self._kept.assign(tf.where(void, self._kept.read_value(), new))]
 
 
 def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds | FittedThresholds:

@@ -13,6 +13,7 @@ from hvd_sparse.reference import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.scope import Entry, Selection, Step, once
+from hvd_sparse.tensorflow.threshold import ScaledThreshold
 from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
 from hvd_sparse.wire import LOW_BITS
 
@@ -31,18 +32,23 @@ class UnionScope(ModelScope, abc.ABC):
         """Return ascending indices that this rank names, and what the next step's hint learns from."""
 
     def _send(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
-        residual, done = selection.values, []
-        if selection.info is not None:
-            done = self._hints.update(["model"], [selection.k], [selection.info])
+        residual = selection.values
         indices = self._union(selection.indices, residual.shape[0], step)
         values = tf.gather(residual, indices)
         count = tf.size(indices)
+        done = self._learn(selection, count, step)
         step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         total, travelled = sum_values(entries, indices, values, step)
         self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
         sent = Selection(selection.k, indices, values, travelled, None, None)
         return done + self._clear_parts(entries, sent, step)
+
+    def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
+        """Keep what the next step starts from; `count`: how many elements all ranks named."""
+        if selection.info is None:
+            return []
+        return self._hints.update(["model"], [selection.k], [selection.info])
 
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
@@ -105,11 +111,23 @@ class LeaderScope(UnionScope):
 class PartitionScope(UnionScope):
     """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._scaled = ScaledThreshold() if self.algorithm.controller == "scaling" else None
+        self.kept = [] if self._scaled is None else self._scaled.variables
+
     def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
         n, rank, ranks = residual.shape[0], self.exchange.rank(), self.exchange.size()
         number = (step.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
         part = residual[begin:end]
+        threshold = self._read_histogram(part, k, step) if self._scaled is None else self._scaled.at(k)
+        return ops.filter_threshold(part, threshold)[0] + begin, None
+
+    def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
+        return [] if self._scaled is None else self._scaled.learn(selection.k, count, step.void)
+
+    def _read_histogram(self, part: tf.Tensor, k: tf.Tensor, step: Step) -> tf.Tensor:
         histogram = tf.numpy_function(
             lambda part, k, seed: sampled_histogram(part, int(k), int(seed)),
             [part, k, step.seed],
@@ -122,7 +140,7 @@ class PartitionScope(UnionScope):
         threshold = tf.numpy_function(
             lambda total, k: histogram_threshold(total, int(k)), [total, k], tf.float64, stateful=False
         )
-        return ops.filter_threshold(part, tf.ensure_shape(threshold, []))[0] + begin, None
+        return tf.ensure_shape(threshold, [])
 
 
 class RandomScope(UnionScope):

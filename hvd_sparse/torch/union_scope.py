@@ -10,7 +10,7 @@ import torch
 
 from hvd_sparse.centres import by_group
 from hvd_sparse.reference import stratified_sample
-from hvd_sparse.threshold import histogram_threshold, partition, sampled_histogram
+from hvd_sparse.threshold import ScaledThreshold, histogram_threshold, partition, sampled_histogram
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
@@ -89,15 +89,30 @@ class LeaderScope(UnionScope):
 class PartitionScope(UnionScope):
     """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.thresholds = {"model": ScaledThreshold()} if self.algorithm.controller == "scaling" else {}
+
     def _name_elements(self, group: Group) -> torch.Tensor:
         k, rank, ranks = top_k_count(group.n, self.density), self.exchange.rank(), self.exchange.size()
         begin, end = partition(self.step, rank, ranks, group.n)
         part = group.memory.residual[begin:end]
+        scaled = self.thresholds.get("model")
+        threshold = self._read_histogram(group, part, k) if scaled is None else scaled.at(self.step, k)
+        return ops.filter_threshold(part, threshold)[0] + begin
+
+    def _read_histogram(self, group: Group, part: torch.Tensor, k: int) -> float:
         histogram = torch.from_numpy(sampled_histogram(part.numpy(), k, self.seed))
         self.traffic.count(payload_bytes=4 * len(histogram))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{group.name}.histogram", histogram).wait()
-        return ops.filter_threshold(part, histogram_threshold(total.numpy(), k))[0] + begin
+        return histogram_threshold(total.numpy(), k)
+
+    def _union(self, group: Group) -> torch.Tensor:
+        indices = super()._union(group)
+        for threshold in self.thresholds.values():
+            threshold.learn(top_k_count(group.n, self.density), len(indices))
+        return indices
 
 
 class RandomScope(UnionScope):

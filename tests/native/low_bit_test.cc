@@ -145,6 +145,14 @@ TEST(QuantizesExamplesWorkedOutByHand) {
   check(DType::kInt1, Centre::kMean, {{0, 1}, {3, 3}}, {-2, 2, 2, -0.0f, 2, -6});         // 3, 1, 0; then 0; 2; 6
 }
 
+TEST(MeansHalfwayBetweenTwoFloatsAreRoundedToEven) {
+  const float odd = BitsToFloat(0x3ffffffdu), even = BitsToFloat(0x3ffffffeu);
+  std::vector<float> values(49, odd);  // a product with 1 / 98, rounded, would be below the middle
+  values.insert(values.end(), 49, even);
+  const std::vector<int64_t> indices = Consecutive(0, 98);
+  EXPECT_EQ(std::vector<float>(98, even), Quantized(values, indices, DType::kInt1, Centre::kMean, {}), "one centre");
+}
+
 TEST(QuantizesAndTravelsAsDefined) {
   for (const size_t k : {1, 2, 3, 4, 5, 8, 9, 150}) {
     const std::vector<int64_t> spread = ChooseIndices(10000, static_cast<int64_t>(k), k);
@@ -206,7 +214,7 @@ TEST(NoValuesAreQuantizedToNone) {
 TEST(TakesSegmentsThatFitAndRefusesOthers) {
   const Segments right[] = {{}, {{0, 1}}, {{0, 10}}, {{0, 3}}, {{0, 1}, {1, 9}}, {{0, 4}, {4, 1}, {9, 1}}};
   for (const Segments& segments : right) EXPECT_STATUS(StatusKind::kOk, CheckSegments(segments, 10), segments.size());
-  const int64_t highest = std::numeric_limits<int64_t>::max();
+  const int64_t lowest = std::numeric_limits<int64_t>::min(), highest = std::numeric_limits<int64_t>::max();
   const Segments wrong[] = {{{1, 1}},                        // not from 0
                             {{-1, 1}},                       //
                             {{0, 0}},                        // no columns
@@ -221,7 +229,9 @@ TEST(TakesSegmentsThatFitAndRefusesOthers) {
                             {{0, 1}, {10, 1}},               // from the end
                             {{0, 1}, {11, 1}},               // beyond it
                             {{0, 1}, {highest, 1}, {5, 1}},  //
-                            {{0, 1}, {highest, highest}}};
+                            {{0, 1}, {highest, highest}},    //
+                            {{lowest, 1}},                   // no difference overflows
+                            {{0, 1}, {lowest, 1}}};
   for (const Segments& segments : wrong) {
     std::string where;
     for (const Segment& one : segments) where += std::to_string(one.begin) + ":" + std::to_string(one.columns) + " ";
@@ -235,6 +245,7 @@ TEST(TakesSegmentsThatFitAndRefusesOthers) {
 }
 
 TEST(QuantizeRefusesSegmentsAndIndicesAndWritesNothing) {
+  const int64_t lowest = std::numeric_limits<int64_t>::min(), highest = std::numeric_limits<int64_t>::max();
   const float values[] = {1, 2, 3};
   const int64_t good[] = {0, 4, 9};
   const Segments fine{{0, 2}};
@@ -249,6 +260,10 @@ TEST(QuantizeRefusesSegmentsAndIndicesAndWritesNothing) {
   check(good, {{1, 1}}, "not from 0");
   check(good, {{0, 0}}, "no columns");
   check(good, {{0, -3}}, "fewer than none");
+  check(good, {{0, 1}, {5, highest}}, "more columns than there can be elements");
+  check(good, {{lowest, 1}}, "far below 0");
+  const int64_t far[] = {0, 1, highest};
+  check(far, {{0, 1}}, "an index that no tensor has");
   check(good, {{0, 2}, {1, 1}}, "before another begins");
   check(good, {{0, 1}, {5, 1}, {5, 1}}, "not ascending");
   const int64_t wrong[][3] = {{0, 0, 1}, {1, 2, 2}, {4, 3, 9}, {-1, 0, 1}, {-5, -4, -3}};

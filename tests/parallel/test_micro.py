@@ -40,6 +40,25 @@ def test_every_step_is_that_of_the_paper_and_the_density_is_right_from_the_first
     assert all(900 <= count <= 1100 for count in counts), counts
 
 
+def test_the_authors_controller_scales_the_threshold_by_the_count_before():
+    """From 1 / (2 sqrt(k)), by 1.005, 1.00125 or 0.995; the counts of all ranks decide."""
+    shapes, n, k = {"only": (4000,)}, 4000, 40
+    parameters = make_parameters(shapes)
+    compression = Compression.micro(parameters.items(), density=0.01, min_numel=0, controller="scaling")
+    oracle, threshold, seen = MicroOracle(n, hvd.size()), 0.5 / np.sqrt(k), set()
+    for t in range(800):
+        gradients = np.stack([draw(shapes, t, rank)["only"] / 16 for rank in range(hvd.size())])
+        accumulated = np.abs(oracle.errors + gradients)[oracle.owners(), np.arange(n)]
+        clear = np.abs(accumulated - threshold).min() > 1e-5 * threshold
+        reduced = drive(compression, parameters, {"only": gradients[hvd.rank()]})["only"].double().numpy()
+        count = oracle.check(gradients, reduced)
+        assert not clear or count == (accumulated >= threshold).sum(), f"step {t}"
+        scale = 1.005 if count > 1.1 * k else 1.00125 if count > 0.909 * k else 0.995
+        threshold *= scale
+        seen.add(scale)
+    assert seen == {1.005, 1.00125, 0.995}
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 17])
 def test_fewer_elements_than_ranks_and_other_small_sizes(n):
     shapes = {"only": (n,)}

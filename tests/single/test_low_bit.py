@@ -62,6 +62,27 @@ def test_awkward_values_by_hand(value_dtype, values, expected):
     same(tensor(reference.quantize(np.float32(values), value_dtype)), np.float32(expected))
 
 
+def test_a_mean_halfway_between_two_floats_is_rounded_to_even():
+    """A product of the sum with 1 / 98, rounded, would be below the middle."""
+    odd, even = np.float32(2) - np.float32([3 * 2.0**-23, 2 * 2.0**-23])
+    values = np.float32([odd, -even] * 49)
+    for found in (tensor(reference.quantize(values, "int1")), ops.quantize(tensor(values), "int1")):
+        same(found, np.float32([even, -even] * 49))
+
+
+@pytest.mark.parametrize("value_dtype", ["int1", "int2"])
+@pytest.mark.parametrize("centre", ["mean", "min"])
+def test_a_host_that_flushes_denormals_changes_nothing(value_dtype, centre):
+    values = np.float32([1e-45, -3e-45, 2e-45, 7e-45, 1e-40])
+    expected = reference.quantize(values, value_dtype, centre)
+    torch.set_flush_denormal(True)
+    try:
+        found = ops.quantize(tensor(values), value_dtype, centre)
+    finally:
+        torch.set_flush_denormal(False)
+    same(found, expected)
+
+
 @pytest.mark.parametrize(
     ("n", "k", "coding", "value_dtype", "segments", "size"),
     [
@@ -183,6 +204,21 @@ def test_large_tensors_of_every_kind(make, kind, value_dtype):
             sent = reference.quantize(selected, value_dtype, centre, indices, some)
             same(ops.quantize(tensor(selected), value_dtype, centre, tensor(indices), tensor(some)), sent)
             check_payload(n, indices, sent, ("run_length", value_dtype), some)
+
+
+@given(sent_entries(), st.sampled_from(LOW_BIT), st.data())
+@settings(deadline=None, max_examples=150)
+def test_any_section_under_a_right_checksum_is_read_as_the_reference_does(case, value_dtype, data):
+    n, indices, _, segments = case
+    form = (n, len(indices), "run_length", value_dtype)
+    payload = reference.pack(indices, np.zeros(len(indices), np.float32), *form, segments)
+    begin = wire.payload_layout(*form, segments).values
+    size = payload.size - begin
+    payload[begin:] = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
+    payload[24:28] = np.frombuffer(struct.pack("<I", reference.checksum(payload)), np.uint8)
+    expected = reference.unpack(payload, *form, segments)
+    for found, wanted in zip(ops.unpack(tensor(payload), *form, tensor(segments)), expected, strict=True):
+        same(found, wanted)
 
 
 def gathered_rows(rng, n, k, form, centre, segments):

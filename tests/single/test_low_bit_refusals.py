@@ -78,6 +78,10 @@ def test_quantize_names_what_it_refuses(change, message):
         (("mean", np.arange(5), [[0, 2]]), "indices must ascend from 0, one a value; got 5 for 6 values"),
         (("mean", np.arange(-1, 5), [[0, 2]]), "indices must ascend from 0"),
         (("mean", np.zeros(6, int), [[0, 2]]), "indices must ascend from 0"),
+        (("mean", None, [[0, 2]]), "segments need the indices"),
+        (("mean", np.arange(6), [[1, 2]]), "segments: from 1 "),
+        (("mean", np.arange(6), [[0, 0]]), "there cannot be 0 columns"),
+        (("mean", np.arange(6), [[0, 1], [0, 1]]), "segments: from 0 to 0"),
     ],
 )
 def test_the_reference_names_what_it_refuses(arguments, message):
@@ -235,3 +239,5 @@ def test_by_group_changes_no_centre(value_dtype, centre):
     found = ops.quantize(tensor(values[order]), value_dtype, centre, torch.arange(300), tensor(grouped))
     assert found.numpy().tobytes() == expected.tobytes()
     assert np.unique(np.abs(expected)).size > 20
+    for members in np.split(indices[order], grouped[1:, 0]):
+        assert (np.diff(members) > 0).all() and np.unique(reference.group_of(members, segments)).size == 1
