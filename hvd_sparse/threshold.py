@@ -100,7 +100,11 @@ class KeptThreshold:
 
 
 class Turns:
-    """When the thresholds of `count` tensors are taken, spread over the life-span, and when a tensor is drained."""
+    """When the thresholds of `count` tensors are taken, spread over the life-span, and when a tensor is drained.
+
+    The life-span starts at one step and doubles until it is what was asked for: the first thresholds know no residual,
+    which grows fast at first.
+    """
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, count: int):
         self._lifespan, self._drain, self._seed, self._count = (
@@ -112,7 +116,9 @@ class Turns:
 
     def refreshes(self, step: int, position: int) -> bool:
         """Return whether a tensor's threshold is taken in this step."""
-        return step % self._lifespan == position * self._lifespan // self._count
+        octave = 1 << max(0, step.bit_length() - 1)  # the largest power of two up to the step
+        lifespan = min(octave, self._lifespan)
+        return step % lifespan == position * lifespan // self._count
 
     def drains(self, step: int, position: int) -> bool:
         """Return whether a tensor sends all that it remembers in this step; the same on every rank."""

@@ -21,6 +21,9 @@ METHODS = {
     "sidco": lambda named, **settings: Compression.sidco(named, density=0.05, min_numel=100, **settings),
     "cltk": lambda named, **settings: Compression.cltk(named, density=0.05, min_numel=100, **settings),
     "micro": lambda named, **settings: Compression.micro(named, density=0.05, min_numel=100, **settings),
+    "micro_scaling": lambda named, **settings: Compression.micro(
+        named, density=0.05, min_numel=100, controller="scaling", **settings
+    ),
     "random_k": lambda named, **settings: Compression.random_k(named, density=0.05, min_numel=100, **settings),
     "topk": lambda named, **settings: Compression.topk(named, density=0.05, min_numel=100, **settings),
 }
@@ -139,12 +142,12 @@ def test_counts_drift_until_the_threshold_is_taken_anew():
     for t in range(20):
         drive(compression, parameters, draw({"only": (1000,)}, t, hvd.rank()))
         counts.append(round(compression.stats()["step"]["density"] * 1000))
-    assert counts[::5] == [50] * 4
+    assert [counts[t] for t in (0, 1, 2, 4, 10, 15)] == [50] * 6  # the life-span doubles up to 5
     assert sum(count == 50 for count in counts) < 10
 
 
 def test_refreshes_are_spread_over_the_life_span(monkeypatch):
-    """Every tensor needs a threshold in the first step; from then on they take turns."""
+    """Every tensor needs a threshold in the first step; from then on they take turns, in 1, 2, 4 and then 8 steps."""
     from hvd_sparse.torch import ops
 
     shapes = {f"t{i}": (200,) for i in range(4)}
@@ -157,7 +160,7 @@ def test_refreshes_are_spread_over_the_life_span(monkeypatch):
         taken.clear()
         drive(compression, parameters, draw(shapes, t, hvd.rank()))
         per_step.append(len(taken))
-    assert per_step == [4, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert per_step == [4, 4, 2, 2, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
 
 
 def test_draining_sends_everything_now_and_then():

@@ -30,6 +30,9 @@ METHODS = {
     "micro": lambda variables, **settings: Compression.micro(
         variables, **{"density": 0.05, "min_numel": 100, **settings}
     ),
+    "micro_scaling": lambda variables, **settings: Compression.micro(
+        variables, **{"density": 0.05, "min_numel": 100, "controller": "scaling", **settings}
+    ),
     "random_k": lambda variables, **settings: Compression.random_k(
         variables, **{"density": 0.05, "min_numel": 100, **settings}
     ),
@@ -106,7 +109,7 @@ def test_counts_drift_until_the_threshold_is_taken_anew():
     for t in range(20):
         reduce(draw(shapes, t, hvd.rank()))
         counts.append(round(reduce.compression.stats()["step"]["density"] * 1000))
-    assert counts[::5] == [50] * 4
+    assert [counts[t] for t in (0, 1, 2, 4, 10, 15)] == [50] * 6  # the life-span doubles up to 5
     assert sum(count == 50 for count in counts) < 10
 
 

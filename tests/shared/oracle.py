@@ -137,9 +137,12 @@ def choose(method, step, v, kept):
 def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
 
-    Tensor i of m has its turn i / m of a life-span later. A hard threshold is the same for all and for ever.
+    Tensor i of m has its turn i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4 in steps
+    4 to 7, and so on up to L. A hard threshold is the same for all and for ever.
     """
-    masks, gap = {}, np.inf
+    masks, gap, lifespan = {}, np.inf, 1
+    while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
+        lifespan = min(2 * lifespan, method.lifespan)
     for position, name in enumerate(sorted(v)):
         magnitudes = np.abs(v[name])
         if is_dense(method, step, v[name]):
@@ -147,7 +150,7 @@ def reach(method, step, v, kept):
             continue
         if method.value is not None:
             kept[name] = method.value
-        elif name not in kept or step % method.lifespan == position * method.lifespan // len(v):
+        elif name not in kept or step % lifespan == position * lifespan // len(v):
             index = int(np.floor(magnitudes.size * (1.0 - method.density_at(step)) + 1e-9))
             kept[name] = np.sort(magnitudes, axis=None)[index]
         masks[name] = magnitudes >= kept[name]

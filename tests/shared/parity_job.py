@@ -38,6 +38,7 @@ CASES = {
     "gradient_dropping-int2": ("gradient_dropping", {**SETTINGS, "values": "int2"}),
     "dgc-int1-column": ("dgc", {**SETTINGS, "scope": "model", "values": "int1", "centre": "min", **COLUMN}),
     "dct-int2-column": ("dct", {**SETTINGS, "lifespan": 9, "values": "int2", **COLUMN}),
+    "micro-scaling": ("micro", {**SETTINGS, "controller": "scaling"}),
     "micro-int1": ("micro", {**SETTINGS, "values": "int1"}),
     "cltk-float16": ("cltk", {**SETTINGS, "values": "float16"}),
     "random_k-int2-column": ("random_k", {**SETTINGS, "values": "int2", "centre": "min", **COLUMN}),
