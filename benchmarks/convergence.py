@@ -37,7 +37,7 @@ EXPERIMENTS = {  # name: script, options of all its runs, metric, options of eac
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
     "char_lstm_methods": (
         "pytorch_char_lstm.py",
-        ["--steps", "12000", "--warmup-steps", "1200"],
+        ["--steps", "6000", "--warmup-steps", "600"],
         "perplexity",
         methods(0.01, 0.03),
     ),

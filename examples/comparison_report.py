@@ -21,7 +21,7 @@ COLUMNS = {  # of the table: what it says, and how
     "apply": ("apply, ms", "{:.2f}"),
     "seconds": ("step, ms", "{:.2f}"),
 }
-NOTES = """`sent a rank` is the part of the elements that one rank sends, mean over the steps; `achieved density` what
+NOTES = """`sent a rank` is the part of the elements that rank 0 sends, mean over the steps; `achieved density` what
 the sum over all ranks holds, so the build-up, one over the other, is how much further the ranks' choices spread.
 Tensors below 1024 elements travel dense and count in neither; nor do zeros that were sent. `local error` is the L2 norm
 of rank 0's residual. `exchange` is the time that rank 0 waits for the others, of whom some may be slower, and for the
@@ -32,7 +32,8 @@ by side, so that TensorFlow's steps are not split."""
 def summary(rows, epochs):
     """Return one row of the table."""
     column = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0] if name != "method"}
-    means = {name: float(np.mean(column[name])) for name in ("sent", "achieved", "build_up", "bytes_out", "bytes_in")}
+    means = {name: float(np.mean(column[name])) for name in ("sent", "achieved", "bytes_out", "bytes_in")}
+    means["build_up"] = means["achieved"] / means["sent"]
     times = {
         name: 1000 * float(np.median(column[name])) if column[name] else None
         for name in ("select", "exchange", "apply", "seconds")

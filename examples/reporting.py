@@ -70,6 +70,19 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         default="tensor",
         help="of dgc, gradient_dropping and topk: select per tensor or over the whole model (default: tensor)",
     )
+    group.add_argument(
+        "--values",
+        choices=("float32", "float16", "bfloat16", "int2", "int1"),
+        default="float32",
+        help="type of what is sent (default: %(default)s)",
+    )
+    group.add_argument("--centre", choices=("mean", "min"), default="mean", help="of int2, int1 (default: %(default)s)")
+    group.add_argument(
+        "--centre-scope",
+        choices=("tensor", "column"),
+        default="tensor",
+        help="what shares a centre (default: %(default)s)",
+    )
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--batch-size", type=positive_integer, default=batch_size, help="samples a rank and step (default: %(default)s)"
@@ -114,9 +127,10 @@ def compresses_momentum(args):
 
 def compression_settings(args, warmup_steps):
     """Return the arguments of `Compression.<method>`; no warm-up if its steps are 0."""
+    settings = {name: getattr(args, name) for name in ("seed", "values", "centre", "centre_scope")}
     if args.method == "hard_threshold":
-        return {"value": args.threshold, "seed": args.seed}
-    settings = {"density": args.density, "warmup": warmup_steps or None, "seed": args.seed}
+        return {"value": args.threshold, **settings}
+    settings |= {"density": args.density, "warmup": warmup_steps or None}
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
     if args.method in ("micro", "cltk", "random_k", "sidco"):  # have one scope only
@@ -231,7 +245,7 @@ def plot_curves(rows, x, panels, title, path):
 
 def print_json(example, args, traffic, **results):
     """Print the run as one line of JSON; numbers that are not finite become null."""
-    settings = {name: getattr(args, name) for name in ("scope", "seed", "batch_size", "lr")}
+    settings = {name: getattr(args, name) for name in ("scope", "values", "seed", "batch_size", "lr")}
     record = {
         "example": example,
         "method": args.method,

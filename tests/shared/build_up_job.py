@@ -1,0 +1,75 @@
+"""How many elements the sum over ranks holds, and how many each rank chose, by method: mpirun -np 8 python ... FILE.
+
+FILE gets {method: [[union, own count of each rank ...] of each step]}; k = 200 of 20,000, 20 steps of drawn gradients.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from gradients import draw
+
+N, K, STEPS = 20_000, 200, 20
+SHAPES = {"only": (N,)}
+METHODS = {
+    "topk": {"density": K / N},
+    "dgc": {"density": K / N, "momentum": 0.0},
+    "hard_threshold": {},
+    "cltk": {"density": K / N},
+    "micro": {"density": K / N},
+}
+
+
+def first_threshold():
+    """Return what K elements of the first gradient of rank 0 reach: a constant chosen beforehand."""
+    return float(np.sort(np.abs(draw(SHAPES, 0, 0)["only"]))[-K])
+
+
+def listen(compression, name):
+    """Return a list that the number of elements which this rank chooses is appended to."""
+    chosen, scope = [], compression._scope
+    method = "_name_elements" if hasattr(scope, "_name_elements") else "_quantized"
+    original = getattr(scope, method)
+
+    def choose(*arguments):
+        result = original(*arguments)
+        chosen.append(len(result if method == "_name_elements" else result.indices))
+        return result
+
+    setattr(scope, method, choose)
+    return chosen
+
+
+def main():
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_sparse.torch import Compression
+
+    hvd.init()
+    torch.set_num_threads(1)
+    results = {}
+    for name, settings in METHODS.items():
+        if name == "hard_threshold":
+            settings = {"value": first_threshold()}
+        parameter = torch.nn.Parameter(torch.zeros(N))
+        compression = getattr(Compression, name)([(name, parameter)], **settings)
+        chosen = listen(compression, name)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.0), named_parameters=[(name, parameter)], compression=compression
+        )
+        rows = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (parameter * torch.tensor(draw(SHAPES, step, hvd.rank())["only"], dtype=torch.float32)).sum().backward()
+            optimizer.step()
+            counts = hvd.allgather(torch.tensor([chosen[-1]]), name=f"{name}.counts").tolist()
+            rows.append([int(torch.count_nonzero(parameter.grad)), *counts])
+        results[name] = rows
+    if hvd.rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
