@@ -19,7 +19,7 @@ DENSITY ?= 0.001
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize lint format bench bench-lifespan compare results clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize lint format bench bench-steps bench-lifespan compare results clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -66,6 +66,9 @@ format: setup  ## put style right
 
 bench: setup  ## check, then time the native functions
 	@$(RUN) python benchmarks/kernels.py --framework $(FRAMEWORK)
+
+bench-steps: setup  ## time whole steps of models of many tensors against Horovod's dense ones
+	@$(RUN) mpirun -np $(RANKS) python benchmarks/steps.py --framework $(FRAMEWORK)
 
 bench-lifespan: setup  ## time DCT's steps with and without a refresh of the threshold
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/lifespan.py

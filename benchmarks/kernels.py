@@ -17,7 +17,7 @@ import numpy as np
 
 from hvd_sparse import reference
 from hvd_sparse.algorithms import DeepGradientCompression, GradientDropping
-from hvd_sparse.wire import payload_size, top_k_count
+from hvd_sparse.wire import payload_size, positions_size, top_k_count
 
 FRAMEWORKS = {"pytorch": "pytorch_worker", "tensorflow": "tensorflow2_worker"}
 
@@ -82,6 +82,22 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return bits an index, and the median seconds of packing and of unpacking, of each coding of positions."""
+    generator, result = np.random.default_rng(1), {}
+    indices = np.sort(generator.choice(n, k, replace=False))
+    values = generator.standard_normal(k, np.float32)
+    for coding in ("run_length", "elias_fano"):
+        payload = framework.pack(indices, values, n, coding)
+        np.testing.assert_array_equal(np.asarray(payload), reference.pack(indices, values, n, k, coding))
+        np.testing.assert_array_equal(framework.unpack(payload, n, k, coding), indices)
+        packs = [timed(framework.pack, indices, values, n, coding) for _ in range(rounds)]
+        unpacks = [timed(framework.unpack, payload, n, k, coding) for _ in range(rounds)]
+        seconds = {"pack": statistics.median(packs), "unpack": statistics.median(unpacks)}
+        result[coding] = {"bits": 8 * positions_size(coding, n, k) / k, **seconds}
+    return result
+
+
 def main() -> None:
     """Check, time, print GB/s and ratios, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,15 +122,22 @@ def main() -> None:
         "": DeepGradientCompression(density=arguments.density),
         "gd_": GradientDropping(density=arguments.density),
     }
+    compress = None  # seconds of the first method
     for prefix, algorithm in methods.items():
         check(framework, algorithm)
         print(f"{algorithm.name}: equal to the reference and to the framework's own top-k")
         seconds = measure(framework, algorithm, n, arguments.rounds, arguments.settle)
         for name, value in seconds.items():
             print(f"  {name:<10} {1e3 * value:9.2f} ms   {4e-9 * n / value:7.2f} GB/s of gradient")
+        compress = compress or seconds["compress"]
         figures[prefix + "topk_over_compress"] = round(seconds["topk"] / seconds["compress"], 2)
         figures[prefix + "compress_over_memcpy"] = round(seconds["compress"] / seconds["memcpy"], 2)
         figures[prefix + "reduce_over_memcpy"] = round(seconds["reduce"] / seconds["memcpy"], 2)
+    for coding, found in measure_codings(framework, n, k, 5 * arguments.rounds).items():
+        print(f"{coding}: {found['bits']:.3f} bits an index, {1e3 * found['pack']:.2f} ms to pack, ", end="")
+        print(f"{1e3 * found['unpack']:.2f} ms to unpack")
+        figures[f"{coding}_bits"] = round(found["bits"], 3)
+        figures[f"{coding}_over_compress"] = round((found["pack"] + found["unpack"]) / compress, 3)
     figures["bytes_per_entry"] = round(payload_size(n, k) / k, 4)
     figures["ratio"] = round(4 * n / payload_size(n, k), 1)
     print(json.dumps(figures))

@@ -19,6 +19,18 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def pack(indices: np.ndarray, values: np.ndarray, n: int, coding: str) -> torch.Tensor:
+    """Return the payload of k of n entries."""
+    out = torch.empty(payload_size(n, len(indices), coding), dtype=torch.uint8)
+    ops.pack(torch.from_numpy(indices), torch.from_numpy(values), n, len(indices), out, coding)
+    return out
+
+
+def unpack(payload: torch.Tensor, n: int, k: int, coding: str) -> np.ndarray:
+    """Return the indices of a payload."""
+    return ops.unpack(payload, n, k, coding)[0].numpy()
+
+
 class Worker:
     """Accumulate, select, pack, clear; what is not finite is found on the way."""
 

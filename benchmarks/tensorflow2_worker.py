@@ -24,6 +24,16 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
     return tf.constant(array)
 
 
+def pack(indices: np.ndarray, values: np.ndarray, n: int, coding: str) -> tf.Tensor:
+    """Return the payload of k of n entries."""
+    return ops.pack(tf.constant(indices), tf.constant(values), n, len(indices), coding)
+
+
+def unpack(payload: tf.Tensor, n: int, k: int, coding: str) -> np.ndarray:
+    """Return the indices of a payload."""
+    return ops.unpack(payload, n, k, coding)[0].numpy()
+
+
 class Worker:
     """Accumulate, select, pack, clear, in one tf.function; what is not finite is found on the way."""
 

@@ -13,7 +13,7 @@ from hvd_sparse.wire import checked_integer
 
 SCOPES = ("tensor", "model")
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
-CODINGS = ("run_length",)  # of positions
+CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 CENTRES = ("mean", "min")
 CENTRE_SCOPES = ("tensor", "column")

@@ -2,16 +2,25 @@
 
 A payload is a fixed-size run of little-endian bytes, so that every rank knows every size without asking:
 
-    header 32 | block counts u16 | bitmap of full blocks, only if k >= 65536 | run lengths u16[k] | values[k]
+    header 32 | positions | values[k]
 
     header: u32 magic, u8 version, u8 coding, u8 value dtype, u8 zero, u64 n, u64 entries (k or 0),
             u32 CRC-32 of the payload with this field taken as zero, u32 zero
 
-Runs start at a multiple of 2 bytes, values at a multiple of their item size, the payload ends at a multiple of 8;
-padding is zero. The tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
-travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap, bit b % 8 of byte
-b // 8. With the value dtype "none" there are no values: a payload is a set of indices. With the coding "dense", k = n,
-the values follow the header. The values of "int2" and "int1" start at a multiple of 4: float32 centres, then codes.
+Values start at a multiple of their item size, the payload ends at a multiple of 8; padding is zero. Positions:
+
+    "run_length"  block counts u16 | bitmap of full blocks, only if k >= 65536 | run lengths u16[k], at a multiple of 2
+    "elias_fano"  k times the low bits of an index | upper section, with a bit for each entry; each in whole bytes
+    "bitmap"      a bit for each of n elements
+    "dense"       nothing: k = n, all elements are sent
+    "auto"        the smallest of these for (n, k), the last one where there are several; never in a header
+
+For run lengths the tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
+travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap. Bit i of any such
+section is bit i % 8 of byte i // 8. Elias-Fano: see `elias_fano_low_bits`.
+
+With the value dtype "none" there are no values: a payload is a set of indices. The values of "int2" and "int1" start at
+a multiple of 4: float32 centres, then codes.
 
     "int1": a centre for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
     "int2": two centres for each, the smaller first; 2 bits an entry: its sign, and whether it has the second centre.
@@ -39,7 +48,7 @@ HEADER_BYTES = 32
 HEADER_FORMAT = "<IBBBBQQII"  # for the struct module
 CHECKSUM_OFFSET = 24
 PAYLOAD_ALIGNMENT = 8
-CODINGS = {"run_length": 0, "dense": 1}
+CODINGS = {"run_length": 0, "dense": 1, "elias_fano": 2, "bitmap": 3}
 VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none": 4, "int2": 5, "int1": 6}
 VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "none": 0}
 LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and centres a group
@@ -50,8 +59,13 @@ Segments = Sequence[tuple[int, int]] | None  # (begin, columns) of each; an arra
 
 
 class Layout(NamedTuple):
-    """Byte offsets of a payload's sections, from its start; `bitmap_bytes` is 0 where there is no bitmap."""
+    """The coding, and byte offsets of a payload's sections, from its start.
 
+    counts, bitmap, runs: those of run lengths; `bitmap_bytes` is 0 where there is no bitmap.
+    """
+
+    coding: str
+    k: int
     blocks: int
     counts: int
     bitmap: int
@@ -87,24 +101,45 @@ def payload_layout(
     k = checked_integer("k", k, 1)
     if k > n:
         raise ValueError(f"k must be at most n = {n}, got {k}")
-    if coding not in CODINGS:
-        raise ValueError(f"coding must be one of {', '.join(CODINGS)}; got {coding!r}")
+    if coding not in CODINGS and coding != "auto":
+        raise ValueError(f"coding must be one of {', '.join(CODINGS)}, auto; got {coding!r}")
     if value_dtype not in VALUE_DTYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
     if coding == "dense" and k != n:
         raise ValueError(f"k must be n = {n} where all are sent, got {k}")
-    blocks = block_count(n)
-    bitmap = runs = unaligned = HEADER_BYTES
-    bitmap_bytes = 0
-    if coding != "dense":
-        bitmap += 2 * blocks
-        bitmap_bytes = -(-blocks // 8) if k >= BLOCK else 0
-        runs = round_up(bitmap + bitmap_bytes, 2)
-        unaligned = runs + 2 * k
+    coding = resolve_coding(coding, n, k)
+    bitmap = HEADER_BYTES + 2 * block_count(n)
+    bitmap_bytes = -(-block_count(n) // 8) if k >= BLOCK else 0
+    runs = round_up(bitmap + bitmap_bytes, 2)
     alignment, length = _values_form(n, k, value_dtype, segments)
-    values = round_up(unaligned, alignment)
+    values = round_up(HEADER_BYTES + positions_size(coding, n, k), alignment)
     size = round_up(values + length, PAYLOAD_ALIGNMENT)
-    return Layout(blocks, HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
+    return Layout(coding, k, block_count(n), HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
+
+
+def positions_size(coding: str, n: int, k: int) -> int:
+    """Return the bytes that the positions of k of n entries take."""
+    if coding == "run_length":
+        bitmap_bytes = -(-block_count(n) // 8) if k >= BLOCK else 0
+        return round_up(2 * block_count(n) + bitmap_bytes, 2) + 2 * k
+    if coding == "elias_fano":
+        low = elias_fano_low_bits(n, k)
+        return -(-k * low // 8) + -(-(((n - 1) >> low) + k) // 8)
+    return -(-n // 8) if coding == "bitmap" else 0
+
+
+def elias_fano_low_bits(n: int, k: int) -> int:
+    """Return how many low bits make the code of k of n shortest, k * low + ((n - 1) >> low) + k bits: the fewest."""
+    return min(range((n - 1).bit_length() + 1), key=lambda low: k * low + ((n - 1) >> low))
+
+
+def resolve_coding(coding: str, n: int, k: int) -> str:
+    """Return the coding that "auto" stands for; others as they are."""
+    if coding != "auto":
+        return coding
+    if k == n:
+        return "dense"
+    return min(("bitmap", "elias_fano", "run_length"), key=lambda one: positions_size(one, n, k))
 
 
 def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 //
 // int1 sends an element as its sign and its group's centre. int2 has two centres a group, and a bit that tells small
 // movers, below the mean magnitude of the group, from large ones. Zeros count in no centre, and travel as the smaller.
-// The first centre is the smaller one; where all magnitudes of a group are equal, both are that, and all have the first.
+// The first centre is the smaller one; where all magnitudes of a group are equal, both are that, and all have the
+// first.
 #pragma once
 
 #include <vector>

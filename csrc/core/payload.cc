@@ -31,10 +31,7 @@ struct Header {
   uint32_t zero_too;
 };
 static_assert(sizeof(Header) == 32 && offsetof(Header, checksum) == 24, "the header is part of the wire format");
-
-struct Offsets {
-  int64_t counts, full, runs, values, end;
-};
+constexpr int64_t kPositionsAt = sizeof(Header);
 
 int64_t ValuesSize(const PayloadFormat& format) {
   if (IsLowBit(format.dtype)) return LowBitSize(format.dtype, format.k, format.segments);
@@ -43,20 +40,9 @@ int64_t ValuesSize(const PayloadFormat& format) {
 
 int64_t PadTo(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-Offsets Layout(const PayloadFormat& format) {
-  const int64_t blocks = BlockCount(format.n);
-  Offsets at{};
-  at.counts = sizeof(Header);
-  if (format.coding == Coding::kDense) {
-    at.full = at.runs = at.values = at.counts;
-  } else {
-    at.full = at.counts + 2 * blocks;
-    at.runs = PadTo(at.full + (format.k >= kBlock ? (blocks + 7) / 8 : 0), 2);
-    const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
-    at.values = PadTo(at.runs + 2 * format.k, alignment);
-  }
-  at.end = PadTo(at.values + ValuesSize(format), 8);
-  return at;
+int64_t ValuesAt(const PayloadFormat& format) {
+  const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
+  return PadTo(kPositionsAt + PositionsSize(format.coding, format.n, format.k), alignment);
 }
 
 uint32_t Checksum(const uint8_t* payload, int64_t size) {
@@ -80,17 +66,6 @@ void WriteValues(const PayloadFormat& format, const void* values, uint8_t* out) 
   }
 }
 
-void WritePositions(const PayloadFormat& format, const Offsets& at, const std::vector<uint32_t>& counts,
-                    const std::vector<uint16_t>& runs, uint8_t* payload) {
-  if (format.coding == Coding::kDense) return;
-  for (size_t block = 0; block < counts.size(); ++block) {
-    const auto count = static_cast<uint16_t>(counts[block]);
-    std::memcpy(payload + at.counts + 2 * block, &count, sizeof count);
-    if (counts[block] == kBlock && format.k >= kBlock) payload[at.full + block / 8] |= 1u << (block % 8);
-  }
-  if (!runs.empty()) std::memcpy(payload + at.runs, runs.data(), runs.size() * sizeof runs[0]);
-}
-
 template <typename Number>
 Status Expect(const char* what, Number expected, Number received) {
   if (expected == received) return Status::Ok();
@@ -101,7 +76,8 @@ Status Expect(const char* what, Number expected, Number received) {
 Status CheckHeader(const PayloadFormat& format, const Header& header) {
   HVD_SPARSE_RETURN_IF_ERROR(Expect("magic", kMagic, header.magic));
   HVD_SPARSE_RETURN_IF_ERROR(Expect("version", kVersion, header.version));
-  HVD_SPARSE_RETURN_IF_ERROR(Expect("coding", static_cast<uint8_t>(format.coding), header.coding));
+  HVD_SPARSE_RETURN_IF_ERROR(
+      Expect("coding", static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k)), header.coding));
   HVD_SPARSE_RETURN_IF_ERROR(Expect("value dtype", static_cast<uint8_t>(format.dtype), header.dtype));
   HVD_SPARSE_RETURN_IF_ERROR(Expect("reserved field", uint32_t{0}, header.zero | header.zero_too));
   HVD_SPARSE_RETURN_IF_ERROR(Expect("element count n", static_cast<uint64_t>(format.n), header.n));
@@ -109,29 +85,11 @@ Status CheckHeader(const PayloadFormat& format, const Header& header) {
   return Expect("entries", static_cast<uint64_t>(format.k), header.entries);
 }
 
-// Counts and runs; of a dense payload, what run lengths would say.
-void ReadPositions(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, PayloadView* view) {
-  view->counts.assign(static_cast<size_t>(BlockCount(format.n)), 0u);
-  view->runs.assign(static_cast<size_t>(view->entries), uint16_t{0});
-  const bool dense = format.coding == Coding::kDense;
-  for (size_t block = 0; block < view->counts.size() && !(dense && view->entries == 0); ++block) {
-    uint16_t count = 0;
-    if (!dense) std::memcpy(&count, payload + at.counts + 2 * block, sizeof count);
-    view->counts[block] = dense ? static_cast<uint32_t>(BlockLength(format.n, static_cast<int64_t>(block))) : count;
-    if (!dense && format.k >= kBlock && (payload[at.full + block / 8] >> (block % 8) & 1) != 0) {
-      view->counts[block] += kBlock;
-    }
-  }
-  if (!dense && view->entries > 0) {
-    std::memcpy(view->runs.data(), payload + at.runs, view->runs.size() * sizeof(uint16_t));
-  }
-}
-
-void ReadValues(const PayloadFormat& format, const Offsets& at, const uint8_t* payload, PayloadView* view) {
-  view->values = payload + at.values;
+void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView* view) {
+  view->values = payload + ValuesAt(format);
   if (!IsLowBit(format.dtype)) return;
   std::vector<int64_t> indices(static_cast<size_t>(view->entries));
-  DecodeRunLength(view->counts.data(), view->runs.data(), format.n, indices.data());
+  DecodeRunLength(view->positions.counts.data(), view->positions.runs.data(), format.n, indices.data());
   view->low_bit.resize(indices.size());
   ReadLowBit(view->values, indices.data(), view->entries, format.dtype, format.segments, view->low_bit.data());
 }
@@ -151,7 +109,7 @@ Status PayloadSize(const PayloadFormat& format, int64_t* size) {
                                    " entries, got k = " + std::to_string(format.k));
   }
   if (IsLowBit(format.dtype)) HVD_SPARSE_RETURN_IF_ERROR(CheckSegments(format.segments, format.n));
-  *size = Layout(format).end;
+  *size = PadTo(ValuesAt(format) + ValuesSize(format), 8);
   return Status::Ok();
 }
 
@@ -163,9 +121,10 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     return Status::InvalidArgument("a payload holds k = " + std::to_string(format.k) + " entries or none, got " +
                                    std::to_string(entries));
   }
-  std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(format.n)));
-  std::vector<uint16_t> runs(static_cast<size_t>(entries));
-  HVD_SPARSE_RETURN_IF_ERROR(EncodeRunLength(indices, entries, format.n, counts.data(), runs.data()));
+  Positions positions{std::vector<uint32_t>(static_cast<size_t>(BlockCount(format.n))),
+                      std::vector<uint16_t>(static_cast<size_t>(entries))};
+  HVD_SPARSE_RETURN_IF_ERROR(
+      EncodeRunLength(indices, entries, format.n, positions.counts.data(), positions.runs.data()));
   std::vector<uint8_t> low_bit;
   if (IsLowBit(format.dtype) && entries > 0) {
     low_bit.resize(static_cast<size_t>(ValuesSize(format)));
@@ -173,17 +132,16 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     HVD_SPARSE_RETURN_IF_ERROR(WriteLowBit(wide, indices, entries, format.dtype, format.segments, low_bit.data()));
   }
 
-  const Offsets at = Layout(format);
   std::memset(payload, 0, static_cast<size_t>(size));  // from here on nothing is refused
-  WritePositions(format, at, counts, runs, payload);
+  WritePositions(format.coding, indices, format.n, format.k, positions, payload + kPositionsAt);
   if (!low_bit.empty()) {
-    std::copy(low_bit.begin(), low_bit.end(), payload + at.values);
+    std::copy(low_bit.begin(), low_bit.end(), payload + ValuesAt(format));
   } else if (entries > 0) {
-    WriteValues(format, values, payload + at.values);
+    WriteValues(format, values, payload + ValuesAt(format));
   }
   Header header{kMagic,
                 kVersion,
-                static_cast<uint8_t>(format.coding),
+                static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k)),
                 static_cast<uint8_t>(format.dtype),
                 0,
                 static_cast<uint64_t>(format.n),
@@ -204,11 +162,10 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
   std::memcpy(&header, payload, sizeof header);
   HVD_SPARSE_RETURN_IF_ERROR(CheckHeader(format, header));
   HVD_SPARSE_RETURN_IF_ERROR(Expect("checksum", Checksum(payload, size), header.checksum));
-  const Offsets at = Layout(format);
   view->entries = static_cast<int64_t>(header.entries);
-  ReadPositions(format, at, payload, view);
-  HVD_SPARSE_RETURN_IF_ERROR(ValidateRunLength(view->counts.data(), view->runs.data(), view->entries, format.n));
-  ReadValues(format, at, payload, view);
+  HVD_SPARSE_RETURN_IF_ERROR(
+      ReadPositions(format.coding, payload + kPositionsAt, format.n, format.k, view->entries, &view->positions));
+  ReadValues(format, payload, view);
   return Status::Ok();
 }
 
@@ -266,7 +223,7 @@ float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
 }
 
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values) {
-  DecodeRunLength(view.counts.data(), view.runs.data(), format.n, indices);
+  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices);
   if (format.dtype == DType::kFloat64) {
     std::memcpy(values, view.values, static_cast<size_t>(view.entries) * sizeof(double));
     return;

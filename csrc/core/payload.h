@@ -1,25 +1,27 @@
-// What travels: header | block counts | run lengths | values. Its size is a pure function of (n, k, coding, dtype),
+// What travels: header | positions | values. Its size is a pure function of (n, k, coding, dtype),
 // so that equal settings on all ranks give equal sizes, and one collective without a size exchange.
 //
 // Little-endian. Header, 32 bytes:
 //    0  u32  magic "HVDS"          4  u8  version    5  u8  coding    6  u8  value dtype    7  u8  zero
 //    8  u64  n, elements          16  u64 entries: k, or 0 for an empty contribution of the same size
 //   24  u32  CRC-32 of the payload with this field zero                                    28  u32 zero
-// Then, padded with zero bytes: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that
-// hold 65,536 entries, to a multiple of 2; u16 run lengths[k], to a multiple of the value's size; values[k], to 8.
+// Then, padded with zero bytes, positions, to a multiple of the value's size, and values[k], to a multiple of 8.
+//
+// Positions as run lengths: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that hold
+// 65,536 entries, to a multiple of 2; u16 run lengths[k]. Elias-Fano codes and bitmaps: see elias_fano.h. kDense, k =
+// n: none, all elements are sent.
+//
 // Without values (dtype kNone) a payload is a set of indices. Low-bit values follow a multiple of 4, see low_bit.h.
-// With coding kDense, k = n, the values follow the header: all elements are sent.
 #pragma once
 
 #include <vector>
 
 #include "dtype.h"
 #include "low_bit.h"
+#include "positions.h"
 #include "status.h"
 
 namespace hvd_sparse {
-
-enum class Coding : uint8_t { kRunLength = 0, kDense = 1 };
 
 struct PayloadFormat {
   int64_t n = 0;
@@ -39,8 +41,7 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
 // A payload that has been checked: whatever it holds, reading it through this stays inside payload and tensor.
 struct PayloadView {
   int64_t entries = 0;
-  std::vector<uint32_t> counts;
-  std::vector<uint16_t> runs;
+  Positions positions;
   const uint8_t* values = nullptr;
   std::vector<float> low_bit;  // low-bit values, decoded
 };

@@ -11,18 +11,18 @@ namespace {
 
 // Where each block's entries start.
 std::vector<int64_t> Starts(const PayloadView& view) {
-  std::vector<int64_t> starts(view.counts.size());
+  std::vector<int64_t> starts(view.positions.counts.size());
   int64_t total = 0;
   for (size_t block = 0; block < starts.size(); ++block) {
     starts[block] = total;
-    total += view.counts[block];
+    total += view.positions.counts[block];
   }
   return starts;
 }
 
 void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t count, float scale, float* out) {
   for (int64_t j = start; j < start + count; ++j) {
-    out += view.runs[static_cast<size_t>(j)];
+    out += view.positions.runs[static_cast<size_t>(j)];
     *out++ += scale * ValueAt(view, dtype, j);
   }
 }
@@ -48,7 +48,7 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
       std::fill(first, first + BlockLength(format.n, block), 0.0f);
       for (size_t rank = 0; rank < views.size(); ++rank) {
         const auto at = static_cast<size_t>(block);
-        AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].counts[at], scale, first);
+        AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].positions.counts[at], scale, first);
       }
     }
   });

@@ -18,13 +18,20 @@ inline DType ParseDType(const std::string& name) {
   return name == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
+inline Coding ParseCoding(const std::string& name) {
+  if (name == "elias_fano") return Coding::kEliasFano;
+  if (name == "bitmap") return Coding::kBitmap;
+  if (name == "dense") return Coding::kDense;
+  return name == "auto" ? Coding::kAuto : Coding::kRunLength;
+}
+
 // Source: what has GetAttr, while a kernel is made or a shape inferred.
 template <typename Source>
 absl::Status GetFormat(Source* source, PayloadFormat* format) {
   std::string coding, value_dtype;
   TF_RETURN_IF_ERROR(source->GetAttr("coding", &coding));
   TF_RETURN_IF_ERROR(source->GetAttr("value_dtype", &value_dtype));
-  format->coding = coding == "dense" ? Coding::kDense : Coding::kRunLength;
+  format->coding = ParseCoding(coding);
   format->dtype = ParseDType(value_dtype);
   return absl::OkStatus();
 }

@@ -133,7 +133,7 @@ absl::Status TokenShape(InferenceContext* c) {
 }
 
 constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
-constexpr char kCoding[] = "coding: {'run_length', 'dense'} = 'run_length'";
+constexpr char kCoding[] = "coding: {'run_length', 'elias_fano', 'bitmap', 'dense', 'auto'} = 'run_length'";
 constexpr char kValueDType[] =
     "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
 

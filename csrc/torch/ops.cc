@@ -67,6 +67,16 @@ DType ParseDType(const char* op, const std::string& name) {
   return DType::kBFloat16;
 }
 
+Coding ParseCoding(const char* op, const std::string& name) {
+  if (name == "run_length") return Coding::kRunLength;
+  if (name == "elias_fano") return Coding::kEliasFano;
+  if (name == "bitmap") return Coding::kBitmap;
+  if (name == "dense") return Coding::kDense;
+  TORCH_CHECK_VALUE(name == "auto", "hvd_sparse.", op,
+                    ": coding must be run_length, elias_fano, bitmap, dense or auto, got ", name);
+  return Coding::kAuto;
+}
+
 Segments ParseSegments(const char* op, const std::optional<Tensor>& segments) {
   if (!segments) return {};
   CheckTensor(op, "segments", *segments, at::kLong);
@@ -80,10 +90,7 @@ Segments ParseSegments(const char* op, const std::optional<Tensor>& segments) {
 
 PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std::string& coding, const std::string& dtype,
                           const std::optional<Tensor>& segments) {
-  TORCH_CHECK_VALUE(coding == "run_length" || coding == "dense", "hvd_sparse.", op,
-                    ": coding must be run_length or dense, got ", coding);
-  const Coding kind = coding == "dense" ? Coding::kDense : Coding::kRunLength;
-  return {n, k, kind, ParseDType(op, dtype), ParseSegments(op, segments)};
+  return {n, k, ParseCoding(op, coding), ParseDType(op, dtype), ParseSegments(op, segments)};
 }
 
 Tensor FromIndices(const std::vector<int64_t>& indices) {

@@ -37,6 +37,12 @@ from hvd_sparse.reference.low_bit import (
     group_of,
     quantize_low_bit,
 )
+from hvd_sparse.reference.positions import (
+    decode_bitmap,
+    decode_elias_fano,
+    encode_bitmap,
+    encode_elias_fano,
+)
 from hvd_sparse.reference.selection import (
     all_finite,
     check_count,

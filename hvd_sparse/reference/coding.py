@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 
 from hvd_sparse.reference.low_bit import decode_low_bit, encode_low_bit, quantize_low_bit
+from hvd_sparse.reference.positions import decode_bitmap, decode_elias_fano, encode_bitmap, encode_elias_fano
 from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import (
     BLOCK,
@@ -21,6 +22,7 @@ from hvd_sparse.wire import (
     Segments,
     block_count,
     payload_layout,
+    positions_size,
 )
 
 FLOAT16_MAX = np.float32(65504.0)
@@ -160,16 +162,19 @@ def pack(
         """Write a section into the payload."""
         payload[offset : offset + len(section)] = np.frombuffer(section, np.uint8)
 
-    if coding == "run_length":
+    if layout.coding == "run_length":
         place(layout.counts, (counts % BLOCK).astype("<u2").tobytes())
         place(layout.runs, runs.astype("<u2").tobytes())
-    if layout.bitmap_bytes:
-        place(layout.bitmap, np.packbits(counts == BLOCK, bitorder="little").tobytes())
+        if layout.bitmap_bytes:
+            place(layout.bitmap, np.packbits(counts == BLOCK, bitorder="little").tobytes())
+    elif entries and layout.coding in ("elias_fano", "bitmap"):
+        encode = encode_elias_fano if layout.coding == "elias_fano" else encode_bitmap
+        place(HEADER_BYTES, encode(indices, n).tobytes())
     if value_dtype not in LOW_BITS:
         place(layout.values, encode_values(values, value_dtype).tobytes())
     elif entries:
         place(layout.values, encode_low_bit(values, indices, n, value_dtype, segments))
-    header = (MAGIC, VERSION, CODINGS[coding], VALUE_DTYPES[value_dtype], 0, n, entries)
+    header = (MAGIC, VERSION, CODINGS[layout.coding], VALUE_DTYPES[value_dtype], 0, n, entries)
     struct.pack_into(HEADER_FORMAT, payload, 0, *header, 0, 0)
     struct.pack_into(HEADER_FORMAT, payload, 0, *header, checksum(payload), 0)
     return payload
@@ -213,8 +218,8 @@ def unpack(
     """
     payload = np.ascontiguousarray(payload)
     layout = payload_layout(n, k, coding, value_dtype, segments)
-    entries = check_header(payload, n, k, coding, value_dtype, layout.size)
-    indices = np.arange(entries) if coding == "dense" else _read_positions(payload, n, entries, layout)
+    entries = check_header(payload, n, k, layout.coding, value_dtype, layout.size)
+    indices = _read_positions(payload, n, entries, layout)
     if value_dtype == "none":
         return indices, np.zeros(entries, np.float32)
     if value_dtype in LOW_BITS:
@@ -225,6 +230,13 @@ def unpack(
 
 
 def _read_positions(payload: np.ndarray, n: int, entries: int, layout: Layout) -> np.ndarray:
+    if layout.coding != "run_length":
+        section = payload[HEADER_BYTES : HEADER_BYTES + positions_size(layout.coding, n, layout.k)]
+        if not entries and section.any():
+            raise ValueError("payload positions: there are some, but no entries")
+        if layout.coding == "dense" or not entries:
+            return np.arange(entries)
+        return (decode_elias_fano if layout.coding == "elias_fano" else decode_bitmap)(section, entries, n)
     counts = payload[layout.counts : layout.bitmap].view("<u2").astype(np.int64)
     if layout.bitmap_bytes:
         bitmap = payload[layout.bitmap : layout.bitmap + layout.bitmap_bytes]
