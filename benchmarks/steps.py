@@ -3,9 +3,9 @@
     make bench-steps        or: mpirun -np 2 python benchmarks/steps.py --framework tensorflow
 
 A step is backward (of a sum of products, which costs next to nothing), exchange and optimizer. `many` has 160 tensors
-of 20,000 elements, `resnet50` the 161 of that network. Dense and compressed steps are taken in turns, in one run, by two
-ranks on one machine: what compression saves is not measured here, only what it costs. The last line is one JSON object,
-`step_over_dense` for each.
+of 20,000 elements, `resnet50` the 161 of that network. Dense and compressed steps are taken in turns, in one run, by
+two ranks on one machine: what compression saves is not measured here, only what it costs. The last line is one JSON
+object, `step_over_dense` for each.
 """
 
 import argparse

@@ -121,7 +121,7 @@ def measures(trainer, union, seconds):
     stats = trainer.stats()
     split = stats["step"]["seconds"]
     n, dense = trainer.large, trainer.parameters - trainer.large
-    sent = stats["step"]["density"] * trainer.parameters - dense
+    sent = trainer.mean(stats["step"]["density"]) * trainer.parameters - dense
     union = n if sent == n else union  # a gradient of zero is sent, too
     return {
         "sent": sent / n,

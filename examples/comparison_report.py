@@ -21,8 +21,8 @@ COLUMNS = {  # of the table: what it says, and how
     "apply": ("apply, ms", "{:.2f}"),
     "seconds": ("step, ms", "{:.2f}"),
 }
-NOTES = """`sent a rank` is the part of the elements that rank 0 sends, mean over the steps; `achieved density` what
-the sum over all ranks holds, so the build-up, one over the other, is how much further the ranks' choices spread.
+NOTES = """`sent a rank` is the part of the elements that a rank sends, mean over ranks and steps; `achieved density`
+what the sum over all ranks holds, so the build-up, one over the other, is how much further the ranks' choices spread.
 Tensors below 1024 elements travel dense and count in neither; nor do zeros that were sent. `local error` is the L2 norm
 of rank 0's residual. `exchange` is the time that rank 0 waits for the others, of whom some may be slower, and for the
 collectives; `select` and `apply` are what the compressor itself takes. Times are medians. A graph's operations run side
@@ -89,7 +89,7 @@ def plot(results, args):
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     axes = figure.subplots(2, 3)
-    colours = {label: colormaps["tab20"](i % 20) for i, label in enumerate(results)}
+    colours = {label: colormaps["tab20" if len(results) > 10 else "tab10"](i) for i, label in enumerate(results)}
     for label, (rows, epochs) in results.items():
         style = {"color": colours[label], "label": label, "linewidth": 1.2}
         axes[0, 0].plot(range(1, len(epochs) + 1), [epoch["accuracy"] for epoch in epochs], marker=".", **style)

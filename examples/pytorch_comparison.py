@@ -62,6 +62,10 @@ class Trainer:
             self.optimizer.step()
         return loss.item(), union
 
+    def mean(self, number):
+        """Return the mean of a number over the ranks."""
+        return hvd.allreduce(torch.tensor(number, dtype=torch.float64), name="mean").item()
+
     def evaluate(self, images, labels):
         """Return the summed loss and the number of right answers over the whole test set."""
         self.model.eval()

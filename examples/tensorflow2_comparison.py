@@ -59,6 +59,10 @@ class Trainer:
         loss, union = self._step(tf.constant(images[..., None]), tf.constant(labels))
         return float(loss), int(union)
 
+    def mean(self, number):
+        """Return the mean of a number over the ranks."""
+        return float(hvd.allreduce(tf.constant(number, tf.float64), name="mean"))
+
     def evaluate(self, images, labels):
         """Return the summed loss and the number of right answers over the whole test set."""
         output = self.model(images[..., None], training=False)

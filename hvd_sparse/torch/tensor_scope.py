@@ -1,6 +1,7 @@
 """scope="tensor": a selection in each tensor during backward, payloads in buckets."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,15 @@ class Message:
     places: torch.Tensor | None = None  # where the payloads are in what was gathered
 
 
+class Payload(NamedTuple):
+    """What a tensor's payload is at the density of the present step."""
+
+    n: int
+    k: int
+    segments: torch.Tensor | None
+    size: int
+
+
 class TensorScope(Scope):
     """A selection of exactly k in each tensor; every payload has the same size on all ranks."""
 
@@ -35,10 +45,14 @@ class TensorScope(Scope):
         self._plan_key = None
         self._message_of: dict[str, Message] = {}
         self._hints = {name: ThresholdHint() for name in self.parameters}
+        self._payloads: dict[str, Payload] = {}
+        self._payloads_density = None
 
     def begin(self, step: int) -> None:
         """Begin a step; cut the expected payloads into buckets."""
         super().begin(step)
+        if self._payloads_density != self.density:
+            self._payloads, self._payloads_density = {}, self.density
         if self._plan_key != (self.expected, self.density):
             self._plan_key = (self.expected, self.density)
             self._plan = self._messages([name for name in self.expected if not self.is_dense(name)], "bucket")
@@ -127,26 +141,26 @@ class TensorScope(Scope):
         self.traffic.count(payload_bytes=buffer.numel())
 
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
-        sizes = {
-            name: self._payload_size(self.parameters[name].numel(), self._count(name), self._segments_of((name,)))
-            for name in names
-        }
+        sizes = {name: self._payload(name).size for name in names}
         return [self._message(bucket) for bucket in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)]
 
-    def _count(self, name: str) -> int:
-        return top_k_count(self.parameters[name].numel(), self.density)
+    def _payload(self, name: str) -> Payload:
+        if name not in self._payloads:
+            n, segments = self.parameters[name].numel(), self._segments_of((name,))
+            k = top_k_count(n, self.density)
+            self._payloads[name] = Payload(n, k, segments, self._payload_size(n, k, segments))
+        return self._payloads[name]
 
     def _choose(self, entry: Entry, factor: float) -> Selection:
         """Bring a gradient into its memory, and select there."""
-        return self._accumulate_and_select(entry, factor, self._count(entry.name), self._hints[entry.name])
+        return self._accumulate_and_select(entry, factor, self._payload(entry.name).k, self._hints[entry.name])
 
     def _message(self, bucket: Bucket) -> Message:
         return Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8))
 
     def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
         """Return the payload of a selection, in the message if there is one."""
-        n, k, segments = self.parameters[name].numel(), self._count(name), self._segments_of((name,))
-        size = self._payload_size(n, k, segments)
+        n, k, segments, size = self._payload(name)
         if message is None:
             out = torch.empty(size, dtype=torch.uint8)
         else:
@@ -161,8 +175,9 @@ class TensorScope(Scope):
         return message.buffer
 
     def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
-        place = (message.bucket.offsets[name], out.numel(), self._count(name))
-        self._reduce(gathered, *place, out, scale, self._segments_of((name,)))
+        payload = self._payload(name)
+        place = (message.bucket.offsets[name], payload.n, payload.k)
+        self._reduce(gathered, *place, out, scale, payload.segments)
 
 
 class VaryingScope(TensorScope):
@@ -176,7 +191,7 @@ class VaryingScope(TensorScope):
         }
 
     def _choose(self, entry: Entry, factor: float) -> Selection:
-        memory, k = self.memories[entry.name], self._count(entry.name)
+        memory, k = self.memories[entry.name], self._payload(entry.name).k
         entry.finite = memory.accumulate(entry.gradient, factor)
         threshold = self.thresholds[entry.name]
         indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
