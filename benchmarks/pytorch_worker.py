@@ -44,13 +44,16 @@ class Worker:
 
     def compress(self, gradient: torch.Tensor) -> None:
         """Do it as `hvd_sparse.torch` does."""
-        indices, values, info = self.memory.accumulate_top_k(gradient, 1.0, self.k, 0, self.hint.value(self.k))
-        threshold, passed, finite = info.tolist()
+        buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
+        place = {"offsets": [0], "ks": [self.k], "segments": [None]}
+        hint = {"factors": [1.0], "hints": [self.hint.value(self.k)]}
+        info = ops.accumulate_bucket([gradient], *buffers, **place, **hint, out=self.bytes, **self.memory.rule())
+        threshold, passed, finite = info[0].tolist()
         if not finite:
             raise ValueError("the benchmark's gradient is finite")
         self.hint.update(self.k, threshold, int(passed))
-        ops.pack(indices, values, self.n, self.k, self.bytes)
-        self.memory.clear(indices, None)
+        residual, *velocity = self.memory.cleared()
+        ops.clear_bucket(self.bytes, residuals=[residual], velocities=velocity, **place)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
         """Do the same work with PyTorch alone, and 32-bit indices for a payload."""

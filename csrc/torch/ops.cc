@@ -1,97 +1,20 @@
 // torch.ops.hvd_sparse.*: check tensors, call the core, raise. CPU tensors; nothing of Python, Horovod or MPI here.
-// TORCH_CHECK_VALUE raises ValueError, for what a caller or the network got wrong.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <initializer_list>
-#include <optional>
-#include <string>
 #include <tuple>
 
-#include "../core/accumulate.h"
 #include "../core/finite.h"
 #include "../core/low_bit.h"
-#include "../core/payload.h"
 #include "../core/quantize.h"
 #include "../core/reduce.h"
 #include "../core/run_length.h"
 #include "../core/select.h"
 #include "../core/threshold.h"
+#include "arguments.h"
 
 namespace hvd_sparse {
 namespace {
-
-using at::Tensor;
-
-void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
-  at::parallel_for(begin, end, grain, body);
-}
-
-void Raise(const char* op, const Status& status) {
-  TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);
-}
-
-void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name, " must be a CPU tensor, got ",
-                    tensor.device());
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "hvd_sparse.", op, ": ", name, " must be ", dtype, ", got ",
-                    tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "hvd_sparse.", op, ": ", name, " must be contiguous");
-}
-
-// `contiguous` must outlive the array.
-Array AsArray(const char* op, const Tensor& contiguous) {
-  DType dtype = DType::kFloat32;
-  switch (contiguous.scalar_type()) {
-    case at::kFloat: break;
-    case at::kDouble: dtype = DType::kFloat64; break;
-    case at::kHalf: dtype = DType::kFloat16; break;
-    case at::kBFloat16: dtype = DType::kBFloat16; break;
-    default:
-      TORCH_CHECK_VALUE(false, "hvd_sparse.", op, ": values must be float32, float64, float16 or bfloat16, got ",
-                        contiguous.scalar_type());
-  }
-  return {contiguous.const_data_ptr(), contiguous.numel(), dtype};
-}
-
-DType ParseDType(const char* op, const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "float64") return DType::kFloat64;
-  if (name == "float16") return DType::kFloat16;
-  if (name == "none") return DType::kNone;
-  if (name == "int2") return DType::kInt2;
-  if (name == "int1") return DType::kInt1;
-  TORCH_CHECK_VALUE(name == "bfloat16", "hvd_sparse.", op,
-                    ": value_dtype must be float32, float64, float16, bfloat16, int2, int1 or none, got ", name);
-  return DType::kBFloat16;
-}
-
-Coding ParseCoding(const char* op, const std::string& name) {
-  if (name == "run_length") return Coding::kRunLength;
-  if (name == "elias_fano") return Coding::kEliasFano;
-  if (name == "bitmap") return Coding::kBitmap;
-  if (name == "dense") return Coding::kDense;
-  TORCH_CHECK_VALUE(name == "auto", "hvd_sparse.", op,
-                    ": coding must be run_length, elias_fano, bitmap, dense or auto, got ", name);
-  return Coding::kAuto;
-}
-
-Segments ParseSegments(const char* op, const std::optional<Tensor>& segments) {
-  if (!segments) return {};
-  CheckTensor(op, "segments", *segments, at::kLong);
-  TORCH_CHECK_VALUE(segments->dim() == 2 && segments->size(1) == 2, "hvd_sparse.", op,
-                    ": segments must be [segments, 2], got ", segments->sizes());
-  Segments result;
-  const auto* numbers = segments->const_data_ptr<int64_t>();
-  for (int64_t s = 0; s < segments->size(0); ++s) result.push_back({numbers[2 * s], numbers[2 * s + 1]});
-  return result;
-}
-
-PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std::string& coding, const std::string& dtype,
-                          const std::optional<Tensor>& segments) {
-  return {n, k, ParseCoding(op, coding), ParseDType(op, dtype), ParseSegments(op, segments)};
-}
 
 Tensor FromIndices(const std::vector<int64_t>& indices) {
   Tensor result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
@@ -115,41 +38,6 @@ Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& met
         SelectThreshold(AsArray("select_threshold", flat), {k, kind, fraction, static_cast<uint64_t>(seed)},
                         TorchParallelFor, &threshold));
   return at::scalar_tensor(threshold, at::kDouble);
-}
-
-// The memory that a gradient goes into, and how; `contiguous` gradient and parameter must outlive it.
-struct Accumulation {
-  Array gradient;
-  AccumulateParams params;
-  Memory memory;
-};
-
-float* MemoryData(const char* op, const char* name, Tensor& tensor, int64_t size) {
-  CheckTensor(op, name, tensor, at::kFloat);
-  TORCH_CHECK_VALUE(tensor.numel() == size, "hvd_sparse.", op, ": ", name, " must have ", size,
-                    " elements, as many as the gradient; got ", tensor.numel());
-  return tensor.mutable_data_ptr<float>();
-}
-
-Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tensor& residual, std::optional<Tensor>& velocity,
-                            const std::optional<Tensor>& parameter, double factor, double momentum, bool nesterov,
-                            double weight_decay) {
-  Accumulation result{AsArray(op, gradient), {}, {}};
-  result.memory.residual = MemoryData(op, "residual", residual, gradient.numel());
-  result.memory.velocity = velocity ? MemoryData(op, "velocity", *velocity, gradient.numel()) : nullptr;
-  result.params.rule = !velocity  ? AccumulateRule::kResidual
-                       : nesterov ? AccumulateRule::kNesterov
-                                  : AccumulateRule::kMomentum;
-  result.params.factor = static_cast<float>(factor);
-  result.params.momentum = static_cast<float>(momentum);
-  result.params.weight_decay = static_cast<float>(weight_decay);
-  TORCH_CHECK_VALUE(weight_decay == 0 || parameter, "hvd_sparse.", op, ": weight_decay needs the parameter");
-  if (weight_decay == 0) return result;
-  CheckTensor(op, "parameter", *parameter, at::kFloat);
-  TORCH_CHECK_VALUE(parameter->numel() == gradient.numel(), "hvd_sparse.", op, ": parameter must have ",
-                    gradient.numel(), " elements, as many as the gradient; got ", parameter->numel());
-  result.params.parameter = parameter->const_data_ptr<float>();
-  return result;
 }
 
 Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tensor> velocity,

@@ -57,20 +57,14 @@ class ResidualMemory:
 
         What is not finite counts as zero.
         """
-        return bool(ops.accumulate(gradient, *self._destination(), factor=factor, **self._rule()))
+        return bool(ops.accumulate(gradient, *self.destination(), factor=factor, **self.rule()))
 
-    def accumulate_top_k(
-        self, gradient: torch.Tensor, factor: float, k: int, seed: int, threshold_hint: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Do `accumulate`, then select in the residual, as `ops.accumulate_top_k` does."""
-        selection = {"k": k, "seed": seed, "threshold_hint": threshold_hint}
-        return ops.accumulate_top_k(gradient, *self._destination(), factor=factor, **selection, **self._rule())
-
-    def _destination(self) -> tuple[torch.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays."""
+    def destination(self) -> tuple[torch.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
         return self.residual, None, None
 
-    def _rule(self) -> dict:
+    def rule(self) -> dict:
+        """Return how to accumulate, as `ops.accumulate` takes it."""
         return {}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
@@ -91,6 +85,10 @@ class ResidualMemory:
     def _clear_residual(self) -> None:
         if "residual" in self.buffers:
             self.residual.zero_()
+
+    def cleared(self) -> tuple[torch.Tensor, ...]:
+        """Return the buffers that what was sent leaves: the residual first."""
+        return (self.residual,)
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
         """Take out what was sent; `left` is what rounding on the wire kept back, None for nothing."""
@@ -122,11 +120,13 @@ class MomentumMemory(ResidualMemory):
             return 1.0
         return clip_factor(self.algorithm.clip_norm, ranks, _norm(gradient))
 
-    def _destination(self) -> tuple[torch.Tensor | None, ...]:
+    def destination(self) -> tuple[torch.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays."""
         decays = self.algorithm.weight_decay != 0.0
         return self.residual, self.velocity, _flat(self.parameter).contiguous() if decays else None
 
-    def _rule(self) -> dict:
+    def rule(self) -> dict:
+        """Return momentum, nesterov and weight_decay."""
         names = ("momentum", "nesterov", "weight_decay")
         return {name: getattr(self.algorithm, name) for name in names}
 
@@ -142,8 +142,8 @@ class MomentumMemory(ResidualMemory):
         """
         velocity = self.velocity.clone()
         sent = torch.zeros_like(velocity)
-        parameter = self._destination()[-1]
-        ops.accumulate(gradient, sent, velocity, parameter, factor=factor, **self._rule())
+        parameter = self.destination()[-1]
+        ops.accumulate(gradient, sent, velocity, parameter, factor=factor, **self.rule())
         if "residual" in self.buffers:
             sent.add_(self.residual)
 
@@ -153,6 +153,10 @@ class MomentumMemory(ResidualMemory):
             self._clear_residual()
 
         return sent.view(gradient.shape), commit
+
+    def cleared(self) -> tuple[torch.Tensor, ...]:
+        """Return residual, and the velocity if it is masked."""
+        return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
         """Take out what was sent, and its momentum with it (momentum factor masking, section 3.3)."""

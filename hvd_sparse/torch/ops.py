@@ -200,6 +200,68 @@ def quantize(
     return _ops.quantize(values, value_dtype, centre, indices, segments)
 
 
+def accumulate_bucket(
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    velocities: Sequence[torch.Tensor] = (),
+    parameters: Sequence[torch.Tensor] = (),
+    *,
+    factors: Sequence[float],
+    ks: Sequence[int],
+    hints: Sequence[float],
+    out: torch.Tensor,
+    offsets: Sequence[int],
+    segments: Sequence[torch.Tensor | None],
+    seed: int = 0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    centre: str = "mean",
+) -> torch.Tensor:
+    """Do `accumulate_top_k`, `quantize` and `pack` for the tensors of a bucket, one list entry each.
+
+    Payload i goes to out[offsets[i]:], uint8. Velocities and parameters are as many as gradients, or none. Returns
+    float64[members, 3]: threshold, how many elements reached the hint, and 1.0 if the gradient was finite, else 0.0.
+    """
+    rule = (momentum, nesterov, weight_decay)
+    form = (coding, value_dtype, centre, segments)
+    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
+    return _ops.accumulate_bucket(*lists, *rule, ks, _signed(seed), hints, out, offsets, *form)
+
+
+def clear_bucket(
+    message: torch.Tensor,
+    offsets: Sequence[int],
+    ks: Sequence[int],
+    residuals: Sequence[torch.Tensor],
+    velocities: Sequence[torch.Tensor] = (),
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
+
+    Nothing is left of float32 values; of others, what rounding kept back.
+    """
+    _ops.clear_bucket(message, offsets, ks, list(residuals), list(velocities), coding, value_dtype, segments)
+
+
+def reduce_bucket(
+    gathered: torch.Tensor,
+    offsets: Sequence[int],
+    ks: Sequence[int],
+    outs: Sequence[torch.Tensor],
+    scale: float = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Do `reduce_payloads` for the tensors of a bucket: outs[i], float32[n], from gathered[:, offsets[i]:]."""
+    _ops.reduce_bucket(gathered, offsets, ks, list(outs), scale, coding, value_dtype, segments)
+
+
 def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Make a tensor of this shape where `values` is."""
     return values.new_empty(shape, dtype=dtype or values.dtype)
@@ -267,6 +329,18 @@ def _register_wire_fakes() -> None:
 
     @fake("hvd_sparse::reduce_payloads")
     def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
+        return None
+
+    @fake("hvd_sparse::accumulate_bucket")
+    def _(gradients, *arguments):
+        return gradients[0].new_empty((len(gradients), 3), dtype=torch.float64)
+
+    @fake("hvd_sparse::clear_bucket")
+    def _(message, *arguments):
+        return None
+
+    @fake("hvd_sparse::reduce_bucket")
+    def _(gathered, *arguments):
         return None
 
     @fake("hvd_sparse::quantize")

@@ -33,10 +33,10 @@ class Entry:
     frozen: bool  # the parameter does not train at present: it sends nothing and keeps its memory
     finite: bool = True  # known once the gradient has been read
     carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
-    indices: torch.Tensor | None = None  # what was selected of it
+    indices: torch.Tensor | None = None  # what was selected of it, where the count varies
     left: torch.Tensor | None = None  # what rounding on the wire kept back there
     commit: Callable[[], None] | None = None  # what becomes of the memory of a tensor that travels dense
-    packed: torch.Tensor | None = None  # its payload, until there is a message to put it into
+    packed: torch.Tensor | None = None  # its payload, where its size varies
 
 
 @dataclass
@@ -198,15 +198,6 @@ class Scope(abc.ABC):
         threshold, passed = info.tolist()
         hint.update(k, threshold, int(passed))
         return indices, values
-
-    def _accumulate_and_select(self, entry: Entry, factor: float, k: int, hint: ThresholdHint) -> Selection:
-        """Bring a gradient into its memory and select there; tell the entry whether the gradient was finite."""
-        memory = self.memories[entry.name]
-        indices, values, info = memory.accumulate_top_k(entry.gradient, factor, k, self.seed, hint.value(k))
-        threshold, passed, finite = info.tolist()
-        hint.update(k, threshold, int(passed))
-        entry.finite = bool(finite)
-        return self._quantized(indices, values, (entry.name,))
 
     def _quantized(self, indices: torch.Tensor, values: torch.Tensor, names: tuple[str, ...]) -> Selection:
         """Return a selection in tensors, laid out one after the other, with its values as they travel."""

@@ -1,4 +1,7 @@
-"""scope="tensor": a selection in each tensor during backward, payloads in buckets."""
+"""scope="tensor": a selection in each tensor during backward, payloads in buckets.
+
+A bucket is worked on as a whole, when its last member's gradient is there: one call into the core for all of them.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +13,7 @@ from hvd_sparse.centres import columns_of
 from hvd_sparse.threshold import ThresholdHint, make_threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.scope import Entry, Scope, Selection
+from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.wire import top_k_count
 
 
@@ -19,12 +22,12 @@ class Message:
     """A bucket on its way."""
 
     bucket: Bucket
-    buffer: torch.Tensor | None = None  # where the payloads have equal sizes on all ranks
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # the payloads where they have not
+    buffer: torch.Tensor  # its payloads
     missing: set[str] = field(default_factory=set)
     started: bool = False
     pending: Pending | None = None
-    places: torch.Tensor | None = None  # where the payloads are in what was gathered
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # the reduced gradients, once it has arrived
+    scale: float = 1.0  # that they were reduced with
 
 
 class Payload(NamedTuple):
@@ -60,89 +63,92 @@ class TensorScope(Scope):
         for message in self._plan:
             message.missing = set(message.bucket.offsets)
             message.started = False
-            message.places = None
+            message.sums = {}
+
+    def end(self) -> None:
+        """End a step that is complete."""
+        super().end()
+        for message in self._message_of.values():
+            message.sums = {}
+
+    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Take a tensor's sum out of its bucket's; the first one to ask clears the memory of what was sent."""
+        if not entry.carries_token:
+            if entry.commit is not None:
+                entry.commit()
+            return carried
+        message = self._message_of[entry.name]
+        if entry.name not in message.sums:
+            with self.traffic.timed("exchange"):
+                gathered = message.pending.wait()
+            self._clear(message)
+            self._decode(message, gathered, scale)
+        if scale != message.scale:
+            raise ValueError(
+                f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
+                f"{message.scale}: reduce all gradients of an optimizer alike"
+            )
+        return message.sums[entry.name]
+
+    def _take(self, entry: Entry) -> torch.Tensor:
+        if self.is_dense(entry.name):
+            return self._take_dense(entry)
+        self._prepare(entry)
+        message = self._message_of.get(entry.name)
+        if message is not None:
+            message.missing.discard(entry.name)
+            if not message.missing:
+                self._start(message)
+        return self.token()
+
+    def _take_dense(self, entry: Entry) -> torch.Tensor:
+        memory = self.memories[entry.name]
+        entry.carries_token = False
+        self.traffic.count(sent=entry.gradient.numel())
+        if entry.finite and not entry.frozen:
+            factor = memory.clip_factor(entry.gradient, self.exchange.size())
+            carried, entry.commit = memory.take_all(entry.gradient, factor)
+            return carried
+        return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
+
+    def _seal(self) -> None:
+        """Start the buckets that miss a member."""
+        self._sealed = True
+        if not self.expected:
+            return
+        for message in self._plan:
+            if not message.started:
+                self._start(message)
+        self._vote("vote", [self.entries[name] for name in self.expected if name in self.entries])
 
     def _finish(self) -> None:
-        """Start the buckets that miss a member, and the late ones."""
+        """Start the late buckets, too."""
         if not self._sealed:
             self._seal()
         late = self._late()
         if not late:
             return
-        for message in self._messages([entry.name for entry in late if entry.packed is not None], "late"):
-            for name in message.bucket.offsets:
-                self._insert(message, name, self.entries[name].packed)
-                self._message_of[name] = message
+        for message in self._messages([entry.name for entry in late if entry.carries_token], "late"):
+            self._message_of.update(dict.fromkeys(message.bucket.offsets, message))
             self._start(message)
         self._vote("late.vote", late)
 
-    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
-        """Decode a bucket's member; clear the memory of what was sent."""
-        if not entry.carries_token:
-            if entry.commit is not None:
-                entry.commit()
-            return carried
-        if entry.indices is not None:
-            self.memories[entry.name].clear(entry.indices, entry.left)
-        message = self._message_of[entry.name]
-        with self.traffic.timed("exchange"):
-            gathered = message.pending.wait()
-        n = entry.gradient.numel()
-        # Horovod's own place for the result is the gradient that it passed; other types need one of ours.
-        in_place = entry.gradient.dtype == torch.float32 and entry.gradient.is_contiguous()
-        out = entry.gradient.view(-1) if in_place else torch.empty(n)
-        self._decode(message, gathered, entry.name, out, scale)
-        return out
-
-    def _take(self, entry: Entry) -> torch.Tensor:
-        memory = self.memories[entry.name]
-        factor = 1.0 if entry.frozen else memory.clip_factor(entry.gradient, self.exchange.size())
-        if self.is_dense(entry.name):
-            entry.carries_token = False
-            self.traffic.count(sent=entry.gradient.numel())
-            if entry.finite and not entry.frozen:
-                carried, entry.commit = memory.take_all(entry.gradient, factor)
-                return carried
-            return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
-        selection = None if entry.frozen else self._choose(entry, factor)
-        if selection is not None:
-            entry.indices, entry.left = selection.indices, selection.left
-        message = self._message_of.get(entry.name)
-        packed = self._packed(entry.name, selection, message)
-        if message is None:
-            entry.packed = packed
-            return self.token()
-        message.missing.discard(entry.name)
-        if not message.missing:
-            self._start(message)
-        return self.token()
-
-    def _seal(self) -> None:
-        self._sealed = True
-        if not self.expected:
-            return
-        for message in self._plan:
-            for name in message.missing:
-                self._packed(name, None, message)
-            if not message.started:
-                self._start(message)
-        self._vote("vote", [self.entries[name] for name in self.expected if name in self.entries])
-
     def _start(self, message: Message) -> None:
-        buffer = self._joined(message)
+        self._fill(message)
 
         def start() -> Pending:
             """Start the allgather, once it is known that all take part."""
-            message.pending = self.exchange.allgather(message.bucket.name, buffer)
+            message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
             return message.pending
 
         message.started = True
         self._deferred.append(start)
-        self.traffic.count(payload_bytes=buffer.numel())
+        self.traffic.count(payload_bytes=message.buffer.numel())
 
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
         sizes = {name: self._payload(name).size for name in names}
-        return [self._message(bucket) for bucket in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)]
+        buckets = plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)
+        return [Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8)) for bucket in buckets]
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
@@ -151,33 +157,81 @@ class TensorScope(Scope):
             self._payloads[name] = Payload(n, k, segments, self._payload_size(n, k, segments))
         return self._payloads[name]
 
-    def _choose(self, entry: Entry, factor: float) -> Selection:
-        """Bring a gradient into its memory, and select there."""
-        return self._accumulate_and_select(entry, factor, self._payload(entry.name).k, self._hints[entry.name])
+    def _prepare(self, entry: Entry) -> None:
+        """Do what need not wait for the other members of the bucket."""
 
-    def _message(self, bucket: Bucket) -> Message:
-        return Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8))
+    def _fill(self, message: Message) -> None:
+        """Accumulate and select in the members of a bucket; write their payloads, those of nothing for the others."""
+        entries = self._present(message)
+        for name in message.bucket.offsets:
+            if name not in entries:
+                payload = self._payload(name)
+                out = message.buffer.narrow(0, message.bucket.offsets[name], payload.size)
+                self._pack(None, payload.n, payload.k, out, payload.segments)
+        if not entries:
+            return
+        payloads = [self._payload(name) for name in entries]
+        hints = [self._hints[name] for name in entries]
+        memories = [self.memories[name] for name in entries]
+        ranks, gradients = self.exchange.size(), [entry.gradient for entry in entries.values()]
+        info = ops.accumulate_bucket(
+            gradients,
+            *(list(filter(_is_there, column)) for column in zip(*(m.destination() for m in memories), strict=True)),
+            factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
+            ks=[payload.k for payload in payloads],
+            hints=[hint.value(payload.k) for hint, payload in zip(hints, payloads, strict=True)],
+            out=message.buffer,
+            seed=self.seed,
+            coding=self.algorithm.coding,
+            value_dtype=self.algorithm.values,
+            centre=self.algorithm.centre,
+            **self._places(message, entries),
+            **memories[0].rule(),
+        )
+        for entry, hint, payload, row in zip(entries.values(), hints, payloads, info.tolist(), strict=True):
+            threshold, passed, finite = row
+            hint.update(payload.k, threshold, int(passed))
+            entry.finite = bool(finite)
+        self.traffic.count(sent=sum(payload.k for payload in payloads))
 
-    def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
-        """Return the payload of a selection, in the message if there is one."""
-        n, k, segments, size = self._payload(name)
-        if message is None:
-            out = torch.empty(size, dtype=torch.uint8)
-        else:
-            out = message.buffer.narrow(0, message.bucket.offsets[name], size)
-        self._pack(selection, n, k, out, segments)
-        return out
+    def _clear(self, message: Message) -> None:
+        """Take what was sent out of the memories."""
+        entries = self._present(message)
+        memories = [self.memories[name] for name in entries]
+        cleared = [memory.cleared() for memory in memories]
+        ops.clear_bucket(
+            message.buffer,
+            ks=[self._payload(name).k for name in entries],
+            residuals=[buffers[0] for buffers in cleared],
+            velocities=[velocity for buffers in cleared for velocity in buffers[1:]],
+            coding=self.algorithm.coding,
+            value_dtype=self.algorithm.values,
+            **self._places(message, entries),
+        )
 
-    def _insert(self, message: Message, name: str, packed: torch.Tensor) -> None:
-        message.buffer.narrow(0, message.bucket.offsets[name], packed.numel()).copy_(packed)
+    def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
+        """Sum the payloads of all ranks for all members that have a gradient here."""
+        members = [name for name in message.bucket.offsets if name in self.entries]
+        message.sums = {name: _place_of(self.entries[name].gradient) for name in members}
+        message.scale = scale
+        ops.reduce_bucket(
+            gathered.view(self.exchange.size(), -1),
+            ks=[self._payload(name).k for name in members],
+            outs=list(message.sums.values()),
+            scale=scale,
+            coding=self.algorithm.coding,
+            value_dtype=self.algorithm.values,
+            **self._places(message, members),
+        )
 
-    def _joined(self, message: Message) -> torch.Tensor:
-        return message.buffer
+    def _present(self, message: Message) -> dict[str, Entry]:
+        """Return the members of a bucket that take part in this step."""
+        members = {name: self.entries[name] for name in message.bucket.offsets if name in self.entries}
+        return {name: entry for name, entry in members.items() if not entry.frozen}
 
-    def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
-        payload = self._payload(name)
-        place = (message.bucket.offsets[name], payload.n, payload.k)
-        self._reduce(gathered, *place, out, scale, payload.segments)
+    def _places(self, message: Message, names) -> dict[str, list]:
+        offsets = [message.bucket.offsets[name] for name in names]
+        return {"offsets": offsets, "segments": [self._payload(name).segments for name in names]}
 
 
 class VaryingScope(TensorScope):
@@ -190,39 +244,55 @@ class VaryingScope(TensorScope):
             name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
         }
 
-    def _choose(self, entry: Entry, factor: float) -> Selection:
+    def _prepare(self, entry: Entry) -> None:
+        """Accumulate, select what reaches the threshold, and pack it."""
+        if entry.frozen:
+            return
         memory, k = self.memories[entry.name], self._payload(entry.name).k
-        entry.finite = memory.accumulate(entry.gradient, factor)
+        entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
         threshold = self.thresholds[entry.name]
         indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
         threshold.learn(k, len(indices))
-        return self._quantized(indices, values, (entry.name,))
+        selection = self._quantized(indices, values, (entry.name,))
+        entry.indices, entry.left = selection.indices, selection.left
+        entry.packed = self._packed(entry.name, selection)
 
-    def _message(self, bucket: Bucket) -> Message:
-        return Message(bucket)
-
-    def _packed(self, name: str, selection: Selection | None, message: Message | None) -> torch.Tensor:
+    def _packed(self, name: str, selection) -> torch.Tensor:
         n, segments = self.parameters[name].numel(), self._segments_of((name,))
         k = 1 if selection is None else max(1, selection.indices.numel())
         out = torch.empty(self._payload_size(n, k, segments), dtype=torch.uint8)
         self._pack(selection, n, k, out, segments)
-        if message is not None:
-            message.parts[name] = out
         return out
 
-    def _insert(self, message: Message, name: str, packed: torch.Tensor) -> None:
-        message.parts[name] = packed
+    def _fill(self, message: Message) -> None:
+        entries = self._present(message)
+        message.buffer = torch.cat(
+            [entries[name].packed if name in entries else self._packed(name, None) for name in message.bucket.offsets]
+        )
 
-    def _joined(self, message: Message) -> torch.Tensor:
-        return torch.cat([message.parts[name] for name in message.bucket.offsets])
+    def _clear(self, message: Message) -> None:
+        for name, entry in self._present(message).items():
+            self.memories[name].clear(entry.indices, entry.left)
 
-    def _decode(self, message: Message, gathered: torch.Tensor, name: str, out: torch.Tensor, scale: float) -> None:
+    def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
         form = (self.algorithm.coding, self.algorithm.values)
         members = list(message.bucket.offsets)
-        if message.places is None:
-            parameters = [self.parameters[member] for member in members]
-            sizes = [parameter.numel() for parameter in parameters]
-            columns = [columns_of(parameter.shape, self.algorithm) for parameter in parameters]
-            message.places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
-        places = message.places[:, :, members.index(name)].contiguous()
-        ops.reduce_located(gathered, places, out.numel(), out, scale, *form, self._segments_of((name,)))
+        sizes = [self.parameters[member].numel() for member in members]
+        columns = [columns_of(self.parameters[member].shape, self.algorithm) for member in members]
+        places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
+        message.sums, message.scale = {}, scale
+        for position, name in enumerate(members):
+            if name in self.entries:
+                out = message.sums[name] = _place_of(self.entries[name].gradient)
+                place = places[:, :, position].contiguous()
+                ops.reduce_located(gathered, place, out.numel(), out, scale, *form, self._segments_of((name,)))
+
+
+def _place_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return where the sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
+    in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
+    return gradient.view(-1) if in_place else torch.empty(gradient.numel())
+
+
+def _is_there(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None

@@ -8,6 +8,14 @@
 
 namespace hvd_sparse {
 
+// Those that any number of entries may have.
+constexpr Coding kCodings[] = {Coding::kRunLength, Coding::kEliasFano, Coding::kBitmap, Coding::kAuto};
+
+inline const char* Name(Coding coding) {
+  static const char* const kNames[] = {"run_length", "dense", "elias_fano", "bitmap"};
+  return coding == Coding::kAuto ? "auto" : kNames[static_cast<size_t>(coding)];
+}
+
 // k of n, ascending, each subset as likely as any other.
 inline std::vector<int64_t> ChooseIndices(int64_t n, int64_t k, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -114,7 +122,7 @@ inline void AddHeaderLies(const Content& truth, std::vector<Lie>* lies) {
     patch("n", kElementsAt, wrong, 8);
   }
   for (const uint64_t dtype : {1, 2, 3, 4, 255}) patch("dtype", kDTypeAt, dtype, 1);
-  for (const uint64_t coding : {1, 2, 255}) patch("coding", kCodingAt, coding, 1);
+  for (const uint64_t coding : {1, 2, 3, 4, 255}) patch("coding", kCodingAt, coding, 1);
   for (const uint64_t version : {0, 2, 255}) patch("version", 4, version, 1);
   for (const uint64_t magic : {0x53445649, 0, 0x48564453}) patch("magic", 0, magic, 4);
   for (int bit = 0; bit < 8; ++bit) patch("reserved", kZeroAt, uint64_t{1} << bit, 1);
@@ -175,12 +183,66 @@ inline void AddBitmapLies(std::vector<Lie>* lies) {
   add("the largest counts", 7, 65535, 65535, 65535);
 }
 
+// Of k = 5 of 1000: 7 low bits each in 5 bytes, of which 35 bits are used, then 12 bits in 2 bytes.
+inline void AddEliasFanoLies(std::vector<Lie>* lies) {
+  const PayloadFormat format{1000, 5, Coding::kEliasFano, DType::kFloat32};
+  const Content truth = MakeContent(format, {3, 130, 131, 600, 999}, 1);  // low bits 3, 2, 3, 88, 103; 0, 1, 1, 4, 7
+  const auto add = [&](const char* name, uint64_t upper, const std::vector<uint64_t>& low) {
+    Bytes bytes = BuildPayload(format, truth);
+    uint64_t lower = 0;
+    for (size_t j = 0; j < 5; ++j) lower |= low[j] << 7 * j;
+    WriteNumber(&bytes, kCountsAt, lower, 5);
+    WriteNumber(&bytes, kCountsAt + 5, upper, 2);
+    Seal(&bytes);
+    lies->push_back({std::string("Elias-Fano, ") + name, format, bytes});
+  };
+  const std::vector<uint64_t> low{3, 2, 3, 88, 103};
+  add("no bits", 0, low);
+  add("all bits", 0xffff, low);
+  add("a bit too many", 0x88f, low);
+  add("a bit too few", 0x88c, low);
+  add("a bit moved to the padding", 0x108d, low);
+  add("a bit more, in the padding", 0x188d, low);
+  add("the last bit of the padding", 0x888d, low);
+  add("twice the same", 0x88d, {3, 3, 3, 88, 103});
+  add("falling", 0x88d, {3, 3, 2, 88, 103});
+  add("element n", 0x88d, {3, 2, 3, 88, 104});
+  add("the last that there could be", 0x88d, {3, 2, 3, 88, 127});
+  Bytes bytes = BuildPayload(format, truth);
+  WriteNumber(&bytes, kEntriesAt, 0, 8);
+  Seal(&bytes);
+  lies->push_back({"Elias-Fano, positions but no entries", format, bytes});
+}
+
+// Of k = 3 of 13: two bytes, of which three bits are padding.
+inline void AddPlainBitmapLies(std::vector<Lie>* lies) {
+  const PayloadFormat format{13, 3, Coding::kBitmap, DType::kFloat32};
+  const auto add = [&](const char* name, uint64_t bits, uint64_t entries) {
+    Bytes bytes = BuildPayload(format, MakeContent(format, {1, 4, 12}, 1));  // 0x1012
+    WriteNumber(&bytes, kCountsAt, bits, 2);
+    WriteNumber(&bytes, kEntriesAt, entries, 8);
+    Seal(&bytes);
+    lies->push_back({std::string("bitmap, ") + name, format, bytes});
+  };
+  add("no bits", 0, 3);
+  add("all bits", 0xffff, 3);
+  add("all elements", 0x1fff, 3);
+  add("a bit too many", 0x1013, 3);
+  add("a bit too few", 0x1010, 3);
+  add("a bit moved to the padding", 0x2012, 3);
+  add("a bit more, in the padding", 0x9012, 3);
+  add("positions but no entries", 0x1012, 0);
+  add("padding but no entries", 0x8000, 0);
+}
+
 // All of these must be refused; their checksums are right.
 inline std::vector<Lie> AllLies() {
   std::vector<Lie> lies;
   AddHeaderLies(MakeContent(kLiar, ChooseIndices(kLiar.n, kLiar.k, 1), 1), &lies);
   AddCountAndRunLies(&lies);
   AddBitmapLies(&lies);
+  AddEliasFanoLies(&lies);
+  AddPlainBitmapLies(&lies);
   return lies;
 }
 

@@ -109,7 +109,7 @@ TEST(MatchesASumInRankOrder) {
 
 TEST(SumsLowBitAndDensePayloads) {
   for (const DType dtype : {DType::kFloat32, DType::kInt2, DType::kInt1}) {
-    for (const Coding coding : {Coding::kRunLength, Coding::kDense}) {
+    for (const Coding coding : {Coding::kRunLength, Coding::kDense, Coding::kEliasFano, Coding::kBitmap}) {
       for (const int64_t n : {1, 100, 65537, 140000}) {
         const int64_t k = coding == Coding::kDense ? n : (n + 2) / 3;
         for (const Segments& segments : {Segments{}, Segments{{0, (n + 6) / 7}}, Segments{{0, 1}, {n / 2, 1}}}) {
@@ -125,6 +125,25 @@ TEST(SumsLowBitAndDensePayloads) {
                                     ", k = " + std::to_string(k) + ", " + std::to_string(segments.size()) + " segments";
           CheckSum(format, gathered, 1.0f / 3.0f, where);
         }
+      }
+    }
+  }
+}
+
+TEST(SumsEveryCoding) {
+  for (const Coding coding : kCodings) {
+    for (const int64_t n : {1, 2, 100, 65536, 65537, 3 * 65536 + 77}) {
+      for (const int64_t k : {int64_t{1}, n / 50, n - 1, n}) {
+        if (k < 1) continue;
+        const PayloadFormat format{n, k, coding, k == 1 ? DType::kFloat64 : DType::kFloat16};
+        Gathered gathered;
+        for (uint64_t rank = 0; rank < 3; ++rank) {  // the second contributes nothing
+          const auto indices = rank == 1 ? std::vector<int64_t>{} : ChooseIndices(n, k, rank);
+          gathered.payloads.push_back(BuildPayload(format, MakeContent(format, indices, rank)));
+        }
+        gathered.gap = 13;
+        CheckSum(format, gathered, 1.0f / 3.0f,
+                 std::string(Name(coding)) + ", n = " + std::to_string(n) + ", k = " + std::to_string(k));
       }
     }
   }
@@ -212,7 +231,13 @@ const std::vector<PayloadFormat> kSmallOnes{kSmall,
                                             {700, 9, Coding::kRunLength, DType::kInt2, {{0, 3}, {300, 90}}},
                                             {700, 9, Coding::kRunLength, DType::kInt1, {{0, 3}}},
                                             {9, 9, Coding::kDense, DType::kInt2, {{0, 2}}},
-                                            {9, 9, Coding::kDense, DType::kInt1, {{0, 3}}}};
+                                            {9, 9, Coding::kDense, DType::kInt1, {{0, 3}}},
+                                            {700, 9, Coding::kEliasFano, DType::kFloat16},
+                                            {700, 9, Coding::kEliasFano, DType::kInt2, {{0, 3}, {300, 90}}},
+                                            {300, 9, Coding::kBitmap, DType::kFloat16},
+                                            {300, 9, Coding::kBitmap, DType::kInt1, {{0, 3}}},
+                                            {700, 9, Coding::kAuto, DType::kBFloat16},
+                                            {30, 13, Coding::kAuto, DType::kFloat32}};
 
 Bytes SmallPayload(const PayloadFormat& format = kSmall) {
   return BuildPayload(format, MakeContent(format, ChooseIndices(format.n, format.k, 5), 5));
@@ -291,10 +316,11 @@ TEST(LiesUnderARightChecksumAreRefused) {
 }
 
 TEST(OtherFormatsAreRefused) {
-  const PayloadFormat others[] = {{kSmall.n + 1, 9, Coding::kRunLength, DType::kFloat16},
-                                  {kSmall.n - 1, 9, Coding::kRunLength, DType::kFloat16},
-                                  {kSmall.n, 9, Coding::kRunLength, DType::kBFloat16},
-                                  {kSmall.n, 10, Coding::kRunLength, DType::kFloat16}};
+  const PayloadFormat others[] = {
+      {kSmall.n + 1, 9, Coding::kRunLength, DType::kFloat16}, {kSmall.n - 1, 9, Coding::kRunLength, DType::kFloat16},
+      {kSmall.n, 9, Coding::kRunLength, DType::kBFloat16},    {kSmall.n, 10, Coding::kRunLength, DType::kFloat16},
+      {kSmall.n, 9, Coding::kEliasFano, DType::kFloat16},     {kSmall.n, 9, Coding::kBitmap, DType::kFloat16},
+      {kSmall.n, 9, Coding::kAuto, DType::kFloat16}};
   for (const PayloadFormat& other : others) {
     Bytes bytes = BuildPayload(other, MakeContent(other, ChooseIndices(other.n, other.k, 5), 5));
     bytes.resize(PartsOf(kSmall).end);

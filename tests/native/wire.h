@@ -1,5 +1,5 @@
-// The wire format a second time, byte by byte from the comments in payload.h and low_bit.h, without a line of their
-// .cc.
+// The wire format a second time, byte by byte from the comments in payload.h, low_bit.h, positions.h and elias_fano.h,
+// without a line of their .cc.
 #pragma once
 
 #include <algorithm>
@@ -152,20 +152,111 @@ inline std::vector<uint64_t> ParseLowBit(DType dtype, const std::vector<int64_t>
   return values;
 }
 
+// Of all numbers of low bits the fewest that make k * low + ((n - 1) >> low) + k least.
+inline uint64_t LowBitsOf(uint64_t n, uint64_t k) {
+  uint64_t best = 0;
+  for (uint64_t low = 0; low < 60; ++low) {
+    if (k * low + ((n - 1) >> low) + k < k * best + ((n - 1) >> best) + k) best = low;
+  }
+  return best;
+}
+
+inline size_t LowerSize(size_t n, size_t k) { return (k * LowBitsOf(n, k) + 7) / 8; }
+inline size_t UpperBits(size_t n, size_t k) { return ((n - 1) >> LowBitsOf(n, k)) + k; }
+
+// Of positions in one of the codings that have names of their own.
+inline size_t PlacesSize(Coding coding, size_t n, size_t k) {
+  const size_t blocks = n / 65536 + (n % 65536 != 0 ? 1 : 0);
+  if (coding == Coding::kEliasFano) return LowerSize(n, k) + (UpperBits(n, k) + 7) / 8;
+  if (coding == Coding::kBitmap) return (n + 7) / 8;
+  return coding == Coding::kDense ? 0 : RoundUp(2 * blocks + (k >= 65536 ? (blocks + 7) / 8 : 0), 2) + 2 * k;
+}
+
+// What a header says: never kAuto.
+inline Coding CodingOf(const PayloadFormat& format) {
+  const auto size = [&](Coding coding) {
+    return PlacesSize(coding, static_cast<size_t>(format.n), static_cast<size_t>(format.k));
+  };
+  if (format.coding != Coding::kAuto) return format.coding;
+  if (format.k == format.n) return Coding::kDense;
+  const size_t least = std::min({size(Coding::kBitmap), size(Coding::kEliasFano), size(Coding::kRunLength)});
+  if (size(Coding::kBitmap) == least) return Coding::kBitmap;
+  return size(Coding::kEliasFano) == least ? Coding::kEliasFano : Coding::kRunLength;
+}
+
 inline Parts PartsOf(const PayloadFormat& format) {
   const auto n = static_cast<size_t>(format.n), k = static_cast<size_t>(format.k);
   const size_t levels = LevelsOf(format.dtype);
   const size_t width = levels > 0 ? 4 : static_cast<size_t>(ItemSize(format.dtype));
-  const size_t blocks = n / 65536 + (n % 65536 != 0 ? 1 : 0);
-  Parts parts{kCountsAt, kCountsAt, kCountsAt, 0};
-  if (format.coding == Coding::kRunLength) {
+  const Coding coding = CodingOf(format);
+  Parts parts{kCountsAt, kCountsAt, 0, 0};
+  if (coding == Coding::kRunLength) {
+    const size_t blocks = n / 65536 + (n % 65536 != 0 ? 1 : 0);
     parts.bitmap = kCountsAt + 2 * blocks;
     parts.runs = RoundUp(parts.bitmap + (k >= 65536 ? RoundUp(blocks, 8) / 8 : 0), 2);
-    parts.values = RoundUp(parts.runs + 2 * k, width);
   }
+  parts.values = RoundUp(kCountsAt + PlacesSize(coding, n, k), std::max<size_t>(1, width));
   const size_t low_bit = CentresSize(format.dtype, k, format.segments) + RoundUp(levels * k, 8) / 8;
   parts.end = RoundUp(parts.values + (levels > 0 ? low_bit : width * k), 8);
   return parts;
+}
+
+inline Bytes PackBits(const std::vector<bool>& bits) {
+  Bytes bytes((bits.size() + 7) / 8);
+  for (size_t i = 0; i < bits.size(); ++i) bytes[i / 8] |= static_cast<uint8_t>((bits[i] ? 1u : 0u) << i % 8);
+  return bytes;
+}
+
+inline bool BitAt(const Bytes& bytes, size_t at, size_t bit) { return (bytes[at + bit / 8] >> bit % 8 & 1) != 0; }
+
+// The low bits of each one after the other; then in unary by how much the rest grows, and a bit that is set.
+inline Bytes BuildEliasFano(int64_t n, const std::vector<int64_t>& indices) {
+  const uint64_t low = LowBitsOf(static_cast<uint64_t>(n), indices.size()), last = static_cast<uint64_t>(n - 1) >> low;
+  std::vector<bool> lower, upper;
+  uint64_t rest = 0;
+  for (const int64_t index : indices) {
+    for (uint64_t bit = 0; bit < low; ++bit) lower.push_back((index >> bit & 1) != 0);
+    for (; rest < static_cast<uint64_t>(index) >> low; ++rest) upper.push_back(false);
+    upper.push_back(true);
+  }
+  for (; rest < last; ++rest) upper.push_back(false);
+  Bytes bytes = PackBits(lower);
+  const Bytes tail = PackBits(upper);
+  bytes.insert(bytes.end(), tail.begin(), tail.end());
+  return bytes;
+}
+
+// What `bytes` from `at` on spell, in any order; false unless there are k. Padding behind the low bits may be anything.
+inline bool ParseEliasFano(int64_t n, int64_t k, const Bytes& bytes, size_t at, std::vector<int64_t>* indices) {
+  const auto many = static_cast<size_t>(k), size = static_cast<size_t>(n), low = size_t{LowBitsOf(size, many)};
+  const size_t upper = at + LowerSize(size, many), bits = UpperBits(size, many);
+  int64_t rest = 0;
+  for (size_t bit = 0; bit < RoundUp(bits, 8); ++bit) {
+    if (!BitAt(bytes, upper, bit)) {
+      ++rest;
+      continue;
+    }
+    if (bit >= bits || indices->size() == many) return false;
+    int64_t index = rest;
+    for (size_t i = low; i-- > 0;) index = 2 * index + (BitAt(bytes, at, indices->size() * low + i) ? 1 : 0);
+    indices->push_back(index);
+  }
+  return indices->size() == many;
+}
+
+inline Bytes BuildBitmap(int64_t n, const std::vector<int64_t>& indices) {
+  std::vector<bool> bits(static_cast<size_t>(n));
+  for (const int64_t index : indices) bits[static_cast<size_t>(index)] = true;
+  return PackBits(bits);
+}
+
+inline bool ParseBitmap(int64_t n, int64_t k, const Bytes& bytes, size_t at, std::vector<int64_t>* indices) {
+  for (int64_t i = 0; i < (n + 7) / 8 * 8; ++i) {
+    if (!BitAt(bytes, at, static_cast<size_t>(i))) continue;
+    if (i >= n || static_cast<int64_t>(indices->size()) == k) return false;
+    indices->push_back(i);
+  }
+  return static_cast<int64_t>(indices->size()) == k;
 }
 
 // Where the entries of counts and runs are, true or not.
@@ -182,7 +273,7 @@ inline std::vector<int64_t> PlacesOf(const Content& content) {
 }
 
 inline Bytes StartOf(const PayloadFormat& format) {
-  return {'H', 'V', 'D', 'S', 1, static_cast<uint8_t>(format.coding), static_cast<uint8_t>(format.dtype), 0};
+  return {'H', 'V', 'D', 'S', 1, static_cast<uint8_t>(CodingOf(format)), static_cast<uint8_t>(format.dtype), 0};
 }
 
 inline Bytes BuildPayload(const PayloadFormat& format, const Content& content) {
@@ -191,13 +282,18 @@ inline Bytes BuildPayload(const PayloadFormat& format, const Content& content) {
   AppendNumber(&bytes, static_cast<uint64_t>(format.n), 8);
   AppendNumber(&bytes, content.runs.size(), 8);
   AppendNumber(&bytes, 0, 8);
-  if (format.coding == Coding::kRunLength) {
+  const Coding coding = CodingOf(format);
+  if (coding == Coding::kRunLength) {
     for (const uint32_t count : content.counts) AppendNumber(&bytes, count % 65536, 2);
     bytes.resize(parts.runs);
     for (size_t block = 0; block < content.counts.size() && format.k >= 65536; ++block) {
       if (content.counts[block] == 65536) bytes[parts.bitmap + block / 8] |= static_cast<uint8_t>(1 << block % 8);
     }
     for (const uint16_t run : content.runs) AppendNumber(&bytes, run, 2);
+  } else if (coding != Coding::kDense && !content.runs.empty()) {
+    const bool bitmap = coding == Coding::kBitmap;
+    const Bytes section = (bitmap ? BuildBitmap : BuildEliasFano)(format.n, PlacesOf(content));
+    bytes.insert(bytes.end(), section.begin(), section.end());
   }
   bytes.resize(parts.values);
   if (LevelsOf(format.dtype) > 0) {
@@ -212,13 +308,9 @@ inline Bytes BuildPayload(const PayloadFormat& format, const Content& content) {
 }
 
 // Do counts and runs say where `entries` entries are? Each is placed by hand.
-inline bool ParsePlaces(const PayloadFormat& format, const Bytes& bytes, uint64_t entries,
-                        std::vector<int64_t>* indices) {
+inline bool ParseRunLengths(const PayloadFormat& format, const Bytes& bytes, uint64_t entries,
+                            std::vector<int64_t>* indices) {
   const Parts parts = PartsOf(format);
-  if (format.coding == Coding::kDense) {
-    for (int64_t i = 0; entries > 0 && i < format.n; ++i) indices->push_back(i);
-    return true;
-  }
   for (size_t block = 0; block < (parts.bitmap - kCountsAt) / 2; ++block) {
     uint64_t count = ReadNumber(bytes, kCountsAt + 2 * block, 2);
     const bool full = format.k >= 65536 && (bytes[parts.bitmap + block / 8] >> block % 8 & 1) != 0;
@@ -233,6 +325,28 @@ inline bool ParsePlaces(const PayloadFormat& format, const Bytes& bytes, uint64_
     }
   }
   return indices->size() == entries;
+}
+
+// Do the positions, in whatever coding, say where `entries` entries are?
+inline bool ParsePlaces(const PayloadFormat& format, const Bytes& bytes, uint64_t entries,
+                        std::vector<int64_t>* indices) {
+  const Coding coding = CodingOf(format);
+  if (coding == Coding::kRunLength) return ParseRunLengths(format, bytes, entries, indices);
+  if (entries == 0) {
+    const size_t size = PlacesSize(coding, static_cast<size_t>(format.n), static_cast<size_t>(format.k));
+    return std::count(bytes.begin() + kCountsAt, bytes.begin() + static_cast<long>(kCountsAt + size), 0) ==
+           static_cast<long>(size);
+  }
+  if (coding == Coding::kDense) {
+    for (int64_t i = 0; i < format.n; ++i) indices->push_back(i);
+    return true;
+  }
+  const bool bitmap = coding == Coding::kBitmap;
+  if (!(bitmap ? ParseBitmap : ParseEliasFano)(format.n, format.k, bytes, kCountsAt, indices)) return false;
+  for (size_t j = 0; j < indices->size(); ++j) {
+    if ((*indices)[j] >= format.n || (j > 0 && (*indices)[j] <= (*indices)[j - 1])) return false;
+  }
+  return true;
 }
 
 // Is `bytes` a payload of `format`? Then also where its entries are, and their bits.
