@@ -1,6 +1,7 @@
 """Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors.
 
-Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; those of buckets
+do what others do one by one. Bad arguments
 and damaged payloads raise ValueError. Values may be float32, float64, float16 or bfloat16 and of any shape: they are
 read flattened, in row-major order. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what shares
 the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.

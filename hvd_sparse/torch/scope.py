@@ -89,6 +89,7 @@ class Scope(abc.ABC):
         self._votes = []
         self._sealed = False
         self._deferred = []
+        self._token = torch.tensor([1.0, self.exchange.rank() + 1.0])
         self._presence = self.exchange.allreduce("present", torch.ones(1))
         self._collectives = [self._presence]
         self.traffic.count(payload_bytes=4)
@@ -150,7 +151,7 @@ class Scope(abc.ABC):
 
     def token(self) -> torch.Tensor:
         """Return the token: what becomes of it in Horovod's allreduce tells the reduction that was asked for."""
-        return torch.tensor([1.0, self.exchange.rank() + 1.0])
+        return self._token.clone()
 
     @abc.abstractmethod
     def _take(self, entry: Entry) -> torch.Tensor:

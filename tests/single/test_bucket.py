@@ -1,0 +1,157 @@
+"""The operators of whole buckets: the same as those of single tensors one by one, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_sparse import wire
+from hvd_sparse.torch import ops
+
+SIZES = (1, 7, 1000, 65_537, 70_000)
+RULES = {
+    "residual": {},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01},
+}
+FORMS = {
+    "float32": {},
+    "float16": {"value_dtype": "float16", "coding": "elias_fano"},
+    "int2": {"value_dtype": "int2", "coding": "auto"},
+    "int1": {"value_dtype": "int1", "centre": "min"},
+}
+
+
+class Bucket:
+    """Tensors of all sizes, with memories, and where their payloads go."""
+
+    def __init__(self, rule, form, seed=0, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(seed)
+        self.rule, self.form = rule, form
+        draw = [torch.randn((4, n), generator=generator) for n in SIZES]
+        self.gradients = [one[0].to(dtype) for one in draw]
+        self.residuals = [one[1].clone() for one in draw]
+        self.velocities = [one[2].clone() for one in draw] if rule else []
+        self.parameters = [one[3].clone() for one in draw] if "weight_decay" in rule else []
+        self.ks = [max(1, n // 50) for n in SIZES]
+        self.segments = [torch.tensor([[0, 1 + n // 100]]) if n > 100 else None for n in SIZES]
+        self.segments = self.segments if form.get("value_dtype", "").startswith("int") else [None] * len(SIZES)
+        self.wire = {name: value for name, value in form.items() if name != "centre"}
+        pairs = zip(SIZES, self.ks, self.segments, strict=True)
+        sizes = [ops.payload_size(n, k, **self.wire, segments=segments) for n, k, segments in pairs]
+        self.offsets = np.cumsum([0, *sizes])[:-1].tolist()
+        self.out = torch.full((sum(sizes),), 7, dtype=torch.uint8)
+
+    def accumulate(self, **changes):
+        lists = (self.gradients, self.residuals, self.velocities, self.parameters)
+        options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(SIZES), "seed": 3, "ks": self.ks}
+        options |= {"out": self.out, "offsets": self.offsets, "segments": self.segments} | changes
+        return ops.accumulate_bucket(*lists, **options, **self.rule, **self.form)
+
+    def one_by_one(self):
+        """Return payloads, infos and what is left at the indices, from the operators of single tensors."""
+        payloads, infos, lefts = [], [], []
+        for i, n in enumerate(SIZES):
+            memory = [part[i] if part else None for part in (self.residuals, self.velocities, self.parameters)]
+            choice = {"k": self.ks[i], "seed": 3, "threshold_hint": 2.0, "factor": 0.5}
+            indices, values, info = ops.accumulate_top_k(self.gradients[i], *memory, **choice, **self.rule)
+            dtype, centre = self.form.get("value_dtype", "float32"), self.form.get("centre", "mean")
+            sent = ops.quantize(values, dtype, centre, indices, self.segments[i])
+            size = ops.payload_size(n, self.ks[i], **self.wire, segments=self.segments[i])
+            payload = torch.empty(size, dtype=torch.uint8)
+            ops.pack(indices, sent, n, self.ks[i], payload, **self.wire, segments=self.segments[i])
+            payloads.append(payload)
+            infos.append(info)
+            lefts.append((indices, values - sent))
+        return torch.cat(payloads), torch.stack(infos), lefts
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    return RULES[request.param]
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return FORMS[request.param]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype):
+    bucket, single = Bucket(rule, form, dtype=dtype), Bucket(rule, form, dtype=dtype)
+    info = bucket.accumulate()
+    payloads, infos, lefts = single.one_by_one()
+    assert torch.equal(bucket.out, payloads) and torch.equal(info, infos)
+    for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
+        assert torch.equal(ours, theirs)
+    place = {"offsets": bucket.offsets, "ks": bucket.ks, "segments": bucket.segments}
+    ops.clear_bucket(bucket.out, residuals=bucket.residuals, velocities=bucket.velocities, **place, **bucket.wire)
+    for i, (indices, left) in enumerate(lefts):
+        assert torch.equal(bucket.residuals[i], single.residuals[i].index_copy(0, indices, left))
+        if rule:
+            assert torch.equal(bucket.velocities[i], single.velocities[i].index_fill(0, indices, 0.0))
+    gathered = torch.stack([bucket.out, bucket.out])
+    outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
+    ops.reduce_bucket(gathered, outs=outs, scale=0.5, **place, **bucket.wire)
+    for i, n in enumerate(SIZES):
+        where = (bucket.offsets[i], n, bucket.ks[i], expected[i], 0.5)
+        ops.reduce_payloads(gathered, *where, **bucket.wire, segments=bucket.segments[i])
+        assert torch.equal(outs[i], expected[i])
+
+
+def test_what_is_not_finite_is_told_of_its_tensor():
+    bucket = Bucket({}, {})
+    bucket.gradients[2][5] = float("nan")
+    assert bucket.accumulate()[:, 2].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert all(bool(torch.isfinite(residual).all()) for residual in bucket.residuals)
+
+
+def test_an_empty_contribution_clears_nothing():
+    residual, message = torch.ones(50), torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
+    ops.pack(torch.empty(0, dtype=torch.int64), torch.empty(0), 50, 3, message)
+    ops.clear_bucket(message, [0], [3], [residual], segments=[None])
+    assert residual.sum() == 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ks": [1, 1]}, "every list must be 5, one a member; got 2"),
+        ({"factors": [1.0] * 6}, "every list must be 5"),
+        ({"ks": [2, 1, 1, 1, 1]}, r"k must be in \[1, n = 1\], got 2"),
+        ({"offsets": [0, 0, 0, 0, 10**6]}, "leaves the message"),
+        ({"offsets": [0, 0, 0, 0, -1]}, "leaves the message"),
+        ({"out": torch.zeros(9)}, "out must be Byte"),
+        ({"segments": [torch.tensor([1, 2])] * 5}, r"segments must be \[segments, 2\]"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    with pytest.raises(ValueError, match=f"hvd_sparse.accumulate_bucket: .*{message}"):
+        Bucket({}, {}).accumulate(**changes)
+
+
+def test_a_damaged_payload_names_its_rank_and_touches_nothing():
+    bucket = Bucket({}, {})
+    bucket.accumulate()
+    gathered = torch.stack([bucket.out, bucket.out])
+    gathered[1, 34] ^= 1
+    outs = [torch.full((n,), 9.0) for n in SIZES]
+    with pytest.raises(ValueError, match="reduce_bucket: from rank 1: payload checksum"):
+        ops.reduce_bucket(gathered, bucket.offsets, bucket.ks, outs, segments=bucket.segments)
+    assert bool((outs[0] == 9.0).all())
+
+
+def test_opcheck():
+    n, k, size = 50, 3, wire.payload_size(50, 3)
+    torch.manual_seed(0)
+    lists = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], [])
+    choice = ([1.0], 0.9, False, 0.0, [k], 0, [0.0], torch.zeros(size, dtype=torch.uint8), [0])
+    form = ("run_length", "float32")
+    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *form, "mean", [None]))
+    message = torch.empty(size, dtype=torch.uint8)
+    ops.pack(torch.arange(k), torch.ones(k), n, k, message)
+    torch.library.opcheck(
+        torch.ops.hvd_sparse.clear_bucket, (message, [0], [k], [torch.randn(n)], [torch.randn(n)], *form, [None])
+    )
+    torch.library.opcheck(
+        torch.ops.hvd_sparse.reduce_bucket, (message[None], [0], [k], [torch.empty(n)], 1.0, *form, [None])
+    )
