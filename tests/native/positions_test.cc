@@ -106,8 +106,8 @@ TEST(WritesTheDocumentedBytesAndReadsThem) {
 // hand. Returns whether it was accepted.
 bool CheckVerdict(Coding coding, int64_t n, int64_t k, int64_t entries, const Bytes& section, const std::string& what) {
   const PayloadFormat format{n, k, coding, DType::kNone};
-  Bytes payload(kCountsAt);
-  payload.insert(payload.end(), section.begin(), section.end());
+  Bytes payload(kCountsAt + section.size());
+  std::copy(section.begin(), section.end(), payload.begin() + kCountsAt);
   std::vector<int64_t> indices;
   const bool good = ParsePlaces(format, payload, static_cast<uint64_t>(entries), &indices);
   const Exact copy(section);

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_low_bit import LOW_BIT, check_payload, sent_entries, tensor
 from test_ops import same
 
-from hvd_sparse import algorithms, reference, wire
+from hvd_sparse import reference, wire
 from hvd_sparse.torch import ops
 
 CODINGS = ["run_length", "elias_fano", "bitmap", "auto"]  # of any number of entries
@@ -278,70 +278,3 @@ def test_found_and_added(coding, value_dtype):
         out = torch.full((n,), 7.0)
         ops.reduce_located(tensor(gathered), tensor(place), n, out, 0.5, *form, tensor(segments))
         same(out, total)
-
-
-@pytest.mark.parametrize(("n", "k"), [(70_000, 9), (30, 13), (9, 9)])  # "auto": Elias-Fano, a bitmap, dense
-@pytest.mark.parametrize("coding", CODINGS)
-def test_payloads_flipped_anywhere_or_of_another_coding_are_refused(n, k, coding):
-    indices = np.sort(np.random.default_rng(n).choice(n, k, replace=False))
-    good = reference.pack(indices, np.ones(k), n, k, coding, "float16")
-    chosen = wire.resolve_coding(coding, n, k)
-    bits = range(8 * good.size) if good.size < 200 else range(0, 8 * good.size, 331)
-    for bit in bits:
-        damaged = good.copy()
-        damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match="payload"):
-            reference.unpack(damaged, n, k, coding, "float16")
-        out = torch.full((n,), 7.0)
-        with pytest.raises(ValueError, match="rank 1"):
-            ops.reduce_payloads(tensor(np.stack([good, damaged])), 0, n, k, out, 1.0, coding, "float16")
-        assert (out == 7.0).all()
-    for other in [*CODINGS, *(["dense"] if k == n else [])]:
-        if wire.resolve_coding(other, n, k) == chosen:
-            continue
-        payload = np.resize(good, wire.payload_size(n, k, other, "float16"))
-        with pytest.raises(ValueError, match=r"coding, |size"):
-            reference.unpack(payload, n, k, other, "float16")
-        with pytest.raises(ValueError, match="coding is"):
-            ops.unpack(tensor(payload), n, k, other, "float16")
-
-
-@given(
-    st.sampled_from(["elias_fano", "bitmap"]),
-    st.sampled_from([(10, 3), (13, 12), (64, 2), (65, 9), (1000, 5), (1000, 40)]),
-    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=3),
-    st.booleans(),
-)
-@settings(deadline=None, max_examples=400)
-def test_hostile_positions_are_judged_as_the_reference_does(coding, sizes, flips, empty):
-    (n, k), form = sizes, (coding, "none")
-    indices = np.sort(np.random.default_rng(n).choice(n, k, replace=False))[: 0 if empty else k]
-    payload, section = reference.pack(indices, np.zeros(len(indices)), n, k, *form), wire.positions_size(coding, n, k)
-    for byte, bit in flips:
-        payload[32 + byte % section] ^= 1 << bit
-    payload = np.frombuffer(sealed(payload[4:8], len(indices), n, payload[32:].tobytes()), np.uint8)
-    try:
-        expected = reference.unpack(payload, n, k, *form)[0]
-    except ValueError as error:
-        assert "positions" in str(error)
-        with pytest.raises(ValueError, match=r"hvd_sparse.unpack: "):
-            ops.unpack(tensor(payload.copy()), n, k, *form)
-    else:
-        assert len(expected) == len(indices) and (np.diff(expected, prepend=-1, append=n) > 0).all()
-        same(ops.unpack(tensor(payload.copy()), n, k, *form)[0], expected)
-
-
-def test_an_unknown_coding_is_told_all_codings():
-    everywhere = {*wire.CODINGS, "auto"}
-    assert everywhere == {*CODINGS, "dense"} and set(algorithms.CODINGS) == set(CODINGS)
-    for call in (
-        lambda: wire.payload_size(10, 1, "gzip"),
-        lambda: reference.pack([1], [1.0], 10, 1, "gzip"),
-        lambda: ops.payload_size(10, 1, "gzip"),
-        lambda: ops.pack(torch.tensor([1]), torch.ones(1), 10, 1, torch.zeros(64, dtype=torch.uint8), "gzip"),
-        lambda: ops.unpack(torch.zeros(64, dtype=torch.uint8), 10, 1, "Bitmap"),
-        lambda: ops.reduce_payloads(torch.zeros(1, 64, dtype=torch.uint8), 0, 10, 1, torch.zeros(10), 1.0, ""),
-    ):
-        with pytest.raises(ValueError, match="coding must be") as caught:
-            call()
-        assert all(coding in str(caught.value) for coding in everywhere)

@@ -98,7 +98,7 @@ def test_the_reference_names_what_it_refuses(arguments, message):
         ("int1", [1.0, -2.0, 3.0], [[0, 2]]),
     ],
 )
-@pytest.mark.parametrize("coding", wire.CODINGS)
+@pytest.mark.parametrize("coding", [*wire.CODINGS, "auto"])
 def test_values_that_were_not_quantized_are_refused_and_nothing_is_written(value_dtype, values, segments, coding):
     form, values = (coding, value_dtype), np.float32(values)
     out = torch.full((wire.payload_size(3, 3, *form, segments),), 9, dtype=torch.uint8)
@@ -133,6 +133,8 @@ def test_dense_payloads_hold_all_elements_or_none(value_dtype):
 PAYLOADS = [
     (9, [1, 4, 5, 8], "run_length", "int2", [[0, 3]]),
     (9, [1, 4, 5, 8], "run_length", "int1", None),
+    (9, [1, 4, 5, 8], "elias_fano", "int2", [[0, 3]]),
+    (9, [1, 4, 5, 8], "bitmap", "int1", None),
     (5, range(5), "dense", "int2", None),
     (5, range(5), "dense", "int1", [[0, 2]]),
     (5, range(5), "dense", "float32", None),

@@ -76,7 +76,7 @@ def test_sections_follow_one_another_aligned(n, fraction, value_dtype):
         ((10, 0), "k must be an integer of at least 1, got 0"),
         ((10, 11), "k must be at most n = 10, got 11"),
         ((10, None), "k must be .* got None"),
-        ((10, 1, "gzip"), "coding must be one of run_length, dense; got 'gzip'"),
+        ((10, 1, "gzip"), "coding must be one of run_length, dense, elias_fano, bitmap, auto; got 'gzip'"),
         ((10, 9, "dense"), "k must be n = 10 where all are sent, got 9"),
         ((10, 1, "run_length", "int8"), "value_dtype must be one of float32, .*none, int2, int1; got 'int8'"),
     ],
