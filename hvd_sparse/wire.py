@@ -139,7 +139,7 @@ def resolve_coding(coding: str, n: int, k: int) -> str:
         return coding
     if k == n:
         return "dense"
-    return min(("bitmap", "elias_fano", "run_length"), key=lambda one: positions_size(one, n, k))
+    return min(("bitmap", "elias_fano"), key=lambda one: positions_size(one, n, k))  # run lengths are longer always
 
 
 def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[int, int]:

@@ -51,11 +51,7 @@ Status ReadRunLengths(const uint8_t* section, int64_t n, int64_t k, int64_t entr
 Coding ResolveCoding(Coding coding, int64_t n, int64_t k) {
   if (coding != Coding::kAuto) return coding;
   if (k == n) return Coding::kDense;
-  Coding best = Coding::kBitmap;
-  for (const Coding other : {Coding::kEliasFano, Coding::kRunLength}) {
-    if (PositionsSize(other, n, k) < PositionsSize(best, n, k)) best = other;
-  }
-  return best;
+  return EliasFanoSize(n, k) < BitmapSize(n) ? Coding::kEliasFano : Coding::kBitmap;  // below run lengths always
 }
 
 int64_t PositionsSize(Coding coding, int64_t n, int64_t k) {

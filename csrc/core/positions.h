@@ -10,7 +10,7 @@ namespace hvd_sparse {
 // The numbers stand in the payload header: never change one. kAuto, the smallest of the others, is never written.
 enum class Coding : uint8_t { kRunLength = 0, kDense = 1, kEliasFano = 2, kBitmap = 3, kAuto = 255 };
 
-// What kAuto stands for: of equal sizes the first of kDense, kBitmap, kEliasFano, kRunLength. Others as they are.
+// What kAuto stands for: of equal sizes the first of kDense, kBitmap, kEliasFano. Others as they are.
 Coding ResolveCoding(Coding coding, int64_t n, int64_t k);
 
 // In bytes, for 0 < k <= n, and k = n for kDense.

@@ -26,19 +26,19 @@ def first_threshold():
     return float(np.sort(np.abs(draw(SHAPES, 0, 0)["only"]))[-K])
 
 
-def listen(compression, name):
-    """Return a list that the number of elements which this rank chooses is appended to."""
-    chosen, scope = [], compression._scope
-    method = "_name_elements" if hasattr(scope, "_name_elements") else "_quantized"
-    original = getattr(scope, method)
+def listen(compression):
+    """Return a function that tells how many elements this rank chose in the last step."""
+    scope, named = compression._scope, []
+    if not hasattr(scope, "_name_elements"):  # what it chose is what it sent
+        return lambda: round(compression.stats()["step"]["density"] * N)
+    original = scope._name_elements
 
-    def choose(*arguments):
-        result = original(*arguments)
-        chosen.append(len(result if method == "_name_elements" else result.indices))
-        return result
+    def name_elements(*arguments):
+        named.append(original(*arguments))
+        return named[-1]
 
-    setattr(scope, method, choose)
-    return chosen
+    scope._name_elements = name_elements
+    return lambda: len(named[-1])
 
 
 def main():
@@ -55,7 +55,7 @@ def main():
             settings = {"value": first_threshold()}
         parameter = torch.nn.Parameter(torch.zeros(N))
         compression = getattr(Compression, name)([(name, parameter)], **settings)
-        chosen = listen(compression, name)
+        chosen = listen(compression)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter], lr=0.0), named_parameters=[(name, parameter)], compression=compression
         )
@@ -64,7 +64,7 @@ def main():
             optimizer.zero_grad()
             (parameter * torch.tensor(draw(SHAPES, step, hvd.rank())["only"], dtype=torch.float32)).sum().backward()
             optimizer.step()
-            counts = hvd.allgather(torch.tensor([chosen[-1]]), name=f"{name}.counts").tolist()
+            counts = hvd.allgather(torch.tensor([chosen()]), name=f"{name}.counts").tolist()
             rows.append([int(torch.count_nonzero(parameter.grad)), *counts])
         results[name] = rows
     if hvd.rank() == 0:
