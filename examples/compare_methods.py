@@ -20,7 +20,6 @@ import digits_data
 import numpy as np
 import reporting
 
-MIN_NUMEL = 1024  # smaller tensors travel dense, and count in no density here
 FRAMEWORKS = {"pytorch": "pytorch_comparison", "tensorflow": "tensorflow2_comparison"}
 
 
@@ -81,9 +80,9 @@ def settings_of(method, own, trainer, data, args):
     if method == "hard_threshold":
         first = digits_data.epoch_batches(len(data[0]), 0, args)[0]
         gradient = trainer.first_gradient(data[0][first], data[2][first])
-        return {"value": quantile(gradient, args.density), "min_numel": MIN_NUMEL, **own}
+        return {"value": quantile(gradient, args.density), "min_numel": reporting.MIN_NUMEL, **own}
     momentum = {"momentum": args.momentum} if method == "dgc" else {}
-    return {"density": args.density, "min_numel": MIN_NUMEL, "seed": args.seed, **momentum, **own}
+    return {"density": args.density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed, **momentum, **own}
 
 
 def quantile(gradient, density):

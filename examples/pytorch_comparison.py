@@ -6,9 +6,7 @@ import reporting
 import torch
 import torch.nn.functional as F
 from pytorch_digits import Net, as_batch
-from reporting import DenseStats
-
-MIN_NUMEL = 1024  # see compare_methods.py
+from reporting import MIN_NUMEL, DenseStats
 
 
 class Trainer:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-CONTEXT, EMBEDDING, MIN_NUMEL = 16, 32, 1024
+CONTEXT, EMBEDDING = 16, 32
 CHARACTERS = len(text.string.printable)
 RUNS = [(method, norm) for norm in (False, True) for method in ("dense", "local", "global")]
 
@@ -68,7 +68,7 @@ def make_optimizer(model, method, args):
     if method != "dense" and args.size > 1:
         from hvd_sparse.torch import Compression
 
-        settings = {"density": args.density, "min_numel": MIN_NUMEL, "seed": args.seed}
+        settings = {"density": args.density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed}
         scope = {"local": "tensor", "global": "model"}[method]
         compression = Compression.gradient_dropping(model.named_parameters(), scope=scope, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
@@ -83,7 +83,7 @@ def train(method, norm, train_text, held_out, args):
     model = Model(args.hidden, args.layers, norm)
     optimizer, compression = make_optimizer(model, method, args)
     windows = text.training_windows(train_text, args)
-    served = {name: 0 for name, p in model.named_parameters() if p.numel() >= MIN_NUMEL}
+    served = {name: 0 for name, p in model.named_parameters() if p.numel() >= reporting.MIN_NUMEL}
     with reporting.progress(args.steps, args) as bar:
         bar.set_description(f"{method}{', layer norm' if norm else ''}")
         for step in range(args.steps):

@@ -22,6 +22,7 @@ DEFAULT_DENSITY = {
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)
+MIN_NUMEL = 1024  # of the plugin: smaller tensors travel dense
 
 
 def number(expected, holds, kind=float):

@@ -8,9 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import reporting
 import tensorflow as tf
-from reporting import DenseStats
-
-MIN_NUMEL = 1024  # see compare_methods.py
+from reporting import MIN_NUMEL, DenseStats
 
 
 class Trainer:

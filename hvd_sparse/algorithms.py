@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from hvd_sparse.schedule import Constant, Schedule, make_schedule
-from hvd_sparse.wire import checked_integer
+from hvd_sparse.wire import CENTRES, checked_integer
 
 SCOPES = ("tensor", "model")
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
-CENTRES = ("mean", "min")
 CENTRE_SCOPES = ("tensor", "column")
 CONTROLLERS = ("histogram", "scaling")
 
@@ -122,8 +121,8 @@ class DynamicCommunicationThresholding(AtDensity):
     """DCT-DP (Gupta et al., 2021, Algorithm 1): a tensor's threshold is taken exactly, then kept for a life-span.
 
     lifespan: steps that a threshold is kept, fewer at first (1, 2, 4, ...), as the first thresholds know no residual;
-    refreshes are staggered over the tensors. drain: None, or about once in so
-    many steps, drawn from the seed, a tensor sends all that it remembers (section 4.2).
+    refreshes are staggered over the tensors. drain: None, or about once in so many steps, drawn from the seed, a tensor
+    sends all that it remembers (section 4.2).
     What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it.
     Difference from the paper: zeros are never sent; a threshold is no state that a checkpoint keeps, it is taken anew.
     """

@@ -53,6 +53,7 @@ VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none":
 VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "none": 0}
 LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and centres a group
 CENTRE_BYTES = 4
+CENTRES = ("mean", "min")
 
 
 Segments = Sequence[tuple[int, int]] | None  # (begin, columns) of each; an array [segments, 2] will do; None: one group

@@ -58,6 +58,11 @@ inline DType ParseDType(const char* op, const std::string& name) {
   return DType::kBFloat16;
 }
 
+inline Centre ParseCentre(const char* op, const std::string& name) {
+  TORCH_CHECK_VALUE(name == "mean" || name == "min", "hvd_sparse.", op, ": centre must be mean or min, got ", name);
+  return name == "min" ? Centre::kMin : Centre::kMean;
+}
+
 inline Coding ParseCoding(const char* op, const std::string& name) {
   if (name == "run_length") return Coding::kRunLength;
   if (name == "elias_fano") return Coding::kEliasFano;

@@ -36,6 +36,7 @@ uint8_t* Part(const char* op, const PayloadFormat& format, const Tensor& message
 void PackSelected(const char* op, const PayloadFormat& format, Centre centre, const float* residual,
                   const std::vector<int64_t>& indices, uint8_t* out) {
   std::vector<float> values;
+  values.reserve(indices.size());
   for (const int64_t index : indices) values.push_back(residual[index]);
   if (IsLowBit(format.dtype)) {
     Raise(op, QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, centre, format.segments,
@@ -71,6 +72,7 @@ Tensor AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList
                {residuals.size(), factors.size(), ks.size(), hints.size(), offsets.size(), segments.size(),
                 velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
   CheckTensor(op, "out", out, at::kByte);
+  const Centre kind = ParseCentre(op, centre);
   Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   for (size_t i = 0; i < members; ++i) {
     const Tensor flat = gradients[i].contiguous();
@@ -80,9 +82,8 @@ Tensor AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList
     const Accumulation a =
         AsAccumulation(op, flat, residual, velocity, parameter, factors[i], momentum, nesterov, weight_decay);
     const PayloadFormat format = ParseFormat(op, flat.numel(), ks[i], coding, value_dtype, segments.get(i));
-    AccumulateMember(op, a, {ks[i], hints[i], static_cast<uint64_t>(seed)}, format,
-                     centre == "min" ? Centre::kMin : Centre::kMean, Part(op, format, out, offsets[i]),
-                     info.mutable_data_ptr<double>() + 3 * i);
+    AccumulateMember(op, a, {ks[i], hints[i], static_cast<uint64_t>(seed)}, format, kind,
+                     Part(op, format, out, offsets[i]), info.mutable_data_ptr<double>() + 3 * i);
   }
   return info;
 }

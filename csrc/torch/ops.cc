@@ -211,8 +211,7 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
 Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
                   const std::optional<Tensor>& indices, const std::optional<Tensor>& segments) {
   CheckTensor("quantize", "values", values, at::kFloat);
-  TORCH_CHECK_VALUE(centre == "mean" || centre == "min", "hvd_sparse.quantize: centre must be mean or min, got ",
-                    centre);
+  const Centre kind = ParseCentre("quantize", centre);
   const Tensor places = indices.value_or(at::empty({0}, at::kLong));
   CheckTensor("quantize", "indices", places, at::kLong);
   const Segments groups = ParseSegments("quantize", segments);
@@ -223,8 +222,7 @@ Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const st
   const auto* from = values.const_data_ptr<float>();
   auto* to = result.mutable_data_ptr<float>();
   if (IsLowBit(dtype)) {
-    Raise("quantize", QuantizeLowBit(from, places.const_data_ptr<int64_t>(), values.numel(), dtype,
-                                     centre == "min" ? Centre::kMin : Centre::kMean, groups, to));
+    Raise("quantize", QuantizeLowBit(from, places.const_data_ptr<int64_t>(), values.numel(), dtype, kind, groups, to));
   } else {
     Quantize(from, values.numel(), dtype, to);
   }

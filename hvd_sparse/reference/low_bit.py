@@ -3,9 +3,8 @@
 import numpy as np
 
 from hvd_sparse.reference.selection import flatten
-from hvd_sparse.wire import CENTRE_BYTES, LOW_BITS, Segments, group_count
+from hvd_sparse.wire import CENTRE_BYTES, CENTRES, LOW_BITS, Segments, group_count
 
-CENTRES = ("mean", "min")
 MOST_ELEMENTS = 1 << 48
 
 

@@ -45,7 +45,7 @@ class Bucket:
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
         options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(SIZES), "seed": 3, "ks": self.ks}
         options |= {"out": self.out, "offsets": self.offsets, "segments": self.segments} | changes
-        return ops.accumulate_bucket(*lists, **options, **self.rule, **self.form)
+        return ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
         """Return payloads, infos and what is left at the indices, from the operators of single tensors."""
@@ -121,6 +121,7 @@ def test_an_empty_contribution_clears_nothing():
         ({"offsets": [0, 0, 0, 0, 10**6]}, "leaves the message"),
         ({"offsets": [0, 0, 0, 0, -1]}, "leaves the message"),
         ({"out": torch.zeros(9)}, "out must be Byte"),
+        ({"centre": "median"}, "centre must be mean or min, got median"),
         ({"segments": [torch.tensor([1, 2])] * 5}, r"segments must be \[segments, 2\]"),
     ],
 )

@@ -180,8 +180,7 @@ def test_threads_change_nothing(make):
 def test_denormals_count_where_torch_flushes_them(make):
     values = make("denormal", 1023)
     expected = reference.select_top_k(values.numpy(), 100, 0)[0]
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush denormals")
+    torch.set_flush_denormal(True)  # a processor that cannot has nothing to get wrong
     try:
         indices = ops.select_top_k(values, 100, 0)[0]
     finally:
