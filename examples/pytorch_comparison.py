@@ -27,14 +27,10 @@ class Trainer:
 
     def compress(self, method, settings, lr, momentum):
         """Choose the compressor, by the name of its method, and make the optimizer."""
-        if method in reporting.DENSE_METHODS:
-            compression = getattr(hvd.Compression, method)
-            self.stats = DenseStats(self.parameters, method).stats
-        else:
-            from hvd_sparse.torch import Compression
-
-            compression = getattr(Compression, method)(self.model.named_parameters(), **settings)
-            self.stats = compression.stats
+        compression = reporting.choose_compression(
+            hvd, "hvd_sparse.torch", method, self.model.named_parameters(), settings
+        )
+        self.stats = getattr(compression, "stats", DenseStats(self.parameters, method).stats)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
         named = self.model.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression)

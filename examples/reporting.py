@@ -1,6 +1,7 @@
 """Share what every example needs, whatever its framework: arguments, traffic counts, progress, tables, plots, JSON."""
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -147,6 +148,13 @@ def compression_settings(args, warmup_steps):
             "clip_scope": args.scope,
         }
     return settings
+
+
+def choose_compression(hvd, plugin, method, tensors, settings):
+    """Return Horovod's own compressor, or the one of that name in the plugin's module, imported only then."""
+    if method in DENSE_METHODS:
+        return getattr(hvd.Compression, method)
+    return getattr(importlib.import_module(plugin).Compression, method)(tensors, **settings)
 
 
 def learning_rate(peak, step, steps, warmup_steps):

@@ -32,14 +32,10 @@ class Trainer:
 
     def compress(self, method, settings, lr, momentum):
         """Choose the compressor, by the name of its method, and make the optimizer and the step."""
-        if method in reporting.DENSE_METHODS:
-            compression = getattr(hvd.Compression, method)
-            self.stats = DenseStats(self.parameters, method).stats
-        else:
-            from hvd_sparse.tensorflow import Compression
-
-            compression = getattr(Compression, method)(self.model.trainable_variables, **settings)
-            self.stats = compression.stats
+        compression = reporting.choose_compression(
+            hvd, "hvd_sparse.tensorflow", method, self.model.trainable_variables, settings
+        )
+        self.stats = getattr(compression, "stats", DenseStats(self.parameters, method).stats)
         self.rate = tf.Variable(lr)
         self._step = self._make_step(compression, tf.keras.optimizers.SGD(self.rate, momentum=momentum))
 

@@ -27,12 +27,9 @@ def start(parser):
 
 def make_compression(model, args, warmup_steps):
     """Make the compressor that the arguments ask for; a single process needs none."""
-    if not reporting.compresses(args):
-        return hvd.Compression.fp16 if args.method == "fp16" else hvd.Compression.none
-    from hvd_sparse.tensorflow import Compression
-
+    method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
-    return getattr(Compression, args.method)(model.trainable_variables, **settings)
+    return reporting.choose_compression(hvd, "hvd_sparse.tensorflow", method, model.trainable_variables, settings)
 
 
 def make_sgd(args, learning_rate):

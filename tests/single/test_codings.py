@@ -216,20 +216,26 @@ def test_size_is_a_pure_function_of_n_and_k(n, k, coding, value_dtype, seed):
         assert payload.size == wire.payload_size(n, k, coding, value_dtype)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-@pytest.mark.parametrize("value_dtype", ["float32", "float16", *LOW_BIT])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (9, 4), (65537, 700), (65537, 40_000), (140_000, 140_000)])
-def test_reduce_payloads(n, k, coding, value_dtype):
-    form, rows, sums = (coding, value_dtype), [], np.zeros(n, np.float32)
-    segments = [[0, (n + 2) // 3]] if value_dtype in LOW_BIT else None
+def three_ranks(n, k, coding, value_dtype):
+    """Return the payloads of three ranks, of which the second sends nothing, segments, and the sum of thirds."""
+    rows, sums = [], np.zeros(n, np.float32)
+    segments = np.array([[0, (n + 2) // 3]]) if value_dtype in LOW_BIT else None
     rng = np.random.default_rng(n)
     for rank in range(3):
         indices = np.sort(rng.choice(n, k, replace=False))[: 0 if rank == 1 else k]
         values = rng.standard_normal(len(indices)).astype(np.float32)
         sent = reference.quantize(values, value_dtype, "mean", indices, segments)
-        rows.append(reference.pack(indices, sent, n, k, *form, segments))
+        rows.append(reference.pack(indices, sent, n, k, coding, value_dtype, segments))
         sums[indices] += np.float32(1 / 3) * sent
-    gathered = np.pad(np.stack(rows), ((0, 0), (5, 3)), constant_values=255)
+    return np.pad(np.stack(rows), ((0, 0), (5, 3)), constant_values=255), segments, sums
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("value_dtype", ["float32", "float16", *LOW_BIT])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (9, 4), (65537, 700), (65537, 40_000), (140_000, 140_000)])
+def test_reduce_payloads(n, k, coding, value_dtype):
+    gathered, segments, sums = three_ranks(n, k, coding, value_dtype)
+    form = (coding, value_dtype)
     same(tensor(reference.reduce_payloads(gathered, 5, n, k, *form, 1 / 3, segments)), sums)
     out = torch.full((n,), math.nan)
     ops.reduce_payloads(tensor(gathered), 5, n, k, out, 1 / 3, *form, tensor(segments))

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_codings import BITMAP, CODINGS, COLUMNS, DTYPES, FANO, FITS, INDICES, NS, located_message, places
+from test_codings import BITMAP, CODINGS, COLUMNS, DTYPES, FANO, FITS, INDICES, NS, located_message, places, three_ranks
 from test_low_bit import LOW_BIT, sent_entries
 from test_ops import same
 from test_tensorflow_low_bit import both, check_payload
@@ -71,17 +71,8 @@ def test_low_bit_values_of_groups_travel_in_every_coding(case, coding, value_dty
 @pytest.mark.parametrize("value_dtype", ["float32", "float16", *LOW_BIT])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (9, 4), (65537, 700), (65537, 40_000), (65537, 65537)])
 def test_reduce_payloads(n, k, coding, value_dtype):
-    form, rows, sums = (coding, value_dtype), [], np.zeros(n, np.float32)
-    segments = np.array([[0, (n + 2) // 3]]) if value_dtype in LOW_BIT else None
-    rng = np.random.default_rng(n)
-    for rank in range(3):
-        indices = np.sort(rng.choice(n, k, replace=False))[: 0 if rank == 1 else k]
-        values = rng.standard_normal(len(indices)).astype(np.float32)
-        sent = reference.quantize(values, value_dtype, "mean", indices, segments)
-        rows.append(reference.pack(indices, sent, n, k, *form, segments))
-        sums[indices] += np.float32(1 / 3) * sent
-    gathered = np.pad(np.stack(rows), ((0, 0), (5, 3)), constant_values=255)
-    for found in both("reduce_payloads", form, gathered, 5, n, k, 1 / 3, segments=segments):
+    gathered, segments, sums = three_ranks(n, k, coding, value_dtype)
+    for found in both("reduce_payloads", (coding, value_dtype), gathered, 5, n, k, 1 / 3, segments=segments):
         same(found, sums)
 
 
