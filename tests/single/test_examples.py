@@ -1,0 +1,59 @@
+"""The examples run to their last line, a JSON object, with few steps on two ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import launching
+import pytest
+from launching import launch, mpirun
+
+pytestmark = launching.MARKS
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--centre-scope", "column"]
+FEW_EPOCHS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "32"]
+FEW_STEPS = ["--steps", "4", "--warmup-steps", "1"]
+METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]
+
+
+def run(example, options):
+    code, output = launch([*mpirun(2), sys.executable, str(EXAMPLES / example), *options, "--quiet"])
+    assert code == 0, output
+    return json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        ("pytorch_digits.py", FEW_EPOCHS),
+        ("tensorflow2_digits.py", FEW_EPOCHS),
+        ("pytorch_char_lstm.py", FEW_STEPS),
+    ],
+)
+def test_training_tells_what_travelled(example, options):
+    result = run(example, [*options, *LOW_BIT, "--plot", ""])
+    assert (result["method"], result["values"], result["world_size"]) == ("gradient_dropping", "int2", 2)
+    assert result["steps"] >= 4 and result["loss"] > 0.0
+    assert result["target_density"] == 0.01
+    assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 25
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_the_comparison_writes_table_steps_and_plots(framework, tmp_path):
+    result = run("compare_methods.py", [*FEW_EPOCHS, "--framework", framework, "--out", str(tmp_path), *METHODS])
+    assert list(result["methods"]) == METHODS[1:]
+    assert result["methods"]["micro"]["build_up"] == pytest.approx(1.0)
+    assert 1.5 < result["methods"]["dgc:values=int1"]["build_up"] <= 2.0
+    assert result["methods"]["hard_threshold"]["sent"] > 0.01
+    table = (tmp_path / "comparison.md").read_text()
+    assert all(f"| {method} |" in table for method in METHODS[1:])
+    steps = (tmp_path / "steps.csv").read_text().splitlines()
+    assert len(steps) == 1 + len(METHODS[1:]) * (1437 // 64)
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_layer_norm_experiment():
+    result = run("pytorch_layer_norm.py", ["--steps", "5"])
+    assert [(row["method"], row["layer_norm"]) for row in result["runs"]] == [
+        (method, norm) for norm in (False, True) for method in ("dense", "local", "global")
+    ]
