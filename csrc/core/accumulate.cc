@@ -149,6 +149,22 @@ bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t 
   return bad == 0;
 }
 
+// Updates what of the parts lies in [begin, end) of their selection.
+void AccumulateSpan(const std::vector<Part>& parts, int64_t begin, int64_t end, std::atomic<bool>* spoilt,
+                    Candidates<float>* candidates) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part& part = parts[i];
+    const int64_t first = std::max(begin - part.begin, int64_t{0});
+    const int64_t last = std::min(end - part.begin, part.gradient.size);
+    if (first >= last) continue;
+    candidates->SetBase(part.begin);
+    const bool finite = Dispatch(part.gradient, [&](const auto* data) {
+      return AccumulateRange(data, part.params, first, last, part.memory, candidates);
+    });
+    if (!finite) spoilt[i].store(true);
+  }
+}
+
 }  // namespace
 
 bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory) {
@@ -161,23 +177,43 @@ bool Accumulate(const Array& gradient, const AccumulateParams& params, const Par
   return finite.load();
 }
 
-Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
-                      const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection) {
-  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(select.k, gradient.size));
-  const Array residual{memory.residual, gradient.size, DType::kFloat32};
+const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
+  int64_t joined = 0;
+  for (const Part& part : parts) {
+    const bool follows = part.begin == joined && part.memory.residual == parts.front().memory.residual + joined;
+    joined = follows ? joined + part.gradient.size : -1;
+    if (joined < 0) break;
+  }
+  if (joined == n) return parts.front().memory.residual;
+  copy->assign(static_cast<size_t>(n), 0.0f);
+  for (const Part& part : parts) std::copy_n(part.memory.residual, part.gradient.size, copy->begin() + part.begin);
+  return copy->data();
+}
+
+Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
+                      const ParallelFor& parallel_for, bool* finite, Selection* selection) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(select.k, n));
+  std::vector<float> copy;
+  Array residual{nullptr, n, DType::kFloat32};
   if (!HasHint(select)) {
-    *finite = Accumulate(gradient, params, parallel_for, memory);
+    for (const Part& part : parts) *finite++ = Accumulate(part.gradient, part.params, parallel_for, part.memory);
+    residual.data = JoinResiduals(parts, n, &copy);
     return SelectTopK(residual, select, parallel_for, selection);
   }
-  std::atomic<bool> all_finite{true};
-  auto gathered = Dispatch(gradient, [&](const auto* data) {
-    const auto scan = [&](Candidates<float>* part, int64_t begin, int64_t end) {
-      if (!AccumulateRange(data, params, begin, end, memory, part)) all_finite.store(false);
-    };
-    return Gather<float>(gradient.size, select, CandidateBar<float>(select.threshold_hint), parallel_for, scan);
-  });
-  *finite = all_finite.load();
+  std::vector<std::atomic<bool>> spoilt(parts.size());
+  auto gathered = Gather<float>(n, select, CandidateBar<float>(select.threshold_hint), parallel_for,
+                                [&](Candidates<float>* candidates, int64_t begin, int64_t end) {
+                                  AccumulateSpan(parts, begin, end, spoilt.data(), candidates);
+                                });
+  for (size_t i = 0; i < parts.size(); ++i) finite[i] = !spoilt[i].load();
+  const bool is_miss = static_cast<int64_t>(gathered.entries().size()) < select.k;  // only then is anything read again
+  if (is_miss) residual.data = JoinResiduals(parts, n, &copy);
   return SelectTopKAmong(std::move(gathered), residual, select, parallel_for, selection);
+}
+
+Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
+                      const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection) {
+  return AccumulateTopK({{gradient, params, memory, 0}}, gradient.size, select, parallel_for, finite, selection);
 }
 
 }  // namespace hvd_sparse

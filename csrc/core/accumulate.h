@@ -1,5 +1,8 @@
-// What a gradient does to the memory of one tensor. The buffers belong to the caller, and so does the choice of rule.
+// What a gradient does to the memory of a tensor, or of several. The buffers belong to the caller, and so does the
+// choice of rule.
 #pragma once
+
+#include <vector>
 
 #include "dtype.h"
 #include "parallel.h"
@@ -32,8 +35,24 @@ struct Memory {
 // Updates the memory. Returns whether the gradient was finite everywhere.
 bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory);
 
-// Updates the memory, then selects the top k of the residual; equal to Accumulate followed by SelectTopK, in one pass
-// over memory where the threshold hint is good.
+// One of several tensors that share a selection: its elements follow `begin` others in it.
+struct Part {
+  Array gradient;
+  AccumulateParams params;
+  Memory memory;
+  int64_t begin = 0;
+};
+
+// The residuals of parts, which ascend and do not overlap, as one array of n, zero where there is no part: where they
+// lie, if that is already one, or in `copy`.
+const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy);
+
+// Updates the memory of the parts, then selects the top k of their residuals, joined; equal to Accumulate followed by
+// SelectTopK, in one pass over memory where the threshold hint is good. finite[parts]: of each gradient.
+Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
+                      const ParallelFor& parallel_for, bool* finite, Selection* selection);
+
+// The same of one tensor alone.
 Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
                       const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection);
 

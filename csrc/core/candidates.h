@@ -43,6 +43,9 @@ class Candidates {
   Candidates(int64_t k, M threshold, uint64_t seed)
       : k_(static_cast<size_t>(k)), capacity_(2 * k_ + 1024), threshold_(threshold), seed_(seed) {}
 
+  // What an index offered is counted from.
+  void SetBase(int64_t base) { base_ = base; }
+
   // Takes those of data[begin, end) that reach the bar: few, so that most of eight neighbours are passed over at once.
   void Offer(const T* data, int64_t begin, int64_t end) {
     constexpr int64_t kFew = 8;
@@ -94,7 +97,7 @@ class Candidates {
   void OfferOne(M magnitude, int64_t index) {
     if (!Reaches<T>(magnitude, threshold_)) return;
     ++passed_;
-    const Entry entry{magnitude, index};
+    const Entry entry{magnitude, base_ + index};
     if (!Keeps(entry)) return;
     entries_.push_back(entry);
     if (entries_.size() >= capacity_) Cut();
@@ -104,6 +107,7 @@ class Candidates {
   size_t capacity_;
   M threshold_;
   uint64_t seed_;
+  int64_t base_ = 0;
   uint64_t last_tie_ = std::numeric_limits<uint64_t>::max();
   std::vector<Entry> entries_;
   int64_t passed_ = 0;

@@ -20,17 +20,38 @@ std::vector<int64_t> Starts(const PayloadView& view) {
   return starts;
 }
 
-void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t count, float scale, float* out) {
+using SliceAt = std::vector<Slice>::const_iterator;
+
+// The first slice that ends beyond an element.
+SliceAt SliceOf(const std::vector<Slice>& slices, int64_t element) {
+  return std::partition_point(slices.begin(), slices.end(),
+                              [element](const Slice& slice) { return slice.begin + slice.size <= element; });
+}
+
+void ClearRange(const std::vector<Slice>& slices, int64_t begin, int64_t end) {
+  for (auto slice = SliceOf(slices, begin); slice != slices.end() && slice->begin < end; ++slice) {
+    const int64_t first = std::max(begin - slice->begin, int64_t{0});
+    std::fill(slice->out + first, slice->out + std::min(end - slice->begin, slice->size), 0.0f);
+  }
+}
+
+// `element`: the block's first.
+void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t count, float scale, int64_t element,
+              const std::vector<Slice>& slices) {
+  auto slice = SliceOf(slices, element);
   for (int64_t j = start; j < start + count; ++j) {
-    out += view.positions.runs[static_cast<size_t>(j)];
-    *out++ += scale * ValueAt(view, dtype, j);
+    element += view.positions.runs[static_cast<size_t>(j)];
+    while (slice != slices.end() && slice->begin + slice->size <= element) ++slice;
+    if (slice == slices.end()) return;
+    if (element >= slice->begin) slice->out[element - slice->begin] += scale * ValueAt(view, dtype, j);
+    ++element;
   }
 }
 
 }  // namespace
 
 Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
-                     const ParallelFor& parallel_for, float* out) {
+                     const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
   std::vector<PayloadView> views(sources.size());
   std::vector<std::vector<int64_t>> starts;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
@@ -44,11 +65,11 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
   }
   parallel_for(0, BlockCount(format.n), 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      float* first = out + block * kBlock;
-      std::fill(first, first + BlockLength(format.n, block), 0.0f);
+      const int64_t first = block * kBlock;
+      ClearRange(slices, first, first + BlockLength(format.n, block));
       for (size_t rank = 0; rank < views.size(); ++rank) {
         const auto at = static_cast<size_t>(block);
-        AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].positions.counts[at], scale, first);
+        AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].positions.counts[at], scale, first, slices);
       }
     }
   });
@@ -56,12 +77,17 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
 }
 
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                      const ParallelFor& parallel_for, float* out) {
+                      const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
   int64_t size;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   std::vector<Source> sources;
   for (int64_t rank = 0; rank < ranks; ++rank) sources.push_back({gathered + rank * stride, format.k, size});
-  return ReduceSources(format, sources, scale, parallel_for, out);
+  return ReduceSources(format, sources, scale, parallel_for, slices);
+}
+
+Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
+                      const ParallelFor& parallel_for, float* out) {
+  return ReducePayloads(format, gathered, ranks, stride, scale, parallel_for, {{0, format.n, out}});
 }
 
 }  // namespace hvd_sparse

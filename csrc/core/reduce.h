@@ -16,14 +16,26 @@ struct Source {
   int64_t size;  // in bytes
 };
 
-// Sets out[n] to the sum of scale * decoded payload, as below; `format.k` is that of each source.
+// Where elements [begin, begin + size) of a sum go.
+struct Slice {
+  int64_t begin;
+  int64_t size;
+  float* out;
+};
+
+// Sets the slices, which ascend and do not overlap, to their part of the sum of scale * decoded payload, as below; what
+// is in no slice is left out. `format.k` is that of each source.
 Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
-                     const ParallelFor& parallel_for, float* out);
+                     const ParallelFor& parallel_for, const std::vector<Slice>& slices);
 
 // Payload `r` of `format` starts at gathered + r * stride, for r in [0, ranks). Sets out[n] to
 // the sum of scale * decoded payload, added in rank order whatever the number of threads: bit-identical on every
 // rank. All payloads are validated before `out` is touched; the message of an error names the rank.
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, float* out);
+
+// The same, but for where the sum goes.
+Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
+                      const ParallelFor& parallel_for, const std::vector<Slice>& slices);
 
 }  // namespace hvd_sparse

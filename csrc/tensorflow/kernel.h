@@ -26,6 +26,18 @@ using tensorflow::TensorShapeUtils;
 // a sum must have the same bits on every rank: they are kept everywhere.
 using KeepDenormals = tensorflow::port::ScopedDontFlushDenormal;
 
+// Of a type that the op's interface allows; read in row-major order.
+inline Array AsArray(const Tensor& tensor) {
+  DType dtype = DType::kFloat32;
+  switch (tensor.dtype()) {
+    case tensorflow::DT_DOUBLE: dtype = DType::kFloat64; break;
+    case tensorflow::DT_HALF: dtype = DType::kFloat16; break;
+    case tensorflow::DT_BFLOAT16: dtype = DType::kBFloat16; break;
+    default: break;
+  }
+  return {tensor.data(), tensor.NumElements(), dtype};
+}
+
 // One call of a kernel: its tensors by name, and errors that name the function called.
 class Call {
  public:
@@ -84,14 +96,7 @@ class Call {
   absl::Status Values(Array* array, const char* name = "values") const {
     const Tensor* tensor = nullptr;
     TF_RETURN_IF_ERROR(context_->input(name, &tensor));
-    DType dtype = DType::kFloat32;
-    switch (tensor->dtype()) {
-      case tensorflow::DT_DOUBLE: dtype = DType::kFloat64; break;
-      case tensorflow::DT_HALF: dtype = DType::kFloat16; break;
-      case tensorflow::DT_BFLOAT16: dtype = DType::kBFloat16; break;
-      default: break;
-    }
-    *array = {tensor->data(), tensor->NumElements(), dtype};
+    *array = AsArray(*tensor);
     return absl::OkStatus();
   }
 

@@ -273,7 +273,7 @@ class ReduceLocatedKernel : public FormatKernel {
     }
     if (format.n < 1 || format.n > kMaxElements) return call.Invalid("n must be in [1, ", kMaxElements, "]");
     TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
-    return call.Report(ReduceSources(format, sources, scale, call.Pool(), sum));
+    return call.Report(ReduceSources(format, sources, scale, call.Pool(), {{0, format.n, sum}}));
   }
 };
 

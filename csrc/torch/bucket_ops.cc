@@ -3,141 +3,161 @@
 
 #include <initializer_list>
 
-#include "../core/low_bit.h"
-#include "../core/quantize.h"
+#include "../core/bucket.h"
 #include "../core/reduce.h"
-#include "../core/run_length.h"
-#include "../core/select.h"
 #include "arguments.h"
 
 namespace hvd_sparse {
 namespace {
 
+using at::IntArrayRef;
 using at::TensorList;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
-void CheckMembers(const char* op, size_t members, std::initializer_list<size_t> sizes) {
+void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<size_t> sizes) {
   for (const size_t size : sizes) {
-    TORCH_CHECK_VALUE(size == members, "hvd_sparse.", op, ": every list must be ", members, ", one a member; got ",
+    TORCH_CHECK_VALUE(size == count, "hvd_sparse.", op, ": every list must be ", count, ", one a ", what, "; got ",
                       size);
   }
 }
 
-// The member's part of a message.
-uint8_t* Part(const char* op, const PayloadFormat& format, const Tensor& message, int64_t offset) {
-  int64_t size = 0;
-  Raise(op, PayloadSize(format, &size));
-  TORCH_CHECK_VALUE(offset >= 0 && size <= message.numel() - offset, "hvd_sparse.", op, ": a payload of ", size,
-                    " bytes at offset ", offset, " leaves the message of ", message.numel());
-  return static_cast<uint8_t*>(message.data_ptr()) + offset;
-}
-
-// What was selected of a member, as it travels.
-void PackSelected(const char* op, const PayloadFormat& format, Centre centre, const float* residual,
-                  const std::vector<int64_t>& indices, uint8_t* out) {
-  std::vector<float> values;
-  values.reserve(indices.size());
-  for (const int64_t index : indices) values.push_back(residual[index]);
-  if (IsLowBit(format.dtype)) {
-    Raise(op, QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, centre, format.segments,
-                             values.data()));
+// The selections of a bucket, where their payloads lie in a message, and which tensors take part in which.
+class Layout {
+ public:
+  Layout(const char* op, IntArrayRef ns, IntArrayRef ks, IntArrayRef offsets, IntArrayRef selections,
+         IntArrayRef begins, const std::string& coding, const std::string& value_dtype, const OptionalTensors& segments)
+      : op_(op), offsets_(offsets), selections_(selections), begins_(begins) {
+    CheckCounts(op, "selection", ns.size(), {ks.size(), offsets.size(), segments.size()});
+    CheckCounts(op, "member", selections.size(), {begins.size()});
+    int64_t last = 0;
+    for (const int64_t selection : selections) {
+      TORCH_CHECK_VALUE(selection >= last && selection < static_cast<int64_t>(ns.size()), "hvd_sparse.", op,
+                        ": selections must ascend in [0, ", ns.size(), "), got ", selection, " after ", last);
+      last = selection;
+    }
+    for (size_t i = 0; i < ns.size(); ++i) {
+      formats_.push_back(ParseFormat(op, ns[i], ks[i], coding, value_dtype, segments.get(i)));
+    }
   }
-  Raise(op, Pack(format, indices.data(), values.data(), format.k, out));
-}
 
-// Writes the member's payload, and threshold, how many elements reached the hint, whether the gradient was finite.
-void AccumulateMember(const char* op, const Accumulation& a, const SelectParams& params, const PayloadFormat& format,
-                      Centre centre, uint8_t* part, double* info) {
-  Selection selection;
-  bool finite = true;
-  Raise(op, AccumulateTopK(a.gradient, a.params, params, TorchParallelFor, a.memory, &finite, &selection));
-  PackSelected(op, format, centre, a.memory.residual, selection.indices, part);
-  info[0] = selection.threshold;
-  info[1] = static_cast<double>(selection.passed);
-  info[2] = finite ? 1.0 : 0.0;
-}
+  const std::vector<PayloadFormat>& formats() const { return formats_; }
+  int64_t begin(size_t member) const { return begins_[member]; }
+
+  // Calls take(member) for each member of a selection, in order, which follow each other there without overlapping.
+  template <typename Take>
+  void ForMembers(size_t selection, TensorList members, const Take& take) {
+    int64_t end = 0;
+    for (; next_ < members.size() && selections_[next_] == static_cast<int64_t>(selection); ++next_) {
+      const int64_t size = members[next_].numel();
+      TORCH_CHECK_VALUE(begins_[next_] >= end && size <= formats_[selection].n - begins_[next_], "hvd_sparse.", op_,
+                        ": member ", next_, ", ", size, " elements from ", begins_[next_], ", does not fit selection ",
+                        selection, " of ", formats_[selection].n);
+      end = begins_[next_] + size;
+      take(next_);
+    }
+  }
+
+  // A selection's payload.
+  uint8_t* PayloadIn(size_t selection, const Tensor& message) const {
+    int64_t size = 0;
+    Raise(op_, PayloadSize(formats_[selection], &size));
+    const int64_t offset = offsets_[selection];
+    TORCH_CHECK_VALUE(offset >= 0 && size <= message.numel() - offset, "hvd_sparse.", op_, ": a payload of ", size,
+                      " bytes at offset ", offset, " leaves the message of ", message.numel());
+    return static_cast<uint8_t*>(message.data_ptr()) + offset;
+  }
+
+ private:
+  const char* op_;
+  IntArrayRef offsets_, selections_, begins_;
+  std::vector<PayloadFormat> formats_;
+  size_t next_ = 0;
+};
 
 std::optional<Tensor> MemberOf(TensorList list, size_t i) {
   return list.empty() ? std::optional<Tensor>() : std::optional<Tensor>(list[i]);
 }
 
-Tensor AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList velocities, TensorList parameters,
-                          at::ArrayRef<double> factors, double momentum, bool nesterov, double weight_decay,
-                          at::IntArrayRef ks, int64_t seed, at::ArrayRef<double> hints, Tensor out,
-                          at::IntArrayRef offsets, const std::string& coding, const std::string& value_dtype,
-                          const std::string& centre, const OptionalTensors& segments) {
+std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
+                                              TensorList parameters, at::ArrayRef<double> factors, double momentum,
+                                              bool nesterov, double weight_decay, IntArrayRef ns, IntArrayRef ks,
+                                              int64_t seed, at::ArrayRef<double> hints, Tensor out, IntArrayRef offsets,
+                                              IntArrayRef selections, IntArrayRef begins, const std::string& coding,
+                                              const std::string& value_dtype, const std::string& centre,
+                                              const OptionalTensors& segments) {
   const char* op = "accumulate_bucket";
   const size_t members = gradients.size();
-  CheckMembers(op, members,
-               {residuals.size(), factors.size(), ks.size(), hints.size(), offsets.size(), segments.size(),
-                velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
+  Layout layout(op, ns, ks, offsets, selections, begins, coding, value_dtype, segments);
+  CheckCounts(op, "selection", ns.size(), {hints.size()});
+  CheckCounts(op, "member", members,
+              {residuals.size(), factors.size(), selections.size(), velocities.empty() ? members : velocities.size(),
+               parameters.empty() ? members : parameters.size()});
   CheckTensor(op, "out", out, at::kByte);
   const Centre kind = ParseCentre(op, centre);
-  Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
-  for (size_t i = 0; i < members; ++i) {
-    const Tensor flat = gradients[i].contiguous();
-    Tensor residual = residuals[i];
-    std::optional<Tensor> velocity = MemberOf(velocities, i);
-    const std::optional<Tensor> parameter = MemberOf(parameters, i);
-    const Accumulation a =
-        AsAccumulation(op, flat, residual, velocity, parameter, factors[i], momentum, nesterov, weight_decay);
-    const PayloadFormat format = ParseFormat(op, flat.numel(), ks[i], coding, value_dtype, segments.get(i));
-    AccumulateMember(op, a, {ks[i], hints[i], static_cast<uint64_t>(seed)}, format, kind,
-                     Part(op, format, out, offsets[i]), info.mutable_data_ptr<double>() + 3 * i);
+  Tensor info = at::empty({static_cast<int64_t>(ns.size()), 2}, at::kDouble);
+  Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
+  auto* is_finite = finite.mutable_data_ptr<bool>();
+  for (size_t s = 0; s < ns.size(); ++s) {
+    std::vector<Tensor> flat;  // keeps copies of gradients that are not contiguous
+    std::vector<Part> parts;
+    layout.ForMembers(s, gradients, [&](size_t i) {
+      flat.push_back(gradients[i].contiguous());
+      Tensor residual = residuals[i];
+      std::optional<Tensor> velocity = MemberOf(velocities, i);
+      const Accumulation a = AsAccumulation(op, flat.back(), residual, velocity, MemberOf(parameters, i), factors[i],
+                                            momentum, nesterov, weight_decay);
+      parts.push_back({a.gradient, a.params, a.memory, layout.begin(i)});
+    });
+    Selection found;
+    Raise(op, AccumulateAndPack(parts, true, {ks[s], hints[s], static_cast<uint64_t>(seed)}, layout.formats()[s], kind,
+                                TorchParallelFor, layout.PayloadIn(s, out), is_finite, &found));
+    is_finite += parts.size();
+    info.mutable_data_ptr<double>()[2 * s] = found.threshold;
+    info.mutable_data_ptr<double>()[2 * s + 1] = static_cast<double>(found.passed);
   }
-  return info;
+  return {info, finite};
 }
 
-// Takes what a payload of the rank's own says out of a memory: nothing is left of float32, of others what rounding
-// kept.
-void ClearMember(const char* op, const PayloadFormat& format, const uint8_t* part, float* residual, float* velocity) {
-  int64_t size = 0;
-  PayloadView view;
-  Raise(op, PayloadSize(format, &size));
-  Raise(op, Validate(format, part, size, &view));
-  std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices.data());
-  int64_t j = 0;
-  for (const int64_t index : indices) {
-    const float sent = ValueAt(view, format.dtype, j++);
-    residual[index] = format.dtype == DType::kFloat32 ? 0.0f : residual[index] - sent;
-    if (velocity != nullptr) velocity[index] = 0.0f;
-  }
-}
-
-void ClearBucketOp(const Tensor& message, at::IntArrayRef offsets, at::IntArrayRef ks, TensorList residuals,
-                   TensorList velocities, const std::string& coding, const std::string& value_dtype,
-                   const OptionalTensors& segments) {
+void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef ns, IntArrayRef ks,
+                   IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins, const std::string& coding,
+                   const std::string& value_dtype, const OptionalTensors& segments) {
   const char* op = "clear_bucket";
   const size_t members = residuals.size();
-  CheckMembers(op, members,
-               {offsets.size(), ks.size(), segments.size(), velocities.empty() ? members : velocities.size()});
+  Layout layout(op, ns, ks, offsets, selections, begins, coding, value_dtype, segments);
+  CheckCounts(op, "member", members, {selections.size(), velocities.empty() ? members : velocities.size()});
   CheckTensor(op, "message", message, at::kByte);
-  for (size_t i = 0; i < members; ++i) {
-    Tensor residual = residuals[i];
-    std::optional<Tensor> velocity = MemberOf(velocities, i);
-    const PayloadFormat format = ParseFormat(op, residual.numel(), ks[i], coding, value_dtype, segments.get(i));
-    ClearMember(op, format, Part(op, format, message, offsets[i]),
-                MemoryData(op, "residual", residual, residual.numel()),
-                velocity ? MemoryData(op, "velocity", *velocity, residual.numel()) : nullptr);
+  for (size_t s = 0; s < ns.size(); ++s) {
+    std::vector<MemorySlice> slices;
+    layout.ForMembers(s, residuals, [&](size_t i) {
+      Tensor residual = residuals[i];
+      std::optional<Tensor> velocity = MemberOf(velocities, i);
+      const int64_t size = residual.numel();
+      slices.push_back({layout.begin(i),
+                        size,
+                        {MemoryData(op, "residual", residual, size),
+                         velocity ? MemoryData(op, "velocity", *velocity, size) : nullptr}});
+    });
+    Raise(op, ClearSent(layout.formats()[s], layout.PayloadIn(s, message), slices));
   }
 }
 
-void ReduceBucketOp(const Tensor& gathered, at::IntArrayRef offsets, at::IntArrayRef ks, TensorList outs, double scale,
-                    const std::string& coding, const std::string& value_dtype, const OptionalTensors& segments) {
+void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntArrayRef ns, IntArrayRef ks,
+                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins, const std::string& coding,
+                    const std::string& value_dtype, const OptionalTensors& segments) {
   const char* op = "reduce_bucket";
-  const size_t members = outs.size();
-  CheckMembers(op, members, {offsets.size(), ks.size(), segments.size()});
+  Layout layout(op, ns, ks, offsets, selections, begins, coding, value_dtype, segments);
+  CheckCounts(op, "member", outs.size(), {selections.size()});
   CheckTensor(op, "gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0, "hvd_sparse.", op,
                     ": gathered must be [ranks, bytes], got ", gathered.sizes());
-  for (size_t i = 0; i < members; ++i) {
-    Tensor out = outs[i];
-    CheckTensor(op, "out", out, at::kFloat);
-    const PayloadFormat format = ParseFormat(op, out.numel(), ks[i], coding, value_dtype, segments.get(i));
-    const uint8_t* part = Part(op, format, gathered[0], offsets[i]);
-    Raise(op, ReducePayloads(format, part, gathered.size(0), gathered.size(1), static_cast<float>(scale),
-                             TorchParallelFor, out.mutable_data_ptr<float>()));
+  for (size_t s = 0; s < ns.size(); ++s) {
+    std::vector<Slice> slices;
+    layout.ForMembers(s, outs, [&](size_t i) {
+      CheckTensor(op, "out", outs[i], at::kFloat);
+      slices.push_back({layout.begin(i), outs[i].numel(), static_cast<float*>(outs[i].data_ptr())});
+    });
+    Raise(op, ReducePayloads(layout.formats()[s], layout.PayloadIn(s, gathered[0]), gathered.size(0), gathered.size(1),
+                             static_cast<float>(scale), TorchParallelFor, slices));
   }
 }
 
@@ -147,14 +167,15 @@ void ReduceBucketOp(const Tensor& gathered, at::IntArrayRef offsets, at::IntArra
 TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "accumulate_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
-      "float[] factors, float momentum, bool nesterov, float weight_decay, int[] ks, int seed, float[] hints, "
-      "Tensor(c!) out, int[] offsets, str coding, str value_dtype, str centre, Tensor?[] segments) -> Tensor");
+      "float[] factors, float momentum, bool nesterov, float weight_decay, int[] ns, int[] ks, int seed, "
+      "float[] hints, Tensor(c!) out, int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, "
+      "str centre, Tensor?[] segments) -> (Tensor, Tensor)");
   m.def(
-      "clear_bucket(Tensor message, int[] offsets, int[] ks, Tensor(a!)[] residuals, Tensor(b!)[] velocities, "
-      "str coding, str value_dtype, Tensor?[] segments) -> ()");
+      "clear_bucket(Tensor message, Tensor(a!)[] residuals, Tensor(b!)[] velocities, int[] ns, int[] ks, "
+      "int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments) -> ()");
   m.def(
-      "reduce_bucket(Tensor gathered, int[] offsets, int[] ks, Tensor(a!)[] outs, float scale, str coding, "
-      "str value_dtype, Tensor?[] segments) -> ()");
+      "reduce_bucket(Tensor gathered, Tensor(a!)[] outs, float scale, int[] ns, int[] ks, int[] offsets, "
+      "int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {

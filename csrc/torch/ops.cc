@@ -205,7 +205,8 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
                       ": places leave the ", gathered.numel(), " bytes of gathered");
     sources.push_back({gathered.const_data_ptr<uint8_t>() + offsets[rank], format.k, size});
   }
-  Raise(op, ReduceSources(format, sources, static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
+  Raise(op, ReduceSources(format, sources, static_cast<float>(scale), TorchParallelFor,
+                          {{0, n, out.mutable_data_ptr<float>()}}));
 }
 
 Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,

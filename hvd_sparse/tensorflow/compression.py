@@ -37,10 +37,11 @@ from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.memory import make_memory, make_variable
 from hvd_sparse.tensorflow.model_scope import ModelScope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
-from hvd_sparse.tensorflow.tensor_scope import TensorScope, VaryingScope
+from hvd_sparse.tensorflow.tensor_scope import TensorScope
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.tensorflow.variables import Variables
+from hvd_sparse.tensorflow.varying_scope import VaryingScope
 
 SCOPES = {  # how a method lays out a step
     "tensor": TensorScope,

@@ -44,21 +44,20 @@ class ResidualMemory(tf.Module):
 
         What is not finite counts as zero.
         """
-        return ops.accumulate(gradient, *self._destination(), is_active=is_active, **self._rule(factor))
+        factor = 1.0 if factor is None else factor
+        return ops.accumulate(gradient, *self.destination(), is_active=is_active, factor=factor, **self.rule())
 
-    def accumulate_top_k(
-        self, gradient: tf.Tensor, factor: tf.Tensor | None, is_active: bool | tf.Tensor, **selection
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Do `accumulate`, then select (k, seed, threshold_hint) in the residual, as `ops.accumulate_top_k` does."""
-        rule = self._rule(factor)
-        return ops.accumulate_top_k(gradient, *self._destination(), is_active=is_active, **selection, **rule)
-
-    def _destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays."""
+    def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
         return self.residual, None, None
 
-    def _rule(self, factor: tf.Tensor | None) -> dict:
-        return {"factor": 1.0 if factor is None else factor}
+    def rule(self) -> dict:
+        """Return how to accumulate, as `ops.accumulate` takes it."""
+        return {}
+
+    def cleared(self) -> tuple[tf.Variable, ...]:
+        """Return the buffers that what was sent leaves: the residual first."""
+        return (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16."""
@@ -104,12 +103,18 @@ class MomentumMemory(ResidualMemory):
             return None
         return clip_factor(self.algorithm, ranks, [gradient])
 
-    def _destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+    def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+        """Return residual, velocity, and the parameter that decays."""
         return self.residual, self.velocity, None if self.algorithm.weight_decay == 0.0 else self._flat_parameter()
 
-    def _rule(self, factor: tf.Tensor | None) -> dict:
+    def rule(self) -> dict:
+        """Return momentum, nesterov and weight_decay."""
         names = ("momentum", "nesterov", "weight_decay")
-        return {**super()._rule(factor), **{name: getattr(self.algorithm, name) for name in names}}
+        return {name: getattr(self.algorithm, name) for name in names}
+
+    def cleared(self) -> tuple[tf.Variable, ...]:
+        """Return residual, and the velocity if it is masked."""
+        return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: that of the velocity."""

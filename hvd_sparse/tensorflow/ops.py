@@ -245,3 +245,88 @@ def scatter_update(variable: tf.Variable, indices: tf.Tensor, values: tf.Tensor)
     Unlike `tf.Variable.scatter_update` it leaves later reads of the whole variable free of copies.
     """
     return _ops.hvd_sparse_scatter_update(variable.handle, indices, values)
+
+
+def accumulate_bucket(
+    gradients: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Variable],
+    velocities: Sequence[tf.Variable] = (),
+    parameters: Sequence[tf.Tensor] = (),
+    *,
+    factors: tf.Tensor,
+    ks: tf.Tensor,
+    threshold_hints: tf.Tensor,
+    seed: Integer = 0,
+    is_active: bool | tf.Tensor = True,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    centre: str = "mean",
+    columns: Sequence[int] = (),
+    joint: bool = False,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Do `accumulate_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
+
+    Each has a selection of its own; if joint they share one, laid out one after the other. Velocities and parameters
+    are as many as gradients, or none; factors float32[members], ks int64[selections], threshold_hints
+    float64[selections]; columns: see `locate_payloads`. Returns the payloads, uint8[bytes], one after the other,
+    whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
+    """
+    lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
+    numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint, "centre": centre}
+    return tuple(_ops.hvd_sparse_accumulate_bucket(*lists, list(parameters), *numbers, **rule, **form))
+
+
+def clear_bucket(
+    message: tf.Tensor,
+    ks: tf.Tensor,
+    is_void: bool | tf.Tensor,
+    residuals: Sequence[tf.Variable],
+    velocities: Sequence[tf.Variable] = (),
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
+    joint: bool = False,
+) -> tf.Operation:
+    """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
+
+    Nothing is left of float32 values; of others, what rounding kept back. Nothing is done if void.
+    """
+    buffers = ([one.handle for one in residuals], [one.handle for one in velocities])
+    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint}
+    return _ops.hvd_sparse_clear_bucket(message, ks, is_void, *buffers, **form)
+
+
+def reduce_bucket(
+    gathered: tf.Tensor,
+    ns: Sequence[int],
+    ranks: Integer,
+    ks: tf.Tensor,
+    scale: Real = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
+    joint: bool = False,
+) -> list[tf.Tensor]:
+    """Do `reduce_payloads` for the variables of a bucket, of n elements each: float32[n] each.
+
+    `gathered`, uint8[bytes]: the messages of all ranks, one after the other.
+    """
+    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint}
+    form |= {"M": len(ns), "ns": list(ns)}
+    numbers = (_integer(ranks), ks, _number(scale, tf.float32))
+    return _ops.hvd_sparse_reduce_bucket(gathered, *numbers, **form)
+
+
+def take_sum(
+    total: tf.Tensor, token: tf.Tensor, expected: Real, is_void: bool | tf.Tensor, shape: tf.TensorShape
+) -> tf.Tensor:
+    """Return a sum, float32[n], in this shape, without a copy; NaN everywhere if void.
+
+    Raises tf.errors.InvalidArgumentError unless token[0], which was 1 before Horovod reduced it, is as `expected`.
+    """
+    return _ops.hvd_sparse_take_sum(total, token, _number(expected, tf.float32), is_void, shape=shape)

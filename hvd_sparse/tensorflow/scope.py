@@ -39,10 +39,9 @@ class Entry:
     gradient: tf.Tensor
     memory: ResidualMemory
     is_sparse: bool  # whether it ever travels as a payload
-    finite: tf.Tensor | None = None  # known once the gradient has been read
     factor: tf.Tensor | None = None  # of clipping
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
-    decode: Callable[[], tf.Tensor] | None = None  # makes the reduced gradient, float32[n], in the caller's branch
+    decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
 
 
 @dataclass
@@ -57,6 +56,8 @@ class Step:
     suffix: str  # tells several calls in one graph apart
     is_active: tf.Tensor | bool = True  # whether the gradients enter the memories: not where all travels dense
     present: tf.Operation | None = None
+    token: tf.Tensor | None = None  # what travels in place of a gradient; its sum tells how Horovod reduces
+    finite: list[tf.Tensor] = field(default_factory=list)  # bool, of any shape: was each gradient finite everywhere?
     overflow: tf.Tensor | None = None
     void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all travels dense
     counted: Counted = field(default_factory=Counted)
@@ -135,19 +136,16 @@ class Scope(abc.ABC):
 
         def dense() -> tf.Tensor:
             """Take what Horovod reduced."""
-            return tf.cast(tf.reshape(reduced, shape), dtype)
+            return tf.where(step.overflow, tf.constant(float("nan"), dtype), tf.cast(tf.reshape(reduced, shape), dtype))
 
         def decoded() -> tf.Tensor:
             """Take the payloads' sum."""
-            with tf.control_dependencies([self._check_token(reduced, step)]):
-                return tf.cast(tf.reshape(entry.decode(), shape), dtype)
+            token, expected = tf.cast(reduced, tf.float32), step.scale * self.exchange.size()
+            return tf.cast(ops.take_sum(entry.decode(), token, expected, step.overflow, shape), dtype)
 
-        def either() -> tf.Tensor:
-            """Take what the schedule says at this step."""
-            return tf.cond(step.is_dense, dense, decoded)
-
-        counts = dense if not entry.is_sparse else decoded if step.is_dense is None else either
-        return tf.cond(step.overflow, lambda: tf.fill(shape, tf.constant(float("nan"), dtype)), counts)
+        if not entry.is_sparse:
+            return dense()
+        return decoded() if step.is_dense is None else tf.cond(step.is_dense, dense, decoded)
 
     @abc.abstractmethod
     def _selections(self) -> list[str]:
@@ -155,7 +153,7 @@ class Scope(abc.ABC):
 
     @abc.abstractmethod
     def _choose(self, entries: list[Entry], step: Step):
-        """Accumulate and select; tell each entry whether it was finite; return what `_send` is to be given."""
+        """Accumulate and select; tell the step which gradients were finite; return what `_send` is to be given."""
 
     @abc.abstractmethod
     def _send(self, entries: list[Entry], selections, step: Step) -> list[tf.Operation]:
@@ -180,6 +178,7 @@ class Scope(abc.ABC):
         if is_dense is not None:
             step.is_active = tf.logical_not(is_dense)
         step.present = self._check_presence(step, lines)
+        step.token = once(step.present, ops.token(self.exchange.rank()))
         return step
 
     def _check_presence(self, step: Step, lines: list[str]) -> tf.Operation:
@@ -206,10 +205,9 @@ class Scope(abc.ABC):
         return tf.group(*checks)
 
     def _vote(self, step: Step, entries: list[Entry]) -> None:
-        for entry in entries:
-            if not entry.is_sparse:
-                entry.finite = ops.all_finite(entry.gradient)
-        bad = tf.add_n([tf.cast(tf.logical_not(entry.finite), tf.float64) for entry in entries])
+        dense = [ops.all_finite(entry.gradient) for entry in entries if not entry.is_sparse]
+        finite = tf.concat([tf.reshape(one, [-1]) for one in (*step.finite, *dense)], 0)
+        bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         own = tf.stack([bad, tf.cast(step.number, tf.float64)])
         step.overflow = self.exchange.allreduce(f"vote{step.suffix}", once(step.present, own))[0] > 0.0
@@ -230,7 +228,7 @@ class Scope(abc.ABC):
         before: what else changes this memory. A graph of TensorFlow 1 orders nothing by itself.
         """
         if entry.is_sparse and step.is_dense is None:
-            entry.carried = once(step.present, ops.token(self.exchange.rank()))
+            entry.carried = step.token
             step.counted.add(payload_bytes=8)
             return []
         with tf.control_dependencies(before):
@@ -241,7 +239,7 @@ class Scope(abc.ABC):
             step.counted.add(payload_bytes=entry.memory.size * sent.dtype.size, sent=entry.memory.size)
         else:
             keep = tf.logical_or(keep, tf.logical_not(step.is_dense))
-            token = tf.cast(ops.token(self.exchange.rank()), sent.dtype)
+            token = tf.cast(step.token, sent.dtype)
             carried = tf.cond(step.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
             entry.carried = once(step.present, carried)
             # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
@@ -254,29 +252,13 @@ class Scope(abc.ABC):
                 buffers[kind].assign(tf.where(keep, buffers[kind].read_value(), new)) for kind, new in after.items()
             ]
 
-    def _counts(self, sizes: list[int], step: Step) -> list[tf.Tensor]:
-        """Return k of every selection, int64 scalars; 1 when its payload does not count."""
+    def _counts(self, sizes: list[int], step: Step) -> tf.Tensor:
+        """Return k of every selection, int64[selections]; 1 when its payload does not count."""
         sizes = tf.constant(sizes, tf.float64)
         counts = tf.clip_by_value(tf.floor(step.density * sizes + 0.5), 1.0, sizes)
         if step.is_dense is not None:
             counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
-        return tf.unstack(tf.cast(counts, tf.int64))
-
-    def _selection(self, found, entries: list[Entry], k: tf.Tensor, step: Step, sent=None) -> Selection:
-        """Return a selection with its payload; `sent`, k unless given, is what it counts for.
-
-        found: indices into the entries, laid out one after the other, values and info.
-        """
-        indices, values, info = found
-        form = (self.algorithm.values, self._segments(entries))
-        travels = values
-        if self.algorithm.values != "float32":
-            travels = ops.quantize(values, self.algorithm.values, self.algorithm.centre, indices, form[1])
-        payload = ops.pack(indices, travels, _size(entries), k, self.algorithm.coding, *form)
-        sent = k if sent is None else sent
-        step.counted.add(payload_bytes=tf.size(payload))
-        step.counted.add(sent=sent if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(sent), sent))
-        return Selection(k, indices, values, travels, payload, info)
+        return tf.cast(counts, tf.int64)
 
     def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
         message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
@@ -293,21 +275,9 @@ class Scope(abc.ABC):
             operations.append(ops.scatter_update(memory.buffers[kind], indices, new))
         return operations
 
-    def _reduce(self, gathered: tf.Tensor, offset, entries: list[Entry], k: tf.Tensor, step: Step) -> tf.Tensor:
-        """Return the sum of all ranks' payloads of entries that are laid out one after the other."""
-        gathered = tf.reshape(gathered, [self.exchange.size(), -1])
-        form = (self.algorithm.coding, self.algorithm.values, self._segments(entries))
-        return ops.reduce_payloads(gathered, offset, _size(entries), k, step.scale, *form)
-
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
         """Return what shares the centres of low-bit values."""
         return segments_of([entry.memory.variable.shape.as_list() for entry in entries], self.algorithm)
-
-    def _check_token(self, reduced: tf.Tensor, step: Step) -> tf.Operation:
-        expected = step.scale * self.exchange.size()
-        ones = tf.cast(reduced[0], tf.float32)
-        message = "hvd_sparse: Horovod's reduction turned a token of 1 into another value than its op says:"
-        return tf.debugging.Assert(tf.abs(ones - expected) <= 1e-3 * expected, [message, ones, expected])
 
 
 def _size(entries: list[Entry]) -> int:

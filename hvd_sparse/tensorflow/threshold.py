@@ -25,16 +25,16 @@ class ThresholdHints:
             for kind, value in (("threshold", first.threshold), ("margin", first.margin), ("k", float(first.k)))
         )
 
-    def values(self, names: list[str], counts: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return a hint, float64, for each of the selections named; 0 where there is none."""
+    def values(self, names: list[str], counts: tf.Tensor) -> tf.Tensor:
+        """Return a hint, float64, for each of the selections named; 0 where there is none. counts: their k, int64."""
         threshold, margin, known = self._read(names)
-        return tf.unstack(_hints(threshold, margin, known, tf.cast(tf.stack(counts), tf.float64)))
+        return _hints(threshold, margin, known, tf.cast(counts, tf.float64))
 
-    def update(self, names: list[str], counts: list[tf.Tensor], infos: list[tf.Tensor]) -> list[tf.Operation]:
-        """Learn from the selections: infos are (threshold, how many elements reached the hint)."""
+    def update(self, names: list[str], counts: tf.Tensor, infos: tf.Tensor) -> list[tf.Operation]:
+        """Learn from the selections: infos, float64[m, 2], are threshold and how many elements reached the hint."""
         threshold, margin, known = self._read(names)
-        k = tf.cast(tf.stack(counts), tf.float64)
-        found, passed = tf.unstack(tf.stack(infos), axis=1)
+        k = tf.cast(counts, tf.float64)
+        found, passed = tf.unstack(infos, axis=1)
         used = _hints(threshold, margin, known, k) > 0.0
         lower = tf.maximum(1.0 - 2.0 * (1.0 - margin), LOWEST_MARGIN)
         higher = tf.minimum(1.0 - 0.9 * (1.0 - margin), HIGHEST_MARGIN)
@@ -88,14 +88,14 @@ class KeptThresholds:
         rows = [self._row[name] for name in residuals]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
         refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
-        k = tf.cast(tf.stack(counts), tf.float64)
+        k = tf.cast(counts, tf.float64)
         kept = tf.gather(self._value.read_value(), rows)
         known = tf.gather(self._k.read_value(), rows)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, k)
         due &= tf.logical_not(drains) & is_active
         found = [
             tf.cond(due[i], lambda r=residual, n=count: ops.select_threshold(r, n), lambda i=i: kept[i])
-            for i, (residual, count) in enumerate(zip(residuals.values(), counts, strict=True))
+            for i, (residual, count) in enumerate(zip(residuals.values(), tf.unstack(counts), strict=True))
         ]
         new = tf.where(due, tf.maximum(tf.stack(found), SMALLEST), kept)
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), new)
@@ -129,7 +129,7 @@ class FittedThresholds:
         more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in residuals]))
         infinite = tf.constant(float("inf"), tf.float64)
         thresholds = []
-        for residual, k, extra in zip(residuals.values(), counts, more, strict=True):
+        for residual, k, extra in zip(residuals.values(), tf.unstack(counts), more, strict=True):
             fitted = tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False)
             thresholds.append(tf.where(is_active, tf.ensure_shape(fitted, []), infinite))
         return thresholds, []
@@ -141,7 +141,7 @@ class FittedThresholds:
     def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
         """Adapt the stages to how many were sent."""
         rows = [self._row[name] for name in names]
-        ratio = tf.cast(tf.stack(found), tf.float64) / tf.cast(tf.stack(counts), tf.float64)
+        ratio = tf.cast(tf.stack(found), tf.float64) / tf.cast(counts, tf.float64)
         old = [tf.gather(variable.read_value(), rows) for variable in self.variables]
         planned = tf.numpy_function(self._adapt, [*old, ratio], [tf.float64] * 3, stateful=False)
         new = [tf.ensure_shape(tf.where(is_active, *pair), [len(rows)]) for pair in zip(planned, old, strict=True)]

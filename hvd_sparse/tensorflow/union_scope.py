@@ -5,27 +5,41 @@ lost nothing that is not in a residual.
 """
 
 import abc
+import itertools
 
 import tensorflow as tf
 
 from hvd_sparse.centres import by_group
 from hvd_sparse.reference import stratified_sample
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.model_scope import ModelScope
-from hvd_sparse.tensorflow.scope import Entry, Selection, Step, once
+from hvd_sparse.tensorflow.memory import read_after
+from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step, once
 from hvd_sparse.tensorflow.threshold import ScaledThreshold
 from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
 from hvd_sparse.wire import LOW_BITS
 
 
-class UnionScope(ModelScope, abc.ABC):
+class UnionScope(Scope):
     """Each rank names elements, none of them twice; the values at all that were named are summed."""
+
+    def _selections(self) -> list[str]:
+        return ["model"]
 
     def _choose(self, entries: list[Entry], step: Step) -> Selection:
         residual = self._accumulate(entries, step)
-        (k,) = self._counts([residual.shape[0]], step)
+        k = self._counts([residual.shape[0]], step)[0]
         indices, info = self._name_elements(residual, k, step)
         return Selection(k, indices, residual, residual, None, info)
+
+    def _accumulate(self, entries: list[Entry], step: Step) -> tf.Tensor:
+        """Bring all gradients into their memories; return the whole residual."""
+        residuals = []
+        for entry in entries:
+            memory = entry.memory
+            finite = memory.accumulate(entry.gradient, entry.factor, step.is_active)
+            step.finite.append(finite)
+            residuals.append(read_after(memory.residual, finite))
+        return tf.concat(residuals, 0)
 
     @abc.abstractmethod
     def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -48,7 +62,26 @@ class UnionScope(ModelScope, abc.ABC):
         """Keep what the next step starts from; `count`: how many elements all ranks named."""
         if selection.info is None:
             return []
-        return self._hints.update(["model"], [selection.k], [selection.info])
+        return self._hints.update(["model"], selection.k[None], selection.info[None])
+
+    @staticmethod
+    def _give_parts(entries: list[Entry], whole: tf.Tensor) -> None:
+        """Give each entry its part of the sum."""
+        for entry, part in zip(entries, tf.split(whole, [entry.memory.size for entry in entries]), strict=True):
+            entry.decode = lambda part=part: part
+
+    def _clear_parts(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
+        """Cut the selection into that of each variable."""
+        offsets = [0, *itertools.accumulate(entry.memory.size for entry in entries)]
+        bounds = tf.searchsorted(selection.indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
+        parts = [
+            tf.split(tensor, bounds[1:] - bounds[:-1], num=len(entries))
+            for tensor in (selection.indices, selection.values, selection.left)
+        ]
+        done = []
+        for entry, offset, indices, values, left in zip(entries, offsets, *parts, strict=False):
+            done += self._clear(entry.memory, indices - offset, values, left, step)
+        return done
 
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
@@ -94,7 +127,7 @@ class LeaderScope(UnionScope):
     """CLT-k: the rank whose turn it is names its k largest, the others none."""
 
     def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
-        (hint,) = self._hints.values(["model"], [k])
+        hint = self._hints.values(["model"], k[None])[0]
 
         def lead() -> tuple[tf.Tensor, tf.Tensor]:
             """Select."""

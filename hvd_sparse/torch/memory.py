@@ -171,6 +171,12 @@ def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory
     return kind(algorithm, parameter)
 
 
+def destinations(memories: Iterable[ResidualMemory]) -> list[list[torch.Tensor]]:
+    """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a memory, or none."""
+    columns = zip(*(memory.destination() for memory in memories), strict=True)
+    return [[one for one in column if one is not None] for column in columns] or [[], [], []]
+
+
 def whole_clip_factor(algorithm: Algorithm, ranks: int, gradients: Iterable[torch.Tensor]) -> float:
     """Return the factor that clips by the L2 norm of all the gradients of this rank together."""
     squares = (_norm(gradient) ** 2 for gradient in gradients)

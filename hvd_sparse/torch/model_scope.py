@@ -1,13 +1,15 @@
 """scope="model": one selection in all tensors, when the last gradient is ready."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.memory import ResidualMemory, make_memory, whole_clip_factor
-from hvd_sparse.torch.scope import Entry, Scope, Selection
+from hvd_sparse.torch.memory import ResidualMemory, destinations, make_memory, whole_clip_factor
+from hvd_sparse.torch.scope import Entry, Scope, place_of
 from hvd_sparse.wire import top_k_count
 
 
@@ -22,13 +24,13 @@ class Group:
     memory: ResidualMemory  # of all the sparse tensors; theirs are slices of it
     name: str = ""  # of its collectives
     hint: ThresholdHint = field(default_factory=ThresholdHint)
-    selection: Selection | None = None
+    segments: torch.Tensor | None = None
     buffer: torch.Tensor | None = None
     gathered: Pending | None = None
     summed: Pending | None = None
     completed: bool = False
-    large: torch.Tensor | None = None  # the reduced gradients of the sparse tensors
-    small: torch.Tensor | None = None  # those of the dense ones
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # the reduced gradients of the sparse tensors
+    small: torch.Tensor | None = None  # those of the dense ones, one after the other
 
 
 class ModelScope(Scope):
@@ -51,7 +53,7 @@ class ModelScope(Scope):
         super().end()
         self._put_back()
         for group in self._group_of.values():
-            group.large = group.small = None
+            group.sums, group.small = {}, None
 
     def _finish(self) -> None:
         """Select and start whatever was not complete when the last gradient came."""
@@ -69,13 +71,11 @@ class ModelScope(Scope):
             self._complete(group, scale)
         if entry.commit is not None:
             entry.commit()
-        whole = group.large if entry.name in group.sparse else group.small
-        return whole.narrow(0, group.offsets[entry.name], entry.gradient.numel())
+        if entry.name in group.sums:
+            return group.sums[entry.name]
+        return group.small.narrow(0, group.offsets[entry.name], entry.gradient.numel())
 
     def _take(self, entry: Entry) -> torch.Tensor:
-        if not self._clips_model() and not self.is_dense(entry.name) and not entry.frozen:
-            memory = self.memories[entry.name]
-            entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
         return self.token()
 
     def _seal(self) -> None:
@@ -86,22 +86,17 @@ class ModelScope(Scope):
         """Select in the given tensors together, and send."""
         group = self._group([entry.name for entry in entries])
         self._group_of.update(dict.fromkeys((*group.sparse, *group.dense), group))
-        group.selection = group.gathered = group.summed = None
+        group.gathered = group.summed = None
         group.completed = False
         self._hold([entry.name for entry in entries if entry.frozen and entry.name in group.sparse])
         factors = self._clip(entries)
-        if self._clips_model():
-            for entry in entries:
-                if not entry.frozen and entry.name in group.sparse:
-                    memory = self.memories[entry.name]
-                    entry.finite = memory.accumulate(entry.gradient, factors[entry.name])
-        self._vote(f"{name}.vote", entries)
         if group.sparse:
             group.name = name
-            self._choose(group)
+            self._choose(group, factors)
             if group.buffer is not None:
                 self._deferred.append(lambda: self._gather(group))
                 self.traffic.count(payload_bytes=group.buffer.numel())
+        self._vote(f"{name}.vote", entries)
         if group.dense:
             parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
             small = torch.cat(parts)
@@ -109,14 +104,40 @@ class ModelScope(Scope):
             self._collectives.append(group.summed)
             self.traffic.count(payload_bytes=small.numel() * small.element_size(), sent=small.numel())
 
-    def _choose(self, group: Group) -> None:
-        """Select in a group, and make the message for all ranks, if there has to be one."""
-        k, segments = top_k_count(group.n, self.density), self._segments_of(group.sparse)
-        size = self._payload_size(group.n, k, segments)
+    def _choose(self, group: Group, factors: dict[str, float]) -> None:
+        """Accumulate and select in a group, and make the message for all ranks, if there has to be one."""
+        k = top_k_count(group.n, self.density)
+        size = self._payload_size(group.n, k, group.segments)
         if group.buffer is None or group.buffer.numel() != size:
             group.buffer = torch.zeros(size, dtype=torch.uint8)
-        group.selection = self._quantized(*self._top_k(group.memory.residual, k, group.hint), group.sparse)
-        self._pack(group.selection, group.n, k, group.buffer, segments)
+        entries = self._present(group)
+        info, finite = ops.accumulate_bucket(
+            [entry.gradient for entry in entries],
+            *destinations(self.memories[entry.name] for entry in entries),
+            layout=self._layout(group, [entry.name for entry in entries]),
+            out=group.buffer,
+            factors=[factors[entry.name] for entry in entries],
+            hints=[group.hint.value(k)],
+            seed=self.seed,
+            centre=self.algorithm.centre,
+            **self._form(),
+            **group.memory.rule(),
+        )
+        threshold, passed = info[0].tolist()
+        group.hint.update(k, threshold, int(passed))
+        for entry, is_finite in zip(entries, finite.tolist(), strict=True):
+            entry.finite = is_finite
+        self.traffic.count(sent=k)
+
+    def _present(self, group: Group) -> list[Entry]:
+        """Return the tensors that share a selection and take part in this step."""
+        return [self.entries[name] for name in group.sparse if not self.entries[name].frozen]
+
+    def _layout(self, group: Group, names: Iterable[str]) -> ops.Layout:
+        """Return where the group's one payload lies, and where these members have their part in it."""
+        begins = [group.offsets[name] for name in names]
+        one = ([group.n], [top_k_count(group.n, self.density)], [0], [group.segments])
+        return ops.Layout(*one, selections=[0] * len(begins), begins=begins)
 
     def _gather(self, group: Group) -> Pending:
         group.gathered = self.exchange.allgather(group.name, group.buffer)
@@ -152,7 +173,6 @@ class ModelScope(Scope):
             return {
                 entry.name: 1.0 if entry.frozen else self.memories[entry.name].clip_factor(entry.gradient, ranks)
                 for entry in entries
-                if self.is_dense(entry.name)
             }
         usable = [entry.gradient for entry in entries if not entry.frozen]
         return dict.fromkeys((entry.name for entry in entries), whole_clip_factor(self.algorithm, ranks, usable))
@@ -175,7 +195,8 @@ class ModelScope(Scope):
             for kind in memory.BUFFERS:
                 part = memory.buffer(kind).narrow(0, offsets[name], self.parameters[name].numel())
                 self.memories[name].adopt(kind, part)
-        self._groups = {(sparse, dense): Group(sparse, dense, offsets, n_sparse, memory)}
+        group = Group(sparse, dense, offsets, n_sparse, memory, segments=self._segments_of(sparse))
+        self._groups = {(sparse, dense): group}
         return self._groups[sparse, dense]
 
     def _complete(self, group: Group, scale: float) -> None:
@@ -191,7 +212,9 @@ class ModelScope(Scope):
         """Wait for the payloads; sum them; clear the memory of what was sent."""
         with self.traffic.timed("exchange"):
             gathered = group.gathered.wait()
-        group.large = torch.empty(group.n)
-        place = (0, group.n, top_k_count(group.n, self.density))
-        self._reduce(gathered, *place, group.large, scale, self._segments_of(group.sparse))
-        group.memory.clear(group.selection.indices, group.selection.left)
+        residual, *velocity = group.memory.cleared()
+        whole = self._layout(group, group.sparse)._replace(selections=[0], begins=[0])
+        ops.clear_bucket(group.buffer, [residual], velocity, layout=whole, **self._form())
+        group.sums = {name: place_of(self.entries[name].gradient) for name in group.sparse}
+        ranks, outs = gathered.view(self.exchange.size(), -1), list(group.sums.values())
+        ops.reduce_bucket(ranks, outs, scale, layout=self._layout(group, group.sparse), **self._form())

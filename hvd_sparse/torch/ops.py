@@ -1,13 +1,14 @@
 """Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors.
 
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; those of buckets
-do what others do one by one. Bad arguments
-and damaged payloads raise ValueError. Values may be float32, float64, float16 or bfloat16 and of any shape: they are
-read flattened, in row-major order. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what shares
-the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.
+do what others do one by one. Bad arguments and damaged payloads raise ValueError. Values may be float32, float64,
+float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any integer that fits 64
+bits. `segments`, int64[segments, 2]: what shares the centres of low-bit values, see `hvd_sparse.wire`; None: all
+elements.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -201,18 +202,31 @@ def quantize(
     return _ops.quantize(values, value_dtype, centre, indices, segments)
 
 
+class Layout(NamedTuple):
+    """What the payloads of a message hold: the selections, and which tensors take part in which.
+
+    Lists of one entry a selection: n, k, the offset of its payload in the message in bytes, segments. Of one entry a
+    member: the number of its selection, ascending, and how many elements of that precede its own.
+    """
+
+    ns: Sequence[int]
+    ks: Sequence[int]
+    offsets: Sequence[int]
+    segments: Sequence[torch.Tensor | None]
+    selections: Sequence[int]
+    begins: Sequence[int]
+
+
 def accumulate_bucket(
     gradients: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
     velocities: Sequence[torch.Tensor] = (),
     parameters: Sequence[torch.Tensor] = (),
     *,
-    factors: Sequence[float],
-    ks: Sequence[int],
-    hints: Sequence[float],
+    layout: Layout,
     out: torch.Tensor,
-    offsets: Sequence[int],
-    segments: Sequence[torch.Tensor | None],
+    factors: Sequence[float],
+    hints: Sequence[float],
     seed: int = 0,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -220,47 +234,49 @@ def accumulate_bucket(
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
-) -> torch.Tensor:
-    """Do `accumulate_top_k`, `quantize` and `pack` for the tensors of a bucket, one list entry each.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `accumulate_top_k`, `quantize` and `pack` for the selections of a message; tensors and factors: of members.
 
-    Payload i goes to out[offsets[i]:], uint8. Velocities and parameters are as many as gradients, or none. Returns
-    float64[members, 3]: threshold, how many elements reached the hint, and 1.0 if the gradient was finite, else 0.0.
+    The payloads go to `out`, uint8[bytes]. Velocities and parameters are as many as gradients, or none. Returns
+    float64[selections, 2], threshold and how many elements reached the hint, and bool[members]: was each gradient
+    finite everywhere?
     """
-    rule = (momentum, nesterov, weight_decay)
-    form = (coding, value_dtype, centre, segments)
+    ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    return _ops.accumulate_bucket(*lists, *rule, ks, _signed(seed), hints, out, offsets, *form)
+    numbers = (momentum, nesterov, weight_decay, ns, ks, _signed(seed), hints)
+    return _ops.accumulate_bucket(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 
 def clear_bucket(
     message: torch.Tensor,
-    offsets: Sequence[int],
-    ks: Sequence[int],
     residuals: Sequence[torch.Tensor],
     velocities: Sequence[torch.Tensor] = (),
+    *,
+    layout: Layout,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    segments: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
     Nothing is left of float32 values; of others, what rounding kept back.
     """
-    _ops.clear_bucket(message, offsets, ks, list(residuals), list(velocities), coding, value_dtype, segments)
+    ns, ks, offsets, segments, *places = layout
+    form = (ns, ks, offsets, *places, coding, value_dtype, segments)
+    _ops.clear_bucket(message, list(residuals), list(velocities), *form)
 
 
 def reduce_bucket(
     gathered: torch.Tensor,
-    offsets: Sequence[int],
-    ks: Sequence[int],
     outs: Sequence[torch.Tensor],
     scale: float = 1.0,
+    *,
+    layout: Layout,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    segments: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Do `reduce_payloads` for the tensors of a bucket: outs[i], float32[n], from gathered[:, offsets[i]:]."""
-    _ops.reduce_bucket(gathered, offsets, ks, list(outs), scale, coding, value_dtype, segments)
+    """Do `reduce_payloads` for the selections of the ranks' messages, uint8[ranks, bytes]: float32[n] a member."""
+    ns, ks, offsets, segments, *places = layout
+    _ops.reduce_bucket(gathered, list(outs), scale, ns, ks, offsets, *places, coding, value_dtype, segments)
 
 
 def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -333,8 +349,9 @@ def _register_wire_fakes() -> None:
         return None
 
     @fake("hvd_sparse::accumulate_bucket")
-    def _(gradients, *arguments):
-        return gradients[0].new_empty((len(gradients), 3), dtype=torch.float64)
+    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
+        one = gradients[0]
+        return _empty(one, (len(ns), 2), torch.float64), _empty(one, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::clear_bucket")
     def _(message, *arguments):

@@ -16,7 +16,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
-from hvd_sparse.threshold import Threshold, ThresholdHint
+from hvd_sparse.threshold import Threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
@@ -193,13 +193,6 @@ class Scope(abc.ABC):
     def _late(self) -> list[Entry]:
         return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
 
-    def _top_k(self, residual: torch.Tensor, k: int, hint: ThresholdHint) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return indices and values of the k largest."""
-        indices, values, info = ops.select_top_k(residual, k, self.seed, hint.value(k))
-        threshold, passed = info.tolist()
-        hint.update(k, threshold, int(passed))
-        return indices, values
-
     def _quantized(self, indices: torch.Tensor, values: torch.Tensor, names: tuple[str, ...]) -> Selection:
         """Return a selection in tensors, laid out one after the other, with its values as they travel."""
         self.traffic.count(sent=indices.numel())
@@ -219,18 +212,9 @@ class Scope(abc.ABC):
     def _payload_size(self, n: int, k: int, segments: torch.Tensor | None) -> int:
         return ops.payload_size(n, k, self.algorithm.coding, self.algorithm.values, segments)
 
-    def _reduce(
-        self,
-        gathered: torch.Tensor,
-        offset: int,
-        n: int,
-        k: int,
-        out: torch.Tensor,
-        scale: float,
-        segments: torch.Tensor | None,
-    ) -> None:
-        form = (self.algorithm.coding, self.algorithm.values, segments)
-        ops.reduce_payloads(gathered.view(self.exchange.size(), -1), offset, n, k, out, scale, *form)
+    def _form(self) -> dict[str, str]:
+        """Return how payloads are coded, as the operators of buckets take it."""
+        return {"coding": self.algorithm.coding, "value_dtype": self.algorithm.values}
 
     def _segments_of(self, names: tuple[str, ...]) -> torch.Tensor | None:
         """Return what shares the centres of low-bit values in tensors that lie one after the other."""
@@ -238,3 +222,9 @@ class Scope(abc.ABC):
             segments = segments_of([self.parameters[name].shape for name in names], self.algorithm)
             self._segments[names] = None if segments is None else torch.from_numpy(segments)
         return self._segments[names]
+
+
+def place_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return where its sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
+    in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
+    return gradient.view(-1) if in_place else torch.empty(gradient.numel())

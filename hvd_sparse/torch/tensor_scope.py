@@ -13,7 +13,8 @@ from hvd_sparse.centres import columns_of
 from hvd_sparse.threshold import ThresholdHint, make_threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.scope import Entry, Scope
+from hvd_sparse.torch.memory import destinations
+from hvd_sparse.torch.scope import Entry, Scope, place_of
 from hvd_sparse.wire import top_k_count
 
 
@@ -174,24 +175,22 @@ class TensorScope(Scope):
         hints = [self._hints[name] for name in entries]
         memories = [self.memories[name] for name in entries]
         ranks, gradients = self.exchange.size(), [entry.gradient for entry in entries.values()]
-        info = ops.accumulate_bucket(
+        info, finite = ops.accumulate_bucket(
             gradients,
-            *(list(filter(_is_there, column)) for column in zip(*(m.destination() for m in memories), strict=True)),
-            factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
-            ks=[payload.k for payload in payloads],
-            hints=[hint.value(payload.k) for hint, payload in zip(hints, payloads, strict=True)],
+            *destinations(memories),
+            layout=self._layout(message, entries),
             out=message.buffer,
+            factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
+            hints=[hint.value(payload.k) for hint, payload in zip(hints, payloads, strict=True)],
             seed=self.seed,
-            coding=self.algorithm.coding,
-            value_dtype=self.algorithm.values,
             centre=self.algorithm.centre,
-            **self._places(message, entries),
+            **self._form(),
             **memories[0].rule(),
         )
-        for entry, hint, payload, row in zip(entries.values(), hints, payloads, info.tolist(), strict=True):
-            threshold, passed, finite = row
+        for hint, payload, (threshold, passed) in zip(hints, payloads, info.tolist(), strict=True):
             hint.update(payload.k, threshold, int(passed))
-            entry.finite = bool(finite)
+        for entry, is_finite in zip(entries.values(), finite.tolist(), strict=True):
+            entry.finite = is_finite
         self.traffic.count(sent=sum(payload.k for payload in payloads))
 
     def _clear(self, message: Message) -> None:
@@ -199,39 +198,33 @@ class TensorScope(Scope):
         entries = self._present(message)
         memories = [self.memories[name] for name in entries]
         cleared = [memory.cleared() for memory in memories]
-        ops.clear_bucket(
-            message.buffer,
-            ks=[self._payload(name).k for name in entries],
-            residuals=[buffers[0] for buffers in cleared],
-            velocities=[velocity for buffers in cleared for velocity in buffers[1:]],
-            coding=self.algorithm.coding,
-            value_dtype=self.algorithm.values,
-            **self._places(message, entries),
-        )
+        residuals, velocities = [own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]]
+        ops.clear_bucket(message.buffer, residuals, velocities, layout=self._layout(message, entries), **self._form())
 
     def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
         """Sum the payloads of all ranks for all members that have a gradient here."""
         members = [name for name in message.bucket.offsets if name in self.entries]
-        message.sums = {name: _place_of(self.entries[name].gradient) for name in members}
+        message.sums = {name: place_of(self.entries[name].gradient) for name in members}
         message.scale = scale
-        ops.reduce_bucket(
-            gathered.view(self.exchange.size(), -1),
-            ks=[self._payload(name).k for name in members],
-            outs=list(message.sums.values()),
-            scale=scale,
-            coding=self.algorithm.coding,
-            value_dtype=self.algorithm.values,
-            **self._places(message, members),
-        )
+        ranks, outs = gathered.view(self.exchange.size(), -1), list(message.sums.values())
+        ops.reduce_bucket(ranks, outs, scale, layout=self._layout(message, members), **self._form())
 
     def _present(self, message: Message) -> dict[str, Entry]:
         """Return the members of a bucket that take part in this step."""
         members = {name: self.entries[name] for name in message.bucket.offsets if name in self.entries}
         return {name: entry for name, entry in members.items() if not entry.frozen}
 
-    def _places(self, message: Message, names) -> dict[str, list]:
-        offsets = [message.bucket.offsets[name] for name in names]
-        return {"offsets": offsets, "segments": [self._payload(name).segments for name in names]}
+    def _layout(self, message: Message, names) -> ops.Layout:
+        """Return where the payloads of these members lie; each is a selection of its own."""
+        payloads = [self._payload(name) for name in names]
+        return ops.Layout(
+            ns=[payload.n for payload in payloads],
+            ks=[payload.k for payload in payloads],
+            offsets=[message.bucket.offsets[name] for name in names],
+            segments=[payload.segments for payload in payloads],
+            selections=range(len(payloads)),
+            begins=[0] * len(payloads),
+        )
 
 
 class VaryingScope(TensorScope):
@@ -283,16 +276,6 @@ class VaryingScope(TensorScope):
         message.sums, message.scale = {}, scale
         for position, name in enumerate(members):
             if name in self.entries:
-                out = message.sums[name] = _place_of(self.entries[name].gradient)
+                out = message.sums[name] = place_of(self.entries[name].gradient)
                 place = places[:, :, position].contiguous()
                 ops.reduce_located(gathered, place, out.numel(), out, scale, *form, self._segments_of((name,)))
-
-
-def _place_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return where the sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
-    in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
-    return gradient.view(-1) if in_place else torch.empty(gradient.numel())
-
-
-def _is_there(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None

@@ -19,11 +19,17 @@ from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 class UnionScope(ModelScope, abc.ABC):
     """Each rank names elements, none of them twice; the values at all that were named are summed."""
 
-    def _choose(self, group: Group) -> None:
+    def _choose(self, group: Group, factors: dict[str, float]) -> None:
+        self._accumulate(group, factors)
         indices = self._name_elements(group)
         k, coding = max(1, len(indices)), self.algorithm.coding
         group.buffer = torch.empty(payload_size(group.n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, torch.zeros(len(indices)), group.n, k, group.buffer, coding, "none")
+
+    def _accumulate(self, group: Group, factors: dict[str, float]) -> None:
+        """Bring the gradients into their memories."""
+        for entry in self._present(group):
+            entry.finite = self.memories[entry.name].accumulate(entry.gradient, factors[entry.name])
 
     @abc.abstractmethod
     def _name_elements(self, group: Group) -> torch.Tensor:
@@ -34,7 +40,9 @@ class UnionScope(ModelScope, abc.ABC):
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         indices, total, left = sum_values(group, indices, scale)
-        group.large = torch.zeros(group.n).index_copy_(0, indices, total)
+        whole = torch.zeros(group.n).index_copy_(0, indices, total)
+        sizes = [self.parameters[name].numel() for name in group.sparse]
+        group.sums = dict(zip(group.sparse, whole.split(sizes), strict=True))
         group.memory.clear(indices, left)
 
     def _sum_values(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
@@ -83,7 +91,11 @@ class LeaderScope(UnionScope):
     def _name_elements(self, group: Group) -> torch.Tensor:
         if self.step % self.exchange.size() != self.exchange.rank():
             return torch.empty(0, dtype=torch.int64)
-        return self._top_k(group.memory.residual, top_k_count(group.n, self.density), group.hint)[0]
+        k = top_k_count(group.n, self.density)
+        indices, _, info = ops.select_top_k(group.memory.residual, k, self.seed, group.hint.value(k))
+        threshold, passed = info.tolist()
+        group.hint.update(k, threshold, int(passed))
+        return indices
 
 
 class PartitionScope(UnionScope):
@@ -118,7 +130,8 @@ class PartitionScope(UnionScope):
 class RandomScope(UnionScope):
     """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
 
-    def _choose(self, group: Group) -> None:
+    def _choose(self, group: Group, factors: dict[str, float]) -> None:
+        self._accumulate(group, factors)
         group.buffer = None
 
     def _name_elements(self, group: Group) -> torch.Tensor:

@@ -116,7 +116,8 @@ TEST(SumsWhatItFinds) {
       const std::vector<float> expected = SumByHand(form, member, bytes, places, &sources);
       for (const Cut& cut : AllCuts()) {
         std::vector<float> sum(expected.size(), 7.0f);
-        EXPECT_STATUS(StatusKind::kOk, ReduceSources(FormatOf(form, member, 1), sources, 1.0f, cut.run, sum.data()),
+        EXPECT_STATUS(StatusKind::kOk,
+                      ReduceSources(FormatOf(form, member, 1), sources, 1.0f, cut.run, {{0, kNs[member], sum.data()}}),
                       cut.name);
         size_t different = 0;
         for (size_t i = 0; i < sum.size(); ++i) different += !SameNumber(expected[i], sum[i]);

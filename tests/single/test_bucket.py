@@ -39,12 +39,15 @@ class Bucket:
         pairs = zip(SIZES, self.ks, self.segments, strict=True)
         sizes = [ops.payload_size(n, k, **self.wire, segments=segments) for n, k, segments in pairs]
         self.offsets = np.cumsum([0, *sizes])[:-1].tolist()
+        places = (list(range(len(SIZES))), [0] * len(SIZES))
+        self.layout = ops.Layout(list(SIZES), self.ks, self.offsets, self.segments, *places)
         self.out = torch.full((sum(sizes),), 7, dtype=torch.uint8)
 
     def accumulate(self, **changes):
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
-        options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(SIZES), "seed": 3, "ks": self.ks}
-        options |= {"out": self.out, "offsets": self.offsets, "segments": self.segments} | changes
+        options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(self.layout.ns), "seed": 3, "out": self.out}
+        layout = {name: changes.pop(name) for name in ops.Layout._fields if name in changes}
+        options |= {"layout": self.layout._replace(**layout)} | changes
         return ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
@@ -78,20 +81,19 @@ def form(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype):
     bucket, single = Bucket(rule, form, dtype=dtype), Bucket(rule, form, dtype=dtype)
-    info = bucket.accumulate()
+    info, finite = bucket.accumulate()
     payloads, infos, lefts = single.one_by_one()
-    assert torch.equal(bucket.out, payloads) and torch.equal(info, infos)
+    assert torch.equal(bucket.out, payloads) and torch.equal(info, infos[:, :2]) and bool(finite.all())
     for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
         assert torch.equal(ours, theirs)
-    place = {"offsets": bucket.offsets, "ks": bucket.ks, "segments": bucket.segments}
-    ops.clear_bucket(bucket.out, residuals=bucket.residuals, velocities=bucket.velocities, **place, **bucket.wire)
+    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
     for i, (indices, left) in enumerate(lefts):
         assert torch.equal(bucket.residuals[i], single.residuals[i].index_copy(0, indices, left))
         if rule:
             assert torch.equal(bucket.velocities[i], single.velocities[i].index_fill(0, indices, 0.0))
     gathered = torch.stack([bucket.out, bucket.out])
     outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
-    ops.reduce_bucket(gathered, outs=outs, scale=0.5, **place, **bucket.wire)
+    ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
     for i, n in enumerate(SIZES):
         where = (bucket.offsets[i], n, bucket.ks[i], expected[i], 0.5)
         ops.reduce_payloads(gathered, *where, **bucket.wire, segments=bucket.segments[i])
@@ -101,21 +103,27 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype):
 def test_what_is_not_finite_is_told_of_its_tensor():
     bucket = Bucket({}, {})
     bucket.gradients[2][5] = float("nan")
-    assert bucket.accumulate()[:, 2].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert bucket.accumulate()[1].tolist() == [True, True, False, True, True]
     assert all(bool(torch.isfinite(residual).all()) for residual in bucket.residuals)
 
 
 def test_an_empty_contribution_clears_nothing():
     residual, message = torch.ones(50), torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
     ops.pack(torch.empty(0, dtype=torch.int64), torch.empty(0), 50, 3, message)
-    ops.clear_bucket(message, [0], [3], [residual], segments=[None])
+    ops.clear_bucket(message, [residual], layout=ops.Layout([50], [3], [0], [None], [0], [0]))
     assert residual.sum() == 50
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ks": [1, 1]}, "every list must be 5, one a member; got 2"),
+        ({"ks": [1, 1]}, "every list must be 5, one a selection; got 2"),
+        ({"hints": [1.0]}, "every list must be 5, one a selection; got 1"),
+        ({"begins": [0]}, "every list must be 5, one a member; got 1"),
+        ({"begins": [0, 0, 0, 0, 1]}, "member 4, 70000 elements from 1, does not fit selection 4 of 70000"),
+        ({"begins": [0, -1, 0, 0, 0]}, "member 1, 7 elements from -1, does not fit"),
+        ({"selections": [0, 1, 2, 4, 3]}, r"selections must ascend in \[0, 5\), got 3 after 4"),
+        ({"selections": [0, 1, 2, 3, 5]}, r"selections must ascend in \[0, 5\), got 5 after 3"),
         ({"factors": [1.0] * 6}, "every list must be 5"),
         ({"ks": [2, 1, 1, 1, 1]}, r"k must be in \[1, n = 1\], got 2"),
         ({"offsets": [0, 0, 0, 0, 10**6]}, "leaves the message"),
@@ -137,7 +145,7 @@ def test_a_damaged_payload_names_its_rank_and_touches_nothing():
     gathered[1, 34] ^= 1
     outs = [torch.full((n,), 9.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_bucket: from rank 1: payload checksum"):
-        ops.reduce_bucket(gathered, bucket.offsets, bucket.ks, outs, segments=bucket.segments)
+        ops.reduce_bucket(gathered, outs, layout=bucket.layout)
     assert bool((outs[0] == 9.0).all())
 
 
@@ -145,14 +153,96 @@ def test_opcheck():
     n, k, size = 50, 3, wire.payload_size(50, 3)
     torch.manual_seed(0)
     lists = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], [])
-    choice = ([1.0], 0.9, False, 0.0, [k], 0, [0.0], torch.zeros(size, dtype=torch.uint8), [0])
-    form = ("run_length", "float32")
-    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *form, "mean", [None]))
+    out, places, form = torch.zeros(size, dtype=torch.uint8), ([0], [0], [0]), ("run_length", "float32")
+    choice = ([1.0], 0.9, False, 0.0, [n], [k], 0, [0.0], out)
+    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *places, *form, "mean", [None]))
     message = torch.empty(size, dtype=torch.uint8)
     ops.pack(torch.arange(k), torch.ones(k), n, k, message)
-    torch.library.opcheck(
-        torch.ops.hvd_sparse.clear_bucket, (message, [0], [k], [torch.randn(n)], [torch.randn(n)], *form, [None])
+    layout = ([n], [k], *places, *form, [None])
+    torch.library.opcheck(torch.ops.hvd_sparse.clear_bucket, (message, [torch.randn(n)], [torch.randn(n)], *layout))
+    torch.library.opcheck(torch.ops.hvd_sparse.reduce_bucket, (message[None], [torch.empty(n)], 1.0, *layout))
+
+
+class Joint(Bucket):
+    """The same tensors with one selection in all of them."""
+
+    K = 1500
+
+    def __init__(self, rule, form, **options):
+        super().__init__(rule, form, **options)
+        self.n, begins = sum(SIZES), np.cumsum([0, *SIZES])[:-1].tolist()
+        segments = None
+        if form.get("value_dtype", "").startswith("int"):
+            segments = torch.tensor([[begin, 1 + n // 100] for begin, n in zip(begins, SIZES, strict=True)])
+        self.segments = segments
+        size = ops.payload_size(self.n, self.K, **self.wire, segments=segments)
+        self.out = torch.full((size,), 7, dtype=torch.uint8)
+        self.layout = ops.Layout([self.n], [self.K], [0], [segments], [0] * len(SIZES), begins)
+
+
+@pytest.mark.parametrize("hint", [0.0, 2.0, 50.0], ids=["no hint", "a good hint", "a hint that misses"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contiguous):
+    bucket = Joint(rule, form)
+    if contiguous:
+        bucket.residuals = list(torch.cat(bucket.residuals).split(SIZES))
+    whole = {
+        name: torch.cat(getattr(bucket, name)) if getattr(bucket, name) else None
+        for name in ("gradients", "residuals", "velocities", "parameters")
+    }
+    choice = {"k": bucket.K, "seed": 3, "threshold_hint": hint, "factor": 0.5}
+    indices, values, info = ops.accumulate_top_k(*whole.values(), **choice, **rule)
+    sent = ops.quantize(
+        values, form.get("value_dtype", "float32"), form.get("centre", "mean"), indices, bucket.segments
     )
-    torch.library.opcheck(
-        torch.ops.hvd_sparse.reduce_bucket, (message[None], [0], [k], [torch.empty(n)], 1.0, *form, [None])
+    expected = torch.empty_like(bucket.out)
+    ops.pack(indices, sent, bucket.n, bucket.K, expected, **bucket.wire, segments=bucket.segments)
+
+    found, finite = bucket.accumulate(hints=[hint])
+    assert torch.equal(bucket.out, expected) and torch.equal(found[0], info[:2]) and bool(finite.all())
+    assert torch.equal(torch.cat(bucket.residuals), whole["residuals"])
+
+    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
+    assert torch.equal(torch.cat(bucket.residuals), whole["residuals"].index_copy(0, indices, values - sent))
+    if rule:
+        assert torch.equal(torch.cat(bucket.velocities), whole["velocities"].index_fill(0, indices, 0.0))
+
+    outs, total = [torch.full((n,), 9.0) for n in SIZES], torch.empty(bucket.n)
+    gathered = torch.stack([bucket.out] * 3)
+    ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
+    ops.reduce_payloads(gathered, 0, bucket.n, bucket.K, total, 0.5, **bucket.wire, segments=bucket.segments)
+    assert torch.equal(torch.cat(outs), total)
+
+
+def test_members_may_be_missing_from_a_selection():
+    """What is missing counts as zeros, is not written, and its memory stays."""
+    bucket, whole = Joint({}, {}), Joint({}, {})
+    frozen = whole.residuals[3].clone()
+    for values in (whole.gradients, whole.residuals):
+        values[3] = torch.zeros(SIZES[3])
+    whole.accumulate(hints=[0.0])
+    there = [0, 1, 2, 4]
+    layout = bucket.layout._replace(selections=[0] * 4, begins=[bucket.layout.begins[i] for i in there])
+    lists = [[values[i] for i in there] for values in (bucket.gradients, bucket.residuals)]
+    for hint in (0.0, 50.0):  # accumulates once: the gradients are zero the second time
+        ops.accumulate_bucket(*lists, layout=layout, out=bucket.out, factors=[0.5] * 4, hints=[hint], seed=3)
+        assert torch.equal(bucket.out, whole.out)
+        lists[0] = [torch.zeros_like(gradient) for gradient in lists[0]]
+    ops.clear_bucket(bucket.out, lists[1], layout=layout)
+    ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
+    for i in there:
+        assert torch.equal(bucket.residuals[i], whole.residuals[i])
+    assert torch.equal(bucket.residuals[3], frozen)
+    outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
+    ops.reduce_bucket(bucket.out[None], [outs[i] for i in there], layout=layout)
+    ops.reduce_bucket(bucket.out[None], expected, layout=whole.layout)
+    assert all(torch.equal(outs[i], expected[i]) for i in there) and bool((outs[3] == 9.0).all())
+
+
+def test_a_selection_without_members_selects_zeros():
+    out = torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
+    info, finite = ops.accumulate_bucket(
+        [], [], layout=ops.Layout([50], [3], [0], [None], [], []), out=out, factors=[], hints=[1.0]
     )
+    indices, values = ops.unpack(out, 50, 3)
+    assert indices.tolist() == [0, 1, 2] and values.tolist() == [0.0] * 3 and info[0, 0] == 0 and finite.numel() == 0

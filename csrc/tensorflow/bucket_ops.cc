@@ -1,0 +1,121 @@
+// The TensorFlow ops of buckets. Each member has a selection of its own, or all share one if joint; the payloads lie
+// one after the other. n of each member is known to the graph, k of each selection may change from step to step.
+#include <vector>
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace hvd_sparse {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+absl::Status AccumulateBucketShape(InferenceContext* c) {
+  std::vector<tensorflow::DataType> types;
+  TF_RETURN_IF_ERROR(c->GetAttr("T", &types));
+  bool joint = false;
+  TF_RETURN_IF_ERROR(c->GetAttr("joint", &joint));
+  const auto members = static_cast<int64_t>(types.size());
+  c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+  c->set_output(1, c->Vector(members));
+  c->set_output(2, c->Matrix(joint ? 1 : members, 2));
+  return absl::OkStatus();
+}
+
+absl::Status ReduceBucketShape(InferenceContext* c) {
+  std::vector<int64_t> ns;
+  TF_RETURN_IF_ERROR(c->GetAttr("ns", &ns));
+  if (static_cast<int>(ns.size()) != c->num_outputs()) {
+    return absl::InvalidArgumentError("hvd_sparse.reduce_bucket: ns must have one entry a sum");
+  }
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Vector(ns[static_cast<size_t>(i)]));
+  return absl::OkStatus();
+}
+
+absl::Status TakeSumShape(InferenceContext* c) {
+  tensorflow::PartialTensorShape shape;
+  ShapeHandle output;
+  TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
+  TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &output));
+  c->set_output(0, output);
+  return absl::OkStatus();
+}
+
+constexpr char kCoding[] = "coding: {'run_length', 'elias_fano', 'bitmap', 'dense', 'auto'} = 'run_length'";
+constexpr char kValueDType[] =
+    "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
+
+REGISTER_OP("HvdSparseAccumulateBucket")
+    .Input("gradient: T")
+    .Input("residual: M * resource")
+    .Input("velocity: V * resource")
+    .Input("parameter: P * float")
+    .Input("factors: float")
+    .Input("is_active: bool")
+    .Input("ks: int64")
+    .Input("seed: int64")
+    .Input("threshold_hints: double")
+    .Output("message: uint8")
+    .Output("finite: bool")
+    .Output("info: double")
+    .Attr("T: list({float, double, half, bfloat16}) >= 1")
+    .Attr("M: int >= 1")
+    .Attr("V: int >= 0 = 0")
+    .Attr("P: int >= 0 = 0")
+    .Attr("momentum: float = 0.0")
+    .Attr("nesterov: bool = false")
+    .Attr("weight_decay: float = 0.0")
+    .Attr("centre: {'mean', 'min'} = 'mean'")
+    .Attr("columns: list(int) = []")
+    .Attr("joint: bool = false")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetIsStateful()
+    .SetShapeFn(AccumulateBucketShape)
+    .Doc("HvdSparseAccumulateTopK, HvdSparseQuantize and HvdSparsePack of each member.");
+
+REGISTER_OP("HvdSparseClearBucket")
+    .Input("message: uint8")
+    .Input("ks: int64")
+    .Input("is_void: bool")
+    .Input("residual: M * resource")
+    .Input("velocity: V * resource")
+    .Attr("M: int >= 1")
+    .Attr("V: int >= 0 = 0")
+    .Attr("columns: list(int) = []")
+    .Attr("joint: bool = false")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Takes what a rank's own message says out of its memory, unless void.");
+
+REGISTER_OP("HvdSparseReduceBucket")
+    .Input("gathered: uint8")
+    .Input("ranks: int64")
+    .Input("ks: int64")
+    .Input("scale: float")
+    .Output("sums: M * float")
+    .Attr("M: int >= 1")
+    .Attr("ns: list(int) >= 1")
+    .Attr("columns: list(int) = []")
+    .Attr("joint: bool = false")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(ReduceBucketShape)
+    .Doc("HvdSparseReducePayloads of each member of the ranks' messages, one after the other.");
+
+REGISTER_OP("HvdSparseTakeSum")
+    .Input("sum: float")
+    .Input("token: float")
+    .Input("expected: float")
+    .Input("is_void: bool")
+    .Output("gradient: float")
+    .Attr("shape: shape")
+    .SetShapeFn(TakeSumShape)
+    .Doc("The sum in a gradient's shape, NaN if void; an error unless the token is what was expected.");
+
+}  // namespace
+}  // namespace hvd_sparse

@@ -1,0 +1,120 @@
+// The memory of one or several variables: resources, opened and locked, that a kernel changes in place.
+#pragma once
+
+#include <cstring>
+#include <optional>
+
+#include "../core/accumulate.h"
+#include "kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/resource_var.h"
+
+namespace hvd_sparse {
+
+inline const tensorflow::ResourceHandle& HandleOf(const Tensor& tensor) {
+  return tensor.scalar<tensorflow::ResourceHandle>()();
+}
+
+// A float32 vector that a resource holds, locked and this kernel's own while the object lives.
+class Buffer {
+ public:
+  absl::Status Open(const Call& call, const tensorflow::ResourceHandle& handle) {
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(call.context(), handle, &variable_));
+    lock_.emplace(*variable_->mu());
+    return Own(call, variable_->tensor());
+  }
+
+  float* data() const { return variable_->tensor()->flat<float>().data(); }
+  int64_t size() const { return variable_->tensor()->NumElements(); }
+
+ private:
+  // Whoever has read the variable may still hold its buffer: the variable then goes on with a copy.
+  static absl::Status Own(const Call& call, Tensor* tensor) {
+    if (tensor->dtype() != tensorflow::DT_FLOAT || tensor->dims() != 1) {
+      return call.Invalid("the variable must be float32 with one dimension");
+    }
+    if (tensor->RefCountIsOne()) return absl::OkStatus();
+    Tensor copy;
+    TF_RETURN_IF_ERROR(call.context()->allocate_temp(tensor->dtype(), tensor->shape(), &copy));
+    std::memcpy(copy.data(), tensor->data(), tensor->TotalBytes());
+    *tensor = copy;
+    return absl::OkStatus();
+  }
+
+  tensorflow::core::RefCountPtr<tensorflow::Var> variable_;
+  std::optional<tensorflow::mutex_lock> lock_;  // before the variable that it locks is let go
+};
+
+// What every way of accumulating shares: gradients, their memories and the rule.
+class AccumulatingKernel : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+ protected:
+  absl::Status ReadRule(OpKernelConstruction* construction) {
+    bool nesterov = false;
+    TF_RETURN_IF_ERROR(construction->GetAttr("momentum", &params_.momentum));
+    TF_RETURN_IF_ERROR(construction->GetAttr("weight_decay", &params_.weight_decay));
+    TF_RETURN_IF_ERROR(construction->GetAttr("nesterov", &nesterov));
+    params_.rule = nesterov ? AccumulateRule::kNesterov : AccumulateRule::kMomentum;
+    return absl::OkStatus();
+  }
+
+  // The inputs, one entry a member, or none for what is not there.
+  struct Lists {
+    tensorflow::OpInputList gradients, residuals, velocities, parameters;
+    bool is_active = true;
+  };
+
+  // One member, while it is worked on.
+  struct Job {
+    Array gradient;
+    AccumulateParams params;
+    Buffer residual;
+    Buffer velocity;
+    Memory memory;
+    bool is_active = true;
+  };
+
+  absl::Status OpenLists(const Call& call, Lists* lists) const {
+    TF_RETURN_IF_ERROR(call.context()->input_list("gradient", &lists->gradients));
+    TF_RETURN_IF_ERROR(call.context()->input_list("residual", &lists->residuals));
+    TF_RETURN_IF_ERROR(call.context()->input_list("velocity", &lists->velocities));
+    TF_RETURN_IF_ERROR(call.context()->input_list("parameter", &lists->parameters));
+    TF_RETURN_IF_ERROR(call.Number("is_active", &lists->is_active));
+    if (params_.weight_decay != 0 && lists->parameters.size() == 0) {
+      return call.Invalid("weight_decay needs the parameter");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenMember(const Call& call, const Lists& lists, int member, float factor, Job* job) const {
+    job->params = params_;
+    job->params.factor = factor;
+    job->is_active = lists.is_active;
+    job->gradient = AsArray(lists.gradients[member]);
+    TF_RETURN_IF_ERROR(job->residual.Open(call, HandleOf(lists.residuals[member])));
+    TF_RETURN_IF_ERROR(CheckSize(call, "residual", job->residual.size(), job->gradient.size));
+    job->memory = {job->residual.data(), nullptr};
+    if (lists.velocities.size() == 0) {
+      job->params.rule = AccumulateRule::kResidual;
+    } else {
+      TF_RETURN_IF_ERROR(job->velocity.Open(call, HandleOf(lists.velocities[member])));
+      TF_RETURN_IF_ERROR(CheckSize(call, "velocity", job->velocity.size(), job->gradient.size));
+      job->memory.velocity = job->velocity.data();
+    }
+    if (params_.weight_decay == 0) return absl::OkStatus();
+    job->params.parameter = lists.parameters[member].flat<float>().data();
+    return CheckSize(call, "parameter", lists.parameters[member].NumElements(), job->gradient.size);
+  }
+
+ private:
+  static absl::Status CheckSize(const Call& call, const char* name, int64_t size, int64_t expected) {
+    if (size == expected) return absl::OkStatus();
+    return call.Invalid(name, " must have ", expected, " elements, as many as the gradient; got ", size);
+  }
+
+  AccumulateParams params_;
+};
+
+}  // namespace hvd_sparse

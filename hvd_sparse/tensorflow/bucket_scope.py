@@ -1,0 +1,83 @@
+"""Selections of exactly k, and their payloads in buckets: what scope="tensor" and scope="model" share.
+
+A bucket is worked on as a whole, in one call into the core for all of its members: an operation in a graph costs more
+than the selection in a small variable.
+"""
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from hvd_sparse.centres import columns_of
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.scope import Entry, Scope, Step
+from hvd_sparse.wire import LOW_BITS
+
+
+@dataclass
+class Message:
+    """What this rank sends of a bucket."""
+
+    name: str
+    entries: list[Entry]
+    counts: tf.Tensor  # k of each selection, int64[selections]
+    form: dict  # how the operators of buckets lay it out
+    payloads: tf.Tensor | None = None  # uint8[bytes]
+    info: tf.Tensor | None = None  # of `ops.accumulate_bucket`
+
+
+class BucketScope(Scope):
+    """Selections of exactly k; every payload has the same size on all ranks."""
+
+    def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, step: Step, joint: bool):
+        """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
+        memories = [entry.memory for entry in entries]
+        message = Message(name, entries, counts, self._form(memories, joint))
+        factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
+        message.payloads, finite, message.info = ops.accumulate_bucket(
+            [entry.gradient for entry in entries],
+            *_columns(memory.destination() for memory in memories),
+            factors=tf.stack(factors),
+            is_active=step.is_active,
+            ks=counts,
+            seed=step.seed,
+            threshold_hints=hints,
+            centre=self.algorithm.centre,
+            **message.form,
+            **memories[0].rule(),
+        )
+        step.finite.append(finite)
+        sent = tf.reduce_sum(counts)
+        step.counted.add(payload_bytes=tf.size(message.payloads))
+        step.counted.add(sent=sent if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(sent), sent))
+        return message
+
+    def _send(self, entries: list[Entry], messages: list[Message], step: Step) -> list[tf.Operation]:
+        counts = tf.concat([message.counts for message in messages], 0)
+        infos = tf.concat([message.info for message in messages], 0)
+        done = self._hints.update(self._selected(entries), counts, infos)
+        for message in messages:
+            gathered = self._gather(message.name, [message.payloads], step)
+            sizes = [entry.memory.size for entry in message.entries]
+            sums = ops.reduce_bucket(gathered, sizes, self.exchange.size(), message.counts, step.scale, **message.form)
+            for entry, total in zip(message.entries, sums, strict=True):
+                entry.decode = lambda total=total: total
+            cleared = [entry.memory.cleared() for entry in message.entries]
+            buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
+            done.append(ops.clear_bucket(message.payloads, message.counts, step.void, *buffers, **message.form))
+        return done
+
+    def _selected(self, entries: list[Entry]) -> list[str]:
+        """Return the names of the selections in these, in the order of their messages."""
+        raise NotImplementedError
+
+    def _form(self, memories: list, joint: bool) -> dict:
+        algorithm, columns = self.algorithm, []
+        if algorithm.values in LOW_BITS:
+            columns = [columns_of(memory.variable.shape, algorithm) for memory in memories]
+        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns, "joint": joint}
+
+
+def _columns(destinations) -> list[list]:
+    """Return residuals, velocities and parameters, each as many as there are members, or none."""
+    return [[one for one in column if one is not None] for column in zip(*destinations, strict=True)]
