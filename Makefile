@@ -58,7 +58,7 @@ test-compat:  ## run TensorFlow's tests on TensorFlow 2.15 with Keras 2, in an e
 sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/test.sh sanitize
 
-sanitize-threads: setup  ## run the native tests that have threads under ThreadSanitizer
+sanitize-threads: setup  ## run what the core does on several threads under ThreadSanitizer
 	@scripts/test.sh threads
 
 fuzz: setup  ## give the payload decoder random bytes for a minute: libFuzzer where clang++ is, else mutations alone
