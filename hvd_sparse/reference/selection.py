@@ -127,5 +127,5 @@ def select_threshold(values, k: int, method: str = "exact", sample_fraction: flo
 
 def all_finite(values) -> bool:
     """Return whether every value, converted to float32, is finite: False for float64 1e300. True for no values."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(flatten(values).astype(np.float32)).all())
