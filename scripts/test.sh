@@ -42,7 +42,7 @@ threads() {
 
 coverage() {
     find build -path '*coverage/*.gcda' -delete  # counts of runs before
-    native coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage
+    native coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
 }
 
 # libFuzzer where Clang is; else its driver, longer and from another seed than under ctest.
