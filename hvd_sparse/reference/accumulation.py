@@ -28,7 +28,7 @@ def accumulate(
         local = flatten(gradient).astype(np.float32)
         finite = np.isfinite(local)
         local = np.where(finite, local, np.float32(0.0)) * np.float32(factor)
-        if weight_decay != 0.0:
+        if np.float32(weight_decay) != 0.0:
             local = local + flatten(parameter).astype(np.float32) * np.float32(weight_decay)
         usable = np.isfinite(local)
         local = np.where(usable, local, np.float32(0.0))

@@ -78,6 +78,7 @@ def test_what_overflows_on_its_way_into_the_memory_stays_out_of_it():
         ({"factor": 4.0}, [0, 4, 4, 4, 0]),
         ({"weight_decay": 2.0}, [1e38, 5, 0, 0, 2]),
         ({"weight_decay": 3e38}, [1e38, 0, 0, 0, 3e38]),
+        ({"weight_decay": 1e-60}, [1e38, 1, 1, 1, 0]),  # none, as a float32
     ):
         ours, theirs = np.zeros(5, np.float32), torch.zeros(5)
         assert reference.accumulate(gradient, ours, None, parameter, **changes) is False
