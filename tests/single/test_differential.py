@@ -21,7 +21,7 @@ def check_passed(passed, magnitude, k, hint):
 
 
 @given(st.data(), SIZES, DTYPES, WIDE_SEEDS)
-@examples(260)
+@examples(150)
 def test_selection(data, n, dtype, seed):
     values, k = data.draw(vectors(n, dtype)), data.draw(counts(n))
     array = as_numpy(values)
@@ -39,7 +39,7 @@ def test_selection(data, n, dtype, seed):
 
 
 @given(st.data(), SIZES, DTYPES, WIDE_SEEDS, st.sampled_from([1e-9, 0.001, 0.005, 0.3, 1.0]))
-@examples(170)
+@examples(100)
 def test_thresholds(data, n, dtype, seed, fraction):
     values, k = data.draw(vectors(n, dtype)), data.draw(counts(n))
     assert ops.select_threshold(values, k).item() == reference.select_threshold(as_numpy(values), k)
@@ -75,7 +75,7 @@ def check_memory(found, expected):
 
 
 @given(st.data(), SIZES)
-@examples(260)
+@examples(150)
 def test_accumulate(data, n):
     gradient, memory, rule = data.draw(accumulations(n))
     found, expected = copies(memory)
@@ -85,7 +85,7 @@ def test_accumulate(data, n):
 
 
 @given(st.data(), SIZES, WIDE_SEEDS)
-@examples(260)
+@examples(150)
 def test_accumulate_top_k(data, n, seed):
     gradient, memory, rule = data.draw(accumulations(n))
     (found, expected), k = copies(memory), data.draw(counts(n))
@@ -102,14 +102,14 @@ def test_accumulate_top_k(data, n, seed):
 
 
 @given(st.data(), SIZES, st.sampled_from([*sorted(WIDTHS), "none"]))
-@examples(100)
+@examples(60)
 def test_quantize(data, n, value_dtype):
     values = data.draw(vectors(n))
     same(ops.quantize(values, value_dtype), reference.quantize(values.numpy(), value_dtype))
 
 
 @given(SEEDS, SIZES, st.sampled_from([1, 2, 5, 7]), st.lists(st.sampled_from(SPECIALS), min_size=1, max_size=9))
-@examples(100)
+@examples(60)
 def test_values_of_any_layout_are_read_row_major(seed, n, columns, specials):
     values = torch.from_numpy(
         np.resize(np.random.default_rng(seed).permutation(np.float32(specials)), (n, columns % 7 + 1))

@@ -35,7 +35,7 @@ def bits(values):
 
 
 @given(st.data(), SIZES, DTYPES, WIDE_SEEDS)
-@examples(120)
+@examples(80)
 def test_selection(data, n, dtype, seed):
     values, k = from_torch(data.draw(vectors(n, dtype))), data.draw(counts(n))
     array = values.numpy()
@@ -56,7 +56,7 @@ def test_selection(data, n, dtype, seed):
 
 
 @given(st.data(), SIZES, WIDE_SEEDS, st.booleans(), st.booleans())
-@examples(120)
+@examples(80)
 def test_accumulate(data, n, seed, selects, is_active):
     gradient, memory, rule = data.draw(accumulations(n))
     gradient, k = from_torch(gradient), data.draw(counts(n))
@@ -83,14 +83,14 @@ def test_accumulate(data, n, seed, selects, is_active):
 
 
 @given(st.data(), SIZES, st.sampled_from([*sorted(WIDTHS), "none"]))
-@examples(60)
+@examples(40)
 def test_quantize(data, n, value_dtype):
     values = data.draw(vectors(n)).numpy()
     same(ops.quantize(values, value_dtype), reference.quantize(values, value_dtype))
 
 
 @given(st.data(), forms(), st.integers(1, 3), st.integers(0, 9), SCALES)
-@examples(180)
+@examples(120)
 def test_packed_unpacked_and_added(data, form, ranks, offset, scale):
     cases = [data.draw(contents(form)) for _ in range(ranks)]
     for indices, values, payload in cases:
@@ -103,7 +103,7 @@ def test_packed_unpacked_and_added(data, form, ranks, offset, scale):
 
 
 @given(st.data(), forms(), DAMAGE, st.booleans())
-@examples(220)
+@examples(150)
 def test_damaged_payloads(data, form, damage, seal):
     good = data.draw(contents(form))[2]
     payload = damaged(good, damage)
@@ -121,7 +121,7 @@ def test_damaged_payloads(data, form, damage, seal):
 
 
 @given(messages(), DAMAGE, st.booleans())
-@examples(120)
+@examples(80)
 def test_located_and_damaged_messages(case, damage, whole):
     ranks, ns, columns, placed, gathered = case
     code, message = placed[0, 0].code, gathered if whole else damaged(gathered, damage)
@@ -139,7 +139,7 @@ def test_located_and_damaged_messages(case, damage, whole):
 
 
 @given(COUNTS, st.lists(st.sampled_from([0, 1, 2, 9, 65_533, 65_535]), max_size=6), st.integers(1, 200_000))
-@examples(90)
+@examples(60)
 def test_any_counts_and_runs(numbers, runs, n):
     for some in (numbers, np.resize([*numbers, 0], wire.block_count(n))):
         arrays = np.array(some, np.int64), np.array(runs, np.uint16)
@@ -149,7 +149,7 @@ def test_any_counts_and_runs(numbers, runs, n):
 
 
 @given(st.data(), SIZES, SEEDS)
-@examples(60)
+@examples(40)
 def test_scatter_update(data, n, seed):
     rng, (before, values) = np.random.default_rng(seed), (data.draw(vectors(n)).numpy().copy() for _ in range(2))
     variable, indices = tf.Variable(before), rng.choice(n, data.draw(counts(n)), replace=False)

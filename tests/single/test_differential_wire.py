@@ -27,7 +27,7 @@ def agree(found, expected):
 
 
 @given(st.data(), forms())
-@examples(340)
+@examples(200)
 def test_packed_and_unpacked(data, form):
     indices, values, payload = data.draw(contents(form))
     segments = tensor(form.segments)
@@ -39,7 +39,7 @@ def test_packed_and_unpacked(data, form):
 
 
 @given(st.data(), forms(), st.integers(1, 4), st.integers(0, 9), SCALES)
-@examples(260)
+@examples(150)
 def test_reduce_payloads(data, form, ranks, offset, scale):
     rows = np.stack([data.draw(contents(form))[2] for _ in range(ranks)])
     gathered = np.pad(rows, ((0, 0), (offset, 3)), constant_values=255)
@@ -51,7 +51,7 @@ def test_reduce_payloads(data, form, ranks, offset, scale):
 
 
 @given(messages(), SCALES)
-@examples(170)
+@examples(100)
 def test_located(case, scale):
     ranks, ns, columns, placed, gathered = case
     code = placed[0, 0].code
@@ -66,7 +66,7 @@ def test_located(case, scale):
 
 
 @given(st.data(), forms(), DAMAGE, st.booleans())
-@examples(680)
+@examples(400)
 def test_damaged_payloads(data, form, damage, seal):
     good = data.draw(contents(form))[2]
     payload = damaged(good, damage)
@@ -85,7 +85,7 @@ def test_damaged_payloads(data, form, damage, seal):
 
 
 @given(messages(), DAMAGE)
-@examples(260)
+@examples(150)
 def test_damaged_messages(case, damage):
     ranks, ns, columns, placed, gathered = case
     code, message = placed[0, 0].code, damaged(gathered, damage)
@@ -108,7 +108,7 @@ COUNTS = st.lists(st.sampled_from([0, 1, 2, 3, 65_535, 65_536, 65_537, -1, 2**32
 
 
 @given(COUNTS, st.lists(st.sampled_from([0, 1, 2, 9, 65_533, 65_535]), max_size=6), st.integers(1, 200_000))
-@examples(260)
+@examples(150)
 def test_any_counts_and_runs(numbers, runs, n):
     blocks = wire.block_count(n)
     for some in (numbers, np.resize([*numbers, 0], blocks), [len(runs), *[0] * (blocks - 1)]):
@@ -122,7 +122,7 @@ def test_any_counts_and_runs(numbers, runs, n):
 
 
 @given(st.lists(st.integers(-2, 70_000), max_size=8), st.booleans(), st.integers(1, 70_000))
-@examples(170)
+@examples(100)
 def test_any_indices(indices, ascending, n):
     indices = np.array(sorted(set(indices)) if ascending else indices, np.int64)
     expected = verdict(lambda: reference.encode_run_length(indices, n))
@@ -175,7 +175,7 @@ def accumulated_by_the_twins(rule, centre, members, seed):
 
 
 @given(st.data(), buckets(), WIDE_SEEDS)
-@examples(200)
+@examples(120)
 def test_buckets(data, bucket, seed):
     rule, centre, members = bucket
     payloads, infos, before, after = accumulated_by_the_twins(rule, centre, members, seed)
