@@ -19,7 +19,7 @@ DENSITY ?= 0.001
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize lint format bench bench-steps bench-lifespan compare results clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage lint format bench bench-steps bench-lifespan compare results clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -57,6 +57,15 @@ test-compat:  ## run TensorFlow's tests on TensorFlow 2.15 with Keras 2, in an e
 
 sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/test.sh sanitize
+
+sanitize-threads: setup  ## run what the core does on several threads under ThreadSanitizer
+	@scripts/test.sh threads
+
+fuzz: setup  ## give the payload decoder random bytes for a minute: libFuzzer where clang++ is, else mutations alone
+	@scripts/test.sh fuzz
+
+coverage: setup  ## count the lines of the core that the native tests run
+	@scripts/test.sh coverage
 
 lint: setup  ## check style: ruff, clang-format
 	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)

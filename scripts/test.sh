@@ -15,18 +15,55 @@ suite() {
     printf '==> %s: passed in %d s\n' "$title" $((SECONDS - start))
 }
 
-native() {  # DIRECTORY OPTION...
+compile() {  # DIRECTORY OPTION...
     local build=build/$1
     shift
     cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" >"$build.log" 2>&1 && cmake --build "$build" -j "$(nproc)" >>"$build.log" 2>&1 ||
         { tail -n 30 "$build.log"; return 1; }
-    ctest --test-dir "$build" --output-on-failure --timeout 300
+}
+
+native() {  # DIRECTORY OPTION...
+    compile "$@" && ctest --test-dir "build/$1" --output-on-failure --timeout 300
+}
+
+# ThreadSanitizer wants addresses where some kernels put other things, unless they are told to shuffle nothing.
+threads() {
+    local probe=build/thread-sanitizer plain=
+    if ! echo 'int main() {}' | ${CXX:-c++} -fsanitize=thread -x c++ - -o $probe 2>$probe.log; then
+        echo "left out: the compiler has no ThreadSanitizer (build/thread-sanitizer.log)"
+        return
+    fi
+    if ! $probe 2>$probe.log; then
+        plain="setarch -R"
+        $plain $probe 2>>$probe.log || { echo "left out: ThreadSanitizer cannot start here (build/thread-sanitizer.log)"; return; }
+    fi
+    compile threads -DHVD_SPARSE_SANITIZE=thread && $plain ctest --test-dir build/threads --output-on-failure --timeout 300
+}
+
+coverage() {
+    find build -path '*coverage/*.gcda' -delete  # counts of runs before
+    native coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
+}
+
+# libFuzzer where Clang is; else its driver, longer and from another seed than under ctest.
+fuzz() {
+    if command -v clang++ >/dev/null; then
+        CXX=clang++ compile fuzz -DHVD_SPARSE_FUZZ=ON || return
+        mkdir -p build/fuzz/found
+        build/fuzz/tests/native/fuzz_payload -max_total_time="${SECONDS_OF_FUZZING:-60}" -artifact_prefix=build/fuzz/ build/fuzz/found tests/native/corpus
+    else
+        echo "no clang++, so no libFuzzer: mutations without its guidance"
+        compile sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
+    fi
 }
 
 mkdir -p build
 case ${1:-all} in
 native) suite "native tests" native native ;;
 sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native sanitize -DHVD_SPARSE_SANITIZE=ON ;;
+threads) suite "native tests under ThreadSanitizer" threads ;;
+coverage) suite "native tests, lines of the core that run" coverage ;;
+fuzz) suite "payload decoder under random bytes" fuzz ;;
 single) suite "tests of one process" $run $pytest tests/single ;;
 parallel)
     for ranks in 1 2 3; do
@@ -45,6 +82,6 @@ tensorflow)
         suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
     done
     ;;
-all) for part in native sanitize single parallel; do "$0" $part; done ;;
-*) fail "no suite named $1" "native, sanitize, single, parallel, tensorflow or all" ;;
+all) for part in native sanitize threads single parallel; do "$0" $part; done ;;
+*) fail "no suite named $1" "native, sanitize, threads, coverage, fuzz, single, parallel, tensorflow or all" ;;
 esac

@@ -18,7 +18,8 @@ enum class AccumulateRule {
 };
 
 // g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
-// parameter. Each product and each sum is rounded; nothing depends on the hardware.
+// parameter; where that overflows, or the parameter is not finite, g is zero, and the gradient counts as not finite:
+// no such thing enters a memory. Each product and each sum is rounded; nothing depends on the hardware.
 struct AccumulateParams {
   AccumulateRule rule = AccumulateRule::kResidual;
   float factor = 1;

@@ -18,17 +18,20 @@ def accumulate(
 ) -> bool:
     """Bring a gradient of n values into residual and velocity, float32[n], in place; return whether it was finite.
 
-    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter. No velocity:
-    residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov velocity = momentum *
-    (velocity + g) and residual += velocity, then g. Every product and every sum is rounded to float32. Source: Gradient
-    Dropping, section 3; Deep Gradient Compression, Algorithms 3 and 4.
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter; where that
+    overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity = momentum *
+    velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual += velocity,
+    then g. Every product and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient
+    Compression, Algorithms 3 and 4.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         local = flatten(gradient).astype(np.float32)
         finite = np.isfinite(local)
         local = np.where(finite, local, np.float32(0.0)) * np.float32(factor)
-        if weight_decay != 0.0:
+        if np.float32(weight_decay) != 0.0:
             local = local + flatten(parameter).astype(np.float32) * np.float32(weight_decay)
+        usable = np.isfinite(local)
+        local = np.where(usable, local, np.float32(0.0))
         if velocity is None:
             residual += local
         elif nesterov:
@@ -40,7 +43,7 @@ def accumulate(
             velocity *= np.float32(momentum)
             velocity += local
             residual += velocity
-    return bool(finite.all())
+    return bool(finite.all() and usable.all())
 
 
 def accumulate_top_k(

@@ -81,7 +81,8 @@ def encode_values(values, value_dtype: str) -> np.ndarray:
     """Return values as they travel: little-endian float32, float64 or float16, or uint16 holding bfloat16 bits.
 
     Values are converted to float32 first (not for float64), then rounded to nearest even. A finite value beyond the
-    largest finite float16 or bfloat16 becomes that, with its sign; infinity and NaN stay what they are. "none": void.
+    largest finite float16 or bfloat16 becomes that, with its sign; infinity stays what it is, and so does NaN, of whose
+    bits the sign alone is kept. "none": void.
     """
     if value_dtype == "none":
         return np.zeros(flatten(values).size, "V0")
@@ -91,7 +92,9 @@ def encode_values(values, value_dtype: str) -> np.ndarray:
         return values
     finite = np.isfinite(values)
     if value_dtype == "float16":
-        return np.where(finite, np.clip(values, -FLOAT16_MAX, FLOAT16_MAX), values).astype("<f2")
+        with np.errstate(invalid="ignore"):
+            halves = np.where(finite, np.clip(values, -FLOAT16_MAX, FLOAT16_MAX), values).astype("<f2")
+        return np.where(np.isnan(values), np.copysign(np.float16(np.nan), halves), halves).astype("<f2")
     bits = values.view("<u4")
     sign, magnitude = bits >> 31 << 15, bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16

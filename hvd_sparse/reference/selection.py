@@ -19,9 +19,10 @@ def flatten(values) -> np.ndarray:
 def magnitudes(values) -> np.ndarray:
     """Return |values| as float64[n], exact for all four types; NaN stays NaN. ValueError for another dtype."""
     values = flatten(values)
-    if values.dtype.name != "float64":
-        values = values.astype(np.float32)
-    return np.abs(values.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one as well
+        if values.dtype.name != "float64":
+            values = values.astype(np.float32)
+        return np.abs(values.astype(np.float64))
 
 
 def hash_index(seed: int, index) -> np.ndarray:
@@ -126,5 +127,5 @@ def select_threshold(values, k: int, method: str = "exact", sample_fraction: flo
 
 def all_finite(values) -> bool:
     """Return whether every value, converted to float32, is finite: False for float64 1e300. True for no values."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(flatten(values).astype(np.float32)).all())

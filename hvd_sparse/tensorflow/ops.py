@@ -49,10 +49,11 @@ def accumulate(
 ) -> tf.Tensor:
     """Bring a gradient of n elements into `residual` and `velocity`, variables float32[n], in place, in one pass.
 
-    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]).
-    No velocity: residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov
-    velocity = momentum * (velocity + g) and residual += velocity, then g. Every product and sum is rounded. Returns,
-    as a bool scalar, whether the gradient was finite everywhere. is_active=False: that alone, the memory stays.
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
+    where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
+    momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
+    velocity, then g. Every product and sum is rounded. Returns, as a bool scalar, whether the gradient was finite
+    everywhere. is_active=False: that alone, the memory stays.
     """
     inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
     rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}

@@ -37,10 +37,11 @@ def accumulate(
 ) -> torch.Tensor:
     """Bring a gradient of n elements into `residual` and `velocity`, float32[n], in place, in one pass.
 
-    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]).
-    No velocity: residual += g. Else velocity = momentum * velocity + g and residual += velocity; with nesterov
-    velocity = momentum * (velocity + g) and residual += velocity, then g. Every product and sum is rounded. Returns,
-    as a bool scalar tensor, whether the gradient was finite everywhere.
+    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
+    where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
+    momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
+    velocity, then g. Every product and sum is rounded. Returns, as a bool scalar tensor, whether the gradient was
+    finite everywhere.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 

@@ -38,6 +38,8 @@ const std::vector<Setting>& AllSettings() {
       {"momentum, clipped, decay", AccumulateRule::kMomentum, 0.7f, 0.9f, 1e-2f},
       {"nesterov", AccumulateRule::kNesterov, 1, 0.9f, 0},
       {"nesterov, decay", AccumulateRule::kNesterov, 1, 0.5f, 1e-2f},
+      {"overflows", AccumulateRule::kResidual, 3e38f, 0, 0},
+      {"decay overflows", AccumulateRule::kMomentum, 0, 0.1f, 3e38f},
   };
   return settings;
 }
@@ -50,6 +52,8 @@ bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& 
     all_finite &= std::isfinite(value);
     float g = Times(std::isfinite(value) ? value : 0.0f, s.factor);
     if (s.weight_decay != 0) g = Plus(g, Times(parameter[i], s.weight_decay));
+    all_finite &= std::isfinite(g);
+    if (!std::isfinite(g)) g = 0;
     float& u = buffers->velocity[i];
     float& v = buffers->residual[i];
     switch (s.rule) {

@@ -110,10 +110,19 @@ TEST(ExtremesSaturateButInfinityAndNanStay) {
     EXPECT_EQ(fields.sign() | fields.infinity(), Convert(dtype, -infinity), Name(dtype));
     EXPECT_EQ(uint64_t{0}, Convert(dtype, smallest), Name(dtype));
     EXPECT_EQ(fields.sign(), Convert(dtype, -smallest), "a negative zero of " << Name(dtype));
+    const uint64_t one_nan = fields.infinity() | ((fields.mantissa_mask() + 1) >> 1);
     for (const uint32_t nan : {0x7f800001u, 0x7fffffffu, 0xff800001u, 0xffc00000u}) {  // a NaN of low bits alone, too
-      EXPECT(std::isnan(Decode(dtype, Convert(dtype, BitsToFloat(nan)))), Name(dtype) << " of " << nan);
+      const uint64_t sign = nan >> 31 != 0 ? fields.sign() : 0;
+      EXPECT_EQ(sign | one_nan, Convert(dtype, BitsToFloat(nan)), Name(dtype) << " of " << nan);
     }
   }
+}
+
+TEST(NothingIsLeftWhereNoValuesTravel) {
+  const std::vector<float> values{1, -0.0f, BitsToFloat(0x7fc00000u), BitsToFloat(0xff800000u)};
+  std::vector<float> result(values.size(), 5.0f);
+  Quantize(values.data(), 4, DType::kNone, result.data());
+  for (const float one : result) EXPECT_EQ(0u, BitsOfFloat(one), "of 4");
 }
 
 TEST(QuantizeIsThereAndBack) {

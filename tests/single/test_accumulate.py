@@ -71,6 +71,22 @@ def test_the_twin_follows_the_equations(rule):
     assert reference.accumulate(gradient[4:], residual[4:], **{"factor": 0.5}) is True
 
 
+def test_what_overflows_on_its_way_into_the_memory_stays_out_of_it():
+    """As what was never finite: a residual that is not finite would stay so for ever."""
+    gradient, parameter = np.float32([1e38, 1, 1, 1, math.nan]), np.float32([0, 2, math.inf, math.nan, 1])
+    for changes, expected in (
+        ({"factor": 4.0}, [0, 4, 4, 4, 0]),
+        ({"weight_decay": 2.0}, [1e38, 5, 0, 0, 2]),
+        ({"weight_decay": 3e38}, [1e38, 0, 0, 0, 3e38]),
+        ({"weight_decay": 1e-60}, [1e38, 1, 1, 1, 0]),  # none, as a float32
+    ):
+        ours, theirs = np.zeros(5, np.float32), torch.zeros(5)
+        assert reference.accumulate(gradient, ours, None, parameter, **changes) is False
+        assert not ops.accumulate(torch.from_numpy(gradient), theirs, None, torch.from_numpy(parameter), **changes)
+        same(theirs, np.float32(expected))
+        same(torch.from_numpy(ours), np.float32(expected))
+
+
 def tensors(arrays):
     return [None if array is None else torch.from_numpy(array.copy()) for array in arrays]
 

@@ -301,6 +301,15 @@ def test_quantize_saturates_but_keeps_infinity_and_nan(dtype, largest):
     assert rounded[3:] == [top, -top]
 
 
+@pytest.mark.parametrize(("value_dtype", "bits"), [("float16", 0x7E00), ("bfloat16", 0x7FC0)])
+def test_of_a_nan_the_sign_alone_travels(value_dtype, bits):
+    values = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000, 0xFF812345], np.uint32).view(np.float32)
+    expected = [bits, bits | 0x8000, bits, bits | 0x8000]
+    assert reference.encode_values(values, value_dtype).view(np.uint16).tolist() == expected
+    tail = reference.pack(np.arange(4), values, 4, 4, "dense", value_dtype)[32:]
+    assert tail.view("<u2").tolist() == expected
+
+
 def test_quantize_leaves_wide_types_alone():
     values = np.float32([*SPECIAL, 0.1])
     assert reference.quantize(values, "float32").tobytes() == values.tobytes()

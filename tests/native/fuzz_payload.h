@@ -1,0 +1,20 @@
+// What fuzz_payload.cc saw, so that its driver can tell that it did not refuse everything at the door.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+namespace hvd_sparse {
+
+struct FuzzCounts {
+  int64_t formats_refused = 0;
+  int64_t accepted = 0;
+  int64_t refused = 0;
+  int64_t messages_located = 0;
+};
+
+FuzzCounts& TheFuzzCounts();
+
+}  // namespace hvd_sparse

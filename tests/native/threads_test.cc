@@ -1,0 +1,134 @@
+// Everything that takes a ParallelFor, on threads that run at the same time: the same as on one. The other tests do so
+// with every kind of value; this one is short enough for ThreadSanitizer.
+#include <string>
+#include <vector>
+
+#include "accumulate.h"
+#include "cuts.h"
+#include "expect.h"
+#include "finite.h"
+#include "payloads.h"
+#include "reduce.h"
+#include "select.h"
+#include "threshold.h"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr int64_t kSize = 70001, kCount = 700;
+
+Selection Selected(const Values& values, const SelectParams& params, const ParallelFor& parallel_for) {
+  Selection selection;
+  EXPECT_STATUS(StatusKind::kOk, SelectTopK(values.array(), params, parallel_for, &selection), Name(values.dtype()));
+  return selection;
+}
+
+void ExpectSame(const Selection& expected, const Selection& received, const std::string& where) {
+  EXPECT_EQ(expected.indices, received.indices, where);
+  EXPECT_EQ(expected.threshold, received.threshold, where);
+}
+
+TEST(Selects) {
+  for (const DType dtype : kDTypes) {
+    for (const Pattern pattern : {Pattern::kSpread, Pattern::kTies, Pattern::kSparse}) {
+      const Values values = Draw(dtype, pattern, kSize, 1);
+      const Selection expected = Selected(values, {kCount, 0, 3}, SerialFor);
+      for (const double times : {0.0, 0.5, 0.98, 1.01}) {  // sampled, far too many, a good one, too few
+        const SelectParams params{kCount, times * expected.threshold, 3};
+        ExpectSame(expected, Selected(values, params, ThreadedFor),
+                   Name(pattern) + std::string(", hint times ") + std::to_string(times));
+      }
+      std::vector<int64_t> serial, threaded;
+      EXPECT(FilterThreshold(values.array(), expected.threshold, SerialFor, &serial).ok(), Name(dtype));
+      EXPECT(FilterThreshold(values.array(), expected.threshold, ThreadedFor, &threaded).ok(), Name(dtype));
+      EXPECT_EQ(serial, threaded, Name(dtype) << ", " << Name(pattern));
+    }
+  }
+}
+
+TEST(FindsThresholds) {
+  for (const DType dtype : kDTypes) {
+    const Values values = Draw(dtype, Pattern::kSpread, kSize, 2);
+    for (const ThresholdMethod method : {ThresholdMethod::kExact, ThresholdMethod::kSampled}) {
+      const ThresholdParams params{kCount, method, 0.005, 5};
+      double serial = -1, threaded = -2;
+      EXPECT(SelectThreshold(values.array(), params, SerialFor, &serial).ok(), Name(dtype));
+      EXPECT(SelectThreshold(values.array(), params, ThreadedFor, &threaded).ok(), Name(dtype));
+      EXPECT_EQ(serial, threaded, Name(dtype));
+    }
+  }
+}
+
+TEST(LooksForWhatIsNotFinite) {
+  for (const DType dtype : kDTypes) {
+    Values values = Draw(dtype, Pattern::kSpread, kSize, 3);
+    EXPECT(AllFinite(values.array(), ThreadedFor), Name(dtype));
+    for (const int64_t place : {int64_t{0}, kSize / 2, kSize - 1}) values.Set(place, FieldsOf(dtype).infinity());
+    EXPECT(!AllFinite(values.array(), ThreadedFor), Name(dtype));
+  }
+}
+
+struct Memories {
+  std::vector<float> residual = std::vector<float>(kSize, 0.25f), velocity = std::vector<float>(kSize, -0.5f);
+  Memory get() { return {residual.data(), velocity.data()}; }
+};
+
+TEST(Accumulates) {
+  for (const DType dtype : kDTypes) {
+    for (const bool spoilt : {false, true}) {
+      Values gradient = Draw(dtype, Pattern::kSpread, kSize, 4);
+      for (int64_t i = 0; spoilt && i < kSize; i += 1000) gradient.Set(i, FieldsOf(dtype).infinity() | 1);
+      const AccumulateParams params{AccumulateRule::kNesterov, 0.5f, 0.9f, 0, nullptr};
+      Memories serial, threaded;
+      EXPECT_EQ(!spoilt, Accumulate(gradient.array(), params, SerialFor, serial.get()), Name(dtype));
+      EXPECT_EQ(!spoilt, Accumulate(gradient.array(), params, ThreadedFor, threaded.get()), Name(dtype));
+      EXPECT_EQ(serial.residual, threaded.residual, Name(dtype));
+      EXPECT_EQ(serial.velocity, threaded.velocity, Name(dtype));
+    }
+  }
+}
+
+TEST(AccumulatesAndSelects) {
+  for (const DType dtype : kDTypes) {
+    const Values gradient = Draw(dtype, Pattern::kSpread, kSize, 5);
+    const AccumulateParams params{AccumulateRule::kMomentum, 1, 0.9f, 0, nullptr};
+    Memories serial;
+    Selection expected;
+    bool finite = false;
+    EXPECT(AccumulateTopK(gradient.array(), params, {kCount, 0, 7}, SerialFor, serial.get(), &finite, &expected).ok(),
+           Name(dtype));
+    for (const double times : {0.0, 0.9, 1.01}) {
+      const SelectParams select{kCount, times * expected.threshold, 7};
+      Memories threaded;
+      Selection selection;
+      finite = false;
+      EXPECT(AccumulateTopK(gradient.array(), params, select, ThreadedFor, threaded.get(), &finite, &selection).ok(),
+             Name(dtype));
+      EXPECT(finite, Name(dtype));
+      EXPECT_EQ(serial.residual, threaded.residual, Name(dtype));
+      ExpectSame(expected, selection, Name(dtype));
+    }
+  }
+}
+
+TEST(AddsPayloads) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt2}) {
+    const PayloadFormat format{9 * 65536 + 77, 3000, Coding::kAuto, dtype};
+    std::vector<Bytes> payloads;
+    std::vector<Source> sources;
+    for (uint64_t rank = 0; rank < 3; ++rank) {
+      const auto indices = ChooseIndices(format.n, format.k, rank);
+      payloads.push_back(BuildPayload(format, MakeContent(format, indices, rank)));
+    }
+    for (const Bytes& one : payloads) sources.push_back({one.data(), format.k, static_cast<int64_t>(one.size())});
+    std::vector<float> serial(static_cast<size_t>(format.n), 7), threaded(serial);
+    EXPECT(ReduceSources(format, sources, 0.5f, SerialFor, serial.data()).ok(), Name(dtype));
+    EXPECT(ReduceSources(format, sources, 0.5f, ThreadedFor, threaded.data()).ok(), Name(dtype));
+    for (size_t i = 0; i < serial.size(); ++i) {
+      EXPECT(SameNumber(static_cast<double>(serial[i]), static_cast<double>(threaded[i])), Name(dtype) << ", " << i);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hvd_sparse

@@ -1,0 +1,158 @@
+"""The TensorFlow operators against the NumPy twins on what Hypothesis draws, eagerly; damaged payloads are refused, or
+read the same. That graphs do what eager calls do is in test_tensorflow_ops.py."""
+
+import numpy as np
+import tensorflow as tf
+from drawn import (
+    DAMAGE,
+    SEEDS,
+    SIZES,
+    WIDTHS,
+    contents,
+    counts,
+    damaged,
+    examples,
+    forms,
+    hints,
+    messages,
+    sealed,
+    vectors,
+    verdict,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from test_differential import DTYPES, WIDE_SEEDS, accumulations, check_passed
+from test_differential_wire import COUNTS, SCALES, agree
+from test_ops import same
+from test_tensorflow_ops import Invalid, from_torch
+
+from hvd_sparse import reference, wire
+from hvd_sparse.tensorflow import ops
+
+
+def bits(values):
+    return np.asarray(values).tobytes()
+
+
+@given(st.data(), SIZES, DTYPES, WIDE_SEEDS)
+@examples(80)
+def test_selection(data, n, dtype, seed):
+    values, k = from_torch(data.draw(vectors(n, dtype))), data.draw(counts(n))
+    array = values.numpy()
+    expected = reference.select_top_k(array, k, seed)
+    hint = data.draw(hints(expected[2]))
+    indices, selected, info = ops.select_top_k(values, k, seed, hint)
+    same(indices, expected[0])
+    assert bits(selected) == bits(expected[1])
+    assert info[0] == expected[2]
+    check_passed(float(info[1]), reference.magnitudes(array), k, hint)
+    indices, passed = ops.filter_threshold(values, hint)
+    same(indices, reference.filter_threshold(array, hint)[0])
+    assert bits(passed) == bits(array[indices])
+    assert bool(ops.all_finite(values)) == reference.all_finite(array)
+    assert ops.select_threshold(values, k) == reference.select_threshold(array, k)
+    sampled = (k, "sampled", 0.005, seed)
+    assert ops.select_threshold(values, *sampled) == reference.select_threshold(array, *sampled)
+
+
+@given(st.data(), SIZES, WIDE_SEEDS, st.booleans(), st.booleans())
+@examples(80)
+def test_accumulate(data, n, seed, selects, is_active):
+    gradient, memory, rule = data.draw(accumulations(n))
+    gradient, k = from_torch(gradient), data.draw(counts(n))
+    expected = [None if part is None else part.numpy().copy() for part in memory]
+    found = [None if part is None else tf.Variable(part) for part in expected[:2]]
+    found.append(None if expected[2] is None else tf.constant(expected[2]))
+    before = [None if part is None else part.copy() for part in expected]
+    finite = reference.accumulate(gradient.numpy(), *expected, **rule)
+    if not is_active:  # looks at the gradient alone
+        finite, expected = reference.all_finite(gradient.numpy()), before
+    if selects:
+        indices, values, threshold = reference.select_top_k(expected[0], k, seed)
+        choice = {"k": k, "seed": seed, "threshold_hint": data.draw(hints(threshold))}
+        result = ops.accumulate_top_k(gradient, *found, **choice, is_active=is_active, **rule)
+        same(result[1], indices)
+        same(result[2], values)
+        assert result[3][0] == threshold
+    else:
+        result = [ops.accumulate(gradient, *found, is_active=is_active, **rule)]
+    assert bool(result[0]) is finite
+    for variable, array in zip(found[:2], expected[:2], strict=True):
+        if array is not None:
+            same(variable.read_value(), array)
+
+
+@given(st.data(), SIZES, st.sampled_from([*sorted(WIDTHS), "none"]))
+@examples(40)
+def test_quantize(data, n, value_dtype):
+    values = data.draw(vectors(n)).numpy()
+    same(ops.quantize(values, value_dtype), reference.quantize(values, value_dtype))
+
+
+@given(st.data(), forms(), st.integers(1, 3), st.integers(0, 9), SCALES)
+@examples(120)
+def test_packed_unpacked_and_added(data, form, ranks, offset, scale):
+    cases = [data.draw(contents(form)) for _ in range(ranks)]
+    for indices, values, payload in cases:
+        same(ops.pack(indices, values, form.n, form.k, *form.code, form.segments), payload)
+        agree(ops.unpack(payload, *form), reference.unpack(payload, *form))
+    gathered = np.pad(np.stack([payload for *_, payload in cases]), ((0, 0), (offset, 3)), constant_values=255)
+    with np.errstate(all="ignore"):
+        expected = reference.reduce_payloads(gathered, offset, *form[:4], scale, form.segments)
+    same(ops.reduce_payloads(gathered, offset, form.n, form.k, scale, *form.code, form.segments), expected)
+
+
+@given(st.data(), forms(), DAMAGE, st.booleans())
+@examples(150)
+def test_damaged_payloads(data, form, damage, seal):
+    good = data.draw(contents(form))[2]
+    payload = damaged(good, damage)
+    payload = sealed(payload) if seal and payload.size >= wire.HEADER_BYTES else payload
+    expected = verdict(lambda: reference.unpack(payload, *form))
+    agree(verdict(lambda: ops.unpack(payload, *form), Invalid), expected)
+    if payload.size != good.size:
+        return
+    gathered = np.stack([good, payload])
+    rest = (*form.code, form.segments)
+    added = verdict(lambda: ops.reduce_payloads(gathered, 0, form.n, form.k, 1.0, *rest), Invalid)
+    with np.errstate(all="ignore"):
+        sums = verdict(lambda: reference.reduce_payloads(gathered, 0, *form[:4], 1.0, form.segments))
+    agree(added if added is None else (added,), sums if sums is None else (sums,))
+
+
+@given(messages(), DAMAGE, st.booleans())
+@examples(80)
+def test_located_and_damaged_messages(case, damage, whole):
+    ranks, ns, columns, placed, gathered = case
+    code, message = placed[0, 0].code, gathered if whole else damaged(gathered, damage)
+    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, columns))
+    found = verdict(lambda: ops.locate_payloads(message, ns, ranks, *code, columns), Invalid)
+    agree(found if found is None else (found,), places if places is None else (places,))
+    for member, n in enumerate(ns if places is not None else ()):
+        where, segments = places[:, :, member].copy(), placed[0, member].segments
+        arguments = (message, where, n, 0.5, *code, segments)
+        added = verdict(lambda arguments=arguments: ops.reduce_located(*arguments), Invalid)
+        with np.errstate(all="ignore"):
+            twin = (message, where, n, *code, 0.5, segments)
+            sums = verdict(lambda twin=twin: reference.reduce_located(*twin))
+        agree(added if added is None else (added,), sums if sums is None else (sums,))
+
+
+@given(COUNTS, st.lists(st.sampled_from([0, 1, 2, 9, 65_533, 65_535]), max_size=6), st.integers(1, 200_000))
+@examples(60)
+def test_any_counts_and_runs(numbers, runs, n):
+    for some in (numbers, np.resize([*numbers, 0], wire.block_count(n))):
+        arrays = np.array(some, np.int64), np.array(runs, np.uint16)
+        expected = verdict(lambda arrays=arrays: reference.decode_run_length(*arrays, n))
+        found = verdict(lambda arrays=arrays: ops.decode_run_length(*arrays, n), Invalid)
+        agree(found if found is None else (found,), expected if expected is None else (expected,))
+
+
+@given(st.data(), SIZES, SEEDS)
+@examples(40)
+def test_scatter_update(data, n, seed):
+    rng, (before, values) = np.random.default_rng(seed), (data.draw(vectors(n)).numpy().copy() for _ in range(2))
+    variable, indices = tf.Variable(before), rng.choice(n, data.draw(counts(n)), replace=False)
+    ops.scatter_update(variable, indices, values[: indices.size])
+    before[indices] = values[: indices.size]
+    same(variable.read_value(), before)

@@ -1,0 +1,204 @@
+"""Coding, decoding and adding of payloads by torch.ops.hvd_sparse.*, and buckets, against the NumPy twins on what
+Hypothesis draws; damaged payloads: both refuse, or both read the same."""
+
+import numpy as np
+import torch
+from drawn import DAMAGE, contents, damaged, examples, forms, hints, messages, sealed, vectors, verdict
+from hypothesis import given
+from hypothesis import strategies as st
+from test_differential import NUMBERS, WIDE_SEEDS, as_numpy, check_memory, copies
+from test_ops import same
+
+from hvd_sparse import reference, wire
+from hvd_sparse.torch import ops
+
+SCALES = st.sampled_from([1.0, 0.5, 1 / 3, -1e-30, 0.0])
+
+
+def tensor(array):
+    return None if array is None else torch.from_numpy(np.array(array))
+
+
+def agree(found, expected):
+    """Both refused, or gave the same arrays."""
+    assert (found is None) == (expected is None)
+    for one, wanted in zip(found or (), expected or (), strict=True):
+        same(one, wanted)
+
+
+@given(st.data(), forms())
+@examples(200)
+def test_packed_and_unpacked(data, form):
+    indices, values, payload = data.draw(contents(form))
+    segments = tensor(form.segments)
+    assert ops.payload_size(*form[:4], segments) == form.size == payload.size
+    out = torch.full((form.size,), 255, dtype=torch.uint8)
+    ops.pack(tensor(indices), tensor(values), form.n, form.k, out, *form.code, segments)
+    same(out, payload)
+    agree(ops.unpack(out, *form[:4], segments), reference.unpack(payload, *form))
+
+
+@given(st.data(), forms(), st.integers(1, 4), st.integers(0, 9), SCALES)
+@examples(150)
+def test_reduce_payloads(data, form, ranks, offset, scale):
+    rows = np.stack([data.draw(contents(form))[2] for _ in range(ranks)])
+    gathered = np.pad(rows, ((0, 0), (offset, 3)), constant_values=255)
+    out = torch.full((form.n,), np.nan)
+    ops.reduce_payloads(tensor(gathered), offset, form.n, form.k, out, scale, *form.code, tensor(form.segments))
+    with np.errstate(all="ignore"):
+        expected = reference.reduce_payloads(gathered, offset, *form[:4], scale, form.segments)
+    same(out, expected)
+
+
+@given(messages(), SCALES)
+@examples(100)
+def test_located(case, scale):
+    ranks, ns, columns, placed, gathered = case
+    code = placed[0, 0].code
+    places = reference.locate_payloads(gathered, ns, ranks, *code, columns)
+    same(ops.locate_payloads(tensor(gathered), ns, ranks, *code, columns), places)
+    for member, n in enumerate(ns):
+        where, segments = places[:, :, member].copy(), placed[0, member].segments
+        out = torch.full((n,), np.nan)
+        ops.reduce_located(tensor(gathered), tensor(where), n, out, scale, *code, tensor(segments))
+        with np.errstate(all="ignore"):
+            same(out, reference.reduce_located(gathered, where, n, *code, scale, segments))
+
+
+@given(st.data(), forms(), DAMAGE, st.booleans())
+@examples(400)
+def test_damaged_payloads(data, form, damage, seal):
+    good = data.draw(contents(form))[2]
+    payload = damaged(good, damage)
+    payload = sealed(payload) if seal and payload.size >= wire.HEADER_BYTES else payload
+    expected = verdict(lambda: reference.unpack(payload, *form))
+    agree(verdict(lambda: ops.unpack(tensor(payload), *form[:4], tensor(form.segments))), expected)
+    if payload.size != good.size:
+        return
+    gathered, out = np.stack([good, payload]), torch.full((form.n,), 7.0)
+    arguments = (0, form.n, form.k, out, 1.0, *form.code, tensor(form.segments))
+    added = verdict(lambda: ops.reduce_payloads(tensor(gathered), *arguments) or True)
+    assert (added is None) == (expected is None)
+    with np.errstate(all="ignore"):
+        sums = expected and reference.reduce_payloads(gathered, 0, *form[:4], segments=form.segments)
+    same(out, np.full(form.n, 7, np.float32) if expected is None else sums)
+
+
+@given(messages(), DAMAGE)
+@examples(150)
+def test_damaged_messages(case, damage):
+    ranks, ns, columns, placed, gathered = case
+    code, message = placed[0, 0].code, damaged(gathered, damage)
+    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, columns))
+    found = verdict(lambda: ops.locate_payloads(tensor(message), ns, ranks, *code, columns))
+    agree(found if found is None else (found,), places if places is None else (places,))
+    for member, n in enumerate(ns if places is not None else ()):
+        where, segments = places[:, :, member].copy(), placed[0, member].segments
+        out = torch.full((n,), 7.0)
+        arguments = (tensor(where), n, out, 0.5, *code, tensor(segments))
+        added = verdict(lambda arguments=arguments: ops.reduce_located(tensor(message), *arguments) or True)
+        with np.errstate(all="ignore"):
+            twin = (where, n, *code, 0.5, segments)
+            sums = verdict(lambda twin=twin: reference.reduce_located(message, *twin))
+        assert (added is None) == (sums is None)
+        same(out, np.full(n, 7, np.float32) if sums is None else sums)
+
+
+COUNTS = st.lists(st.sampled_from([0, 1, 2, 3, 65_535, 65_536, 65_537, -1, 2**32, 2**63 - 1, -(2**63)]), max_size=4)
+
+
+@given(COUNTS, st.lists(st.sampled_from([0, 1, 2, 9, 65_533, 65_535]), max_size=6), st.integers(1, 200_000))
+@examples(150)
+def test_any_counts_and_runs(numbers, runs, n):
+    blocks = wire.block_count(n)
+    for some in (numbers, np.resize([*numbers, 0], blocks), [len(runs), *[0] * (blocks - 1)]):
+        arrays = np.array(some, np.int64), np.array(runs, np.uint16)
+        expected = verdict(lambda arrays=arrays: reference.decode_run_length(*arrays, n))
+        found = verdict(lambda arrays=arrays: ops.decode_run_length(*map(tensor, arrays), n))
+        agree(found if found is None else (found,), expected if expected is None else (expected,))
+        if expected is not None:
+            for found, wanted in zip(ops.encode_run_length(tensor(expected), n), arrays, strict=True):
+                same(found, wanted)
+
+
+@given(st.lists(st.integers(-2, 70_000), max_size=8), st.booleans(), st.integers(1, 70_000))
+@examples(100)
+def test_any_indices(indices, ascending, n):
+    indices = np.array(sorted(set(indices)) if ascending else indices, np.int64)
+    expected = verdict(lambda: reference.encode_run_length(indices, n))
+    expected = expected and (expected[0].astype(np.int64), expected[1])
+    agree(verdict(lambda: ops.encode_run_length(tensor(indices), n)), expected)
+
+
+FINITE = ("normal", "ties", "zeros", "equal", "denormal", "sparse")
+
+
+@st.composite
+def buckets(draw):
+    """Members of one rule and coding: gradients, memories, forms, factors; and the rule and centre."""
+    rule = {"momentum": draw(NUMBERS), "nesterov": draw(st.booleans())} if draw(st.booleans()) else {}
+    rule |= {"weight_decay": 0.25} if draw(st.booleans()) else {}
+    coding = draw(st.sampled_from([*wire.CODINGS, "auto"]))
+    dtype = draw(st.sampled_from([one for one in wire.VALUE_DTYPES if one not in ("none", "float64")]))
+    members = []
+    for n in draw(st.lists(st.sampled_from([1, 2, 63, 64, 65, 500, 2049, 65_537]), min_size=1, max_size=3)):
+        memory = [draw(vectors(n, kinds=FINITE)) for _ in range(3)]
+        memory[1] = memory[1] if "momentum" in rule else None
+        memory[2] = memory[2] if "weight_decay" in rule else None
+        gradient = draw(vectors(n, draw(st.sampled_from(["float32", "float16", "bfloat16"])), FINITE))
+        if draw(st.booleans()):
+            gradient[draw(st.integers(0, n - 1))] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+        form = draw(forms(n, [coding], [dtype]))
+        members.append((gradient, memory, form, draw(st.sampled_from([1.0, 0.5]))))
+    return rule, draw(st.sampled_from(wire.CENTRES)), members
+
+
+def accumulated_by_the_twins(rule, centre, members, seed):
+    """The payloads, info without how many passed, and the memories before and after what is sent has left them."""
+    payloads, infos, before, after = [], [], [], []
+    for gradient, memory, form, factor in members:
+        residual, velocity, parameter = copies(memory)[1]
+        choice = {"k": form.k, "seed": seed, "factor": factor, **rule}
+        indices, values, threshold, finite = reference.accumulate_top_k(
+            as_numpy(gradient), residual, velocity, parameter, **choice
+        )
+        before.append((residual.copy(), None if velocity is None else velocity.copy()))
+        sent = reference.quantize(values, form.value_dtype, centre, indices, form.segments)
+        payloads.append(reference.pack(indices, sent, *form))
+        infos.append([threshold, float(finite)])
+        with np.errstate(all="ignore"):  # what overflowed may travel too
+            residual[indices] = 0.0 if form.value_dtype == "float32" else values - sent
+        if velocity is not None:
+            velocity[indices] = 0.0
+        after.append((residual, velocity))
+    return payloads, infos, before, after
+
+
+@given(st.data(), buckets(), WIDE_SEEDS)
+@examples(120)
+def test_buckets(data, bucket, seed):
+    rule, centre, members = bucket
+    payloads, infos, before, after = accumulated_by_the_twins(rule, centre, members, seed)
+    message, sizes = np.concatenate(payloads), [payload.size for payload in payloads]
+    code, ks = members[0][2].code, [form.k for _, _, form, _ in members]
+    place = {"offsets": np.cumsum([0, *sizes])[:-1].tolist(), "ks": ks}
+    place["segments"] = [tensor(form.segments) for _, _, form, _ in members]
+    form = dict(zip(("coding", "value_dtype"), code, strict=True))
+    memories = [copies(memory)[0] for _, memory, _, _ in members]
+    lists = [[part for part in parts if part is not None] for parts in zip(*memories, strict=True)]
+    out = torch.full((message.size,), 255, dtype=torch.uint8)
+    guesses = [data.draw(hints(threshold)) for threshold, _ in infos]
+    options = {"factors": [factor for *_, factor in members], "hints": guesses, "centre": centre}
+    gradients = [gradient for gradient, *_ in members]
+    info = ops.accumulate_bucket(gradients, *lists, seed=seed, out=out, **rule, **options, **place, **form)
+    same(out, message)
+    assert info[:, [0, 2]].tolist() == infos
+    for found, expected in zip(memories, before, strict=True):
+        check_memory(found[:2], expected)
+    ops.clear_bucket(out, residuals=lists[0], velocities=lists[1], **place, **form)
+    for found, expected in zip(memories, after, strict=True):
+        check_memory(found[:2], expected)
+    outs = [torch.full((gradient.numel(),), np.nan) for gradient in gradients]
+    ops.reduce_bucket(torch.stack([out, out]), outs=outs, scale=0.5, **place, **form)
+    for found, payload, (_, _, one, _) in zip(outs, payloads, members, strict=True):
+        same(found, reference.reduce_payloads(np.stack([payload, payload]), 0, *one[:4], 0.5, one.segments))
