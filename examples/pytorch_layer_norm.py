@@ -12,6 +12,7 @@ of the tensor that got least, over that of all.
 import argparse
 import json
 import math
+import statistics
 
 import horovod.torch as hvd
 import pytorch_char_lstm as text
@@ -53,7 +54,7 @@ def parse_arguments():
     parser.add_argument("--hidden", type=reporting.positive_integer, default=192, help="(default: %(default)s)")
     parser.add_argument("--layers", type=reporting.positive_integer, default=3, help="(default: %(default)s)")
     parser.add_argument("--lr", type=reporting.positive, default=0.2, help="peak (default: %(default)s)")
-    parser.add_argument("--seed", type=reporting.whole_number, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=reporting.whole_number, nargs="+", default=[0], help="(default: 0)")
     parser.add_argument("--quiet", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
     hvd.init()
@@ -75,6 +76,16 @@ def make_optimizer(model, method, args):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     used = compression or hvd.Compression.none
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=used), compression
+
+
+def train_over_seeds(method, norm, train_text, held_out, args):
+    """Train once with each seed; return the means of the results, and each perplexity."""
+    runs = []
+    for seed in args.seeds:
+        args.seed = seed
+        runs.append(train(method, norm, train_text, held_out, args))
+    means = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+    return {"method": method, "layer_norm": norm, **means, "each": [round(run["perplexity"], 3) for run in runs]}
 
 
 def train(method, norm, train_text, held_out, args):
@@ -102,8 +113,7 @@ def train(method, norm, train_text, held_out, args):
     least, mean = min(served.values()), sum(served.values()) / len(served)
     loss = evaluate(model, held_out, args)
     density = compression.stats()["total"]["density"] if compression else 1.0
-    results = {"perplexity": math.exp(min(loss, 700.0)), "loss": loss, "density": density, "least_served": least / mean}
-    return {"method": method, "layer_norm": norm, **results}
+    return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss, "density": density, "least_served": least / mean}
 
 
 def evaluate(model, characters, args):
@@ -125,11 +135,11 @@ def main():
     """Run the experiment; every rank takes part, rank 0 reports."""
     args = parse_arguments()
     train_text, held_out = text.load_text()
-    rows = [train(method, norm, train_text, held_out, args) for method, norm in RUNS]
+    rows = [train_over_seeds(method, norm, train_text, held_out, args) for method, norm in RUNS]
     if args.rank == 0:
         if args.verbose:
             reporting.print_table(rows)
-        settings = {name: getattr(args, name) for name in ("steps", "batch_size", "hidden", "layers", "lr", "seed")}
+        settings = {name: getattr(args, name) for name in ("steps", "batch_size", "hidden", "layers", "lr", "seeds")}
         record = {"example": "pytorch_layer_norm", "target_density": args.density, "world_size": args.size}
         print(json.dumps({**record, **settings, "runs": rows}), flush=True)
 
