@@ -203,9 +203,9 @@ class SIDCo(AtDensity):
     """SIDCo (Abdelmoniem et al., 2021), a baseline: a tensor's threshold from a distribution fitted to its magnitudes.
 
     distribution: "exponential", "gamma" or "pareto" (generalised) of the first stage. Each further stage fits what
-    exceeds the threshold so far: exponential again, or generalised Pareto. A stage keeps a quarter, the last one what
-    is left to the density. stages: how many at first; each tensor adapts its own every 5 steps: one more where over
-    20 % too many were sent, one fewer where over 20 % too few were.
+    exceeds the threshold so far: exponential again, or generalised Pareto. The first of several stages keeps a quarter,
+    the others share what is left to the density. stages: how many at first; each tensor adapts its own every 5 steps,
+    where the mean count was off by over 20 %: by one, in the direction that made it better the last time.
     What reaches the threshold is sent: the count is off where the fit is, and `stats()["density"]` tells it.
     """
 

@@ -1,11 +1,11 @@
 """Thresholds from distributions fitted to magnitudes, in stages (SIDCo: Abdelmoniem et al., 2021, section 2)."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-FIRST_DENSITY = 0.25  # what a stage keeps, but for the last
-MOST_STAGES = 10
+FIRST_DENSITY = 0.25  # what the first of several stages keeps; the others share the rest evenly
 ADAPT_STEPS = 5
 TOLERANCE = 0.2
 
@@ -16,17 +16,20 @@ def fitted_threshold(values: np.ndarray, density: float, stages: int, distributi
     Zeros take part in the fit. At least SMALLEST of float32, so that zeros never reach it.
     """
     magnitudes = np.abs(values).astype(np.float64)
-    threshold, left = 0.0, density
-    for stage in range(stages):
-        is_last = stage == stages - 1 or left >= FIRST_DENSITY
-        part = left if is_last else FIRST_DENSITY
-        later = "exponential" if distribution == "exponential" else "pareto"
+    threshold, later = 0.0, "exponential" if distribution == "exponential" else "pareto"
+    for stage, part in enumerate(stage_densities(density, stages)):
         threshold += quantile(magnitudes - threshold, part, distribution if stage == 0 else later)
-        left /= part
         magnitudes = magnitudes[magnitudes >= threshold]
-        if is_last or magnitudes.size < 2:
+        if magnitudes.size < 2:
             break
     return max(threshold, 2.0**-149)
+
+
+def stage_densities(density: float, stages: int) -> list[float]:
+    """Return which part of what the stage before left each stage keeps; their product is the density."""
+    if stages == 1 or density >= FIRST_DENSITY:
+        return [density]
+    return [FIRST_DENSITY, *[(density / FIRST_DENSITY) ** (1.0 / (stages - 1))] * (stages - 1)]
 
 
 def quantile(excess: np.ndarray, density: float, distribution: str) -> float:
@@ -61,10 +64,24 @@ def pareto_quantile(mean: float, variance: float, density: float) -> float:
     return scale / shape * (density**-shape - 1.0)
 
 
-def adapted_stages(stages: int, achieved: float) -> int:
-    """Return the stages to go on with, from the mean of the counts over k (Algorithm 1, Adapt_Stages)."""
-    if achieved > 1.0 + TOLERANCE:
-        stages += 1
-    elif achieved < 1.0 - TOLERANCE:
-        stages -= 1
-    return min(max(stages, 1), MOST_STAGES)
+@dataclass(frozen=True)
+class Stages:
+    """How many stages a tensor is fitted in, and where the search for a better number goes."""
+
+    count: int
+    direction: int = 1  # what one stage more does where too few were sent; -1 where it made it worse
+    error: float = math.inf  # of the mean of the counts over k, the last time
+
+    def adapted(self, achieved: float, density: float) -> "Stages":
+        """Return the stages to go on with, from the mean of the counts over k (Algorithm 1, Adapt_Stages).
+
+        One more where too few were sent, one less where too many; the other way round from when that made it worse, or
+        when the bounds, 1 and log2(1 / density), forbid it: which way is right depends on the tail.
+        """
+        error = abs(achieved - 1.0)
+        direction = -self.direction if error > self.error else self.direction
+        if error <= TOLERANCE:
+            return Stages(self.count, direction, error)
+        wanted = self.count + (direction if achieved < 1.0 else -direction)
+        count = min(max(wanted, 1), max(1, math.ceil(-math.log2(density))))
+        return Stages(count, direction if count == wanted else -direction, error)

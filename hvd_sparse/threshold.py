@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, adapted_stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
 from hvd_sparse.reference import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
@@ -134,18 +134,19 @@ class FittedThreshold:
 
     def forget(self) -> None:
         """Start with the stages that were asked for."""
-        self._stages, self._achieved = self._algorithm.stages, []
+        self._stages, self._achieved, self._density = Stages(self._algorithm.stages), [], 1.0
 
     def at(self, step: int, k: int, residual: Residual) -> float:
         """Return the threshold of a step."""
         values = residual.values()
-        return fitted_threshold(values, k / len(values), self._stages, self._algorithm.distribution)
+        self._density = k / len(values)
+        return fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution)
 
     def learn(self, k: int, count: int) -> None:
         """Adapt the stages to how many were sent."""
         self._achieved.append(count / k)
         if len(self._achieved) == ADAPT_STEPS:
-            self._stages = adapted_stages(self._stages, sum(self._achieved) / ADAPT_STEPS)
+            self._stages = self._stages.adapted(sum(self._achieved) / ADAPT_STEPS, self._density)
             self._achieved = []
 
 

@@ -4,11 +4,13 @@ The rule is that of `hvd_sparse.threshold.ThresholdHint`, on tensors: a graph ca
 vectors cost less than a few on each of many scalars.
 """
 
+import math
+
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, adapted_stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
@@ -118,14 +120,16 @@ class FittedThresholds:
     def __init__(self, algorithm: SIDCo, names: list[str]):
         self._algorithm = algorithm
         self._row = {name: row for row, name in enumerate(sorted(names))}
-        # Beyond those that were asked for, so that zero is how they start.
-        self._more, self._achieved, self._steps = self.variables = [
+        self._sizes: dict[str, int] = {}
+        # Stages beyond those that were asked for, turns of the search, so that zero is how they start.
+        self._more, *_ = self.variables = [
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
-            for kind in ("more_stages", "achieved", "steps")
+            for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
 
     def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
         """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
+        self._sizes |= {name: residual.shape[0] for name, residual in residuals.items()}
         more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in residuals]))
         infinite = tf.constant(float("inf"), tf.float64)
         thresholds = []
@@ -141,21 +145,26 @@ class FittedThresholds:
     def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
         """Adapt the stages to how many were sent."""
         rows = [self._row[name] for name in names]
-        ratio = tf.cast(tf.stack(found), tf.float64) / tf.cast(counts, tf.float64)
-        old = [tf.gather(variable.read_value(), rows) for variable in self.variables]
-        planned = tf.numpy_function(self._adapt, [*old, ratio], [tf.float64] * 3, stateful=False)
-        new = [tf.ensure_shape(tf.where(is_active, *pair), [len(rows)]) for pair in zip(planned, old, strict=True)]
+        k = tf.cast(counts, tf.float64)
+        density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
+        old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
+        ratio = tf.cast(tf.stack(found), tf.float64) / k
+        planned = tf.numpy_function(self._adapt, [old, ratio, density], tf.float64, stateful=False)
+        new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
 
-    def _adapt(self, more: np.ndarray, achieved: np.ndarray, steps: np.ndarray, ratio: np.ndarray) -> list[np.ndarray]:
-        asked = self._algorithm.stages
-        achieved, steps = achieved + ratio, steps + 1.0
-        due = steps == ADAPT_STEPS
-        adapted = [
-            adapted_stages(asked + int(extra), mean) - asked
-            for extra, mean in zip(more, achieved / ADAPT_STEPS, strict=True)
-        ]
-        return [np.where(due, np.float64(adapted), more), np.where(due, 0.0, achieved), np.where(due, 0.0, steps)]
+    def _adapt(self, old: np.ndarray, ratio: np.ndarray, density: np.ndarray) -> np.ndarray:
+        """Return the variables' next values, float64[variables, rows]."""
+        more, turned, error, adapted, achieved, steps = old.copy()
+        achieved += ratio
+        steps += 1.0
+        for row in np.flatnonzero(steps == ADAPT_STEPS):
+            known = error[row] if adapted[row] else math.inf
+            stages = Stages(self._algorithm.stages + int(more[row]), -1 if turned[row] else 1, known)
+            stages = stages.adapted(achieved[row] / ADAPT_STEPS, density[row])
+            more[row], turned[row] = stages.count - self._algorithm.stages, stages.direction < 0
+            error[row], adapted[row], achieved[row], steps[row] = stages.error, adapted[row] + 1.0, 0.0, 0.0
+        return np.stack([more, turned, error, adapted, achieved, steps])
 
 
 class ScaledThreshold:

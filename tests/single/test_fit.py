@@ -68,15 +68,60 @@ def test_odd_values_give_a_positive_finite_threshold(values, stages, distributio
     assert 2.0**-149 <= threshold < np.inf
 
 
-def test_stages_adapt_within_bounds():
-    assert [fit.adapted_stages(3, achieved) for achieved in (0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 9.0)] == [
-        2,
-        2,
-        3,
-        3,
-        3,
-        4,
-        4,
-    ]
-    assert fit.adapted_stages(1, 0.0) == 1
-    assert fit.adapted_stages(fit.MOST_STAGES, 9.0) == fit.MOST_STAGES
+@pytest.mark.parametrize(
+    ("density", "stages", "expected"),
+    [
+        (0.01, 1, [0.01]),
+        (0.01, 2, [0.25, 0.04]),
+        (0.01, 3, [0.25, 0.2, 0.2]),
+        (0.25, 4, [0.25]),
+        (0.9, 4, [0.9]),
+        (0.2, 3, [0.25, 0.8**0.5, 0.8**0.5]),
+    ],
+)
+def test_stages_share_the_density(density, stages, expected):
+    assert fit.stage_densities(density, stages) == pytest.approx(expected)
+
+
+def test_more_stages_follow_a_light_tail():
+    """An exponential fitted to a light tail at once lets nearly nothing through; more stages come near."""
+    values = draw(stats.halfnorm)
+    one, four = (reached(values, fit.fitted_threshold(values, 0.01, stages, "exponential")) for stages in (1, 4))
+    assert one < 0.1 * 0.01 and 0.005 < four < 0.015
+
+
+def adapt(stages, *achieved, density=0.01):
+    for mean in achieved:
+        stages = stages.adapted(mean, density)
+    return stages.count, stages.direction
+
+
+def test_stages_adapt_by_what_was_sent():
+    assert adapt(fit.Stages(3), 0.79) == (4, 1) and adapt(fit.Stages(3), 1.21) == (2, 1)
+    assert [adapt(fit.Stages(3), mean) for mean in (0.81, 1.0, 1.19)] == [(3, 1)] * 3
+
+
+def test_stages_turn_round_when_it_got_worse():
+    assert adapt(fit.Stages(3), 0.5, 0.6) == (5, 1)
+    assert adapt(fit.Stages(3), 0.5, 0.4) == (3, -1)
+    assert adapt(fit.Stages(3), 0.5, 0.4, 0.5) == (2, -1)
+    assert adapt(fit.Stages(3), 1.5, 1.6) == (3, -1)
+
+
+def test_stages_turn_round_at_their_bounds():
+    """log2 of the density is the most that halve it; a tail that one stage is too few for is not stuck there."""
+    assert adapt(fit.Stages(1), 5.0) == (1, -1) and adapt(fit.Stages(1), 5.0, 5.0) == (2, -1)
+    assert adapt(fit.Stages(7), 0.1) == (7, -1)
+    assert adapt(fit.Stages(3), 0.1, density=0.9) == (1, -1)
+
+
+@pytest.mark.parametrize("distribution", [stats.halfnorm, stats.uniform, stats.genpareto(0.3), stats.expon])
+def test_stages_find_a_number_that_serves(distribution):
+    """From one stage on, on fixed data of a light, a bounded, a heavy and an exponential tail."""
+    values, stages, density = draw(distribution), fit.Stages(1), 0.01
+    for _ in range(30):
+        achieved = reached(values, fit.fitted_threshold(values, density, stages.count, "exponential")) / density
+        if abs(achieved - 1.0) <= fit.TOLERANCE:
+            return
+        stages = stages.adapted(achieved, density)
+    assert achieved == pytest.approx(1.0, abs=0.6)
