@@ -32,6 +32,8 @@ Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams&
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, const SelectParams& select,
                          const PayloadFormat& format, Centre centre, const ParallelFor& parallel_for, uint8_t* payload,
                          bool* finite, Selection* selection) {
+  int64_t size = 0;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
@@ -40,7 +42,11 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, const Sele
     HVD_SPARSE_RETURN_IF_ERROR(
         QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, centre, format.segments, values.data()));
   }
-  return Pack(format, indices.data(), values.data(), format.k, payload);
+  const bool is_wide = format.dtype == DType::kFloat64;  // what Pack takes as such
+  const std::vector<double> wide(values.begin(), is_wide ? values.end() : values.begin());
+  const void* sent = values.data();
+  if (is_wide) sent = wide.data();
+  return Pack(format, indices.data(), sent, format.k, payload);
 }
 
 Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices) {

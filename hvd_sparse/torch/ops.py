@@ -351,8 +351,8 @@ def _register_wire_fakes() -> None:
 
     @fake("hvd_sparse::accumulate_bucket")
     def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
-        one = gradients[0]
-        return _empty(one, (len(ns), 2), torch.float64), _empty(one, (len(gradients),), torch.bool)
+        out = arguments[3]  # after ks, seed and hints; there may be no gradients
+        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::clear_bucket")
     def _(message, *arguments):

@@ -185,7 +185,7 @@ void CheckSum(const Input& input, const std::vector<Source>& sources, const Payl
   const PayloadFormat& format = input.format;
   const std::unique_ptr<float[]> out(new float[static_cast<size_t>(format.n)]);
   std::fill_n(out.get(), format.n, 7.0f);
-  Require(ReduceSources(format, sources, 0.5f, ShuffledFor, out.get()).ok(), format,
+  Require(ReduceSources(format, sources, 0.5f, ShuffledFor, {{0, format.n, out.get()}}).ok(), format,
           "adds no payload that it accepted");
   int64_t next = 0;
   for (size_t j = 0; j < entries.count; next = entries.indices[j++] + 1) {
@@ -225,7 +225,7 @@ bool CheckLocated(const Input& input, const Bytes& bytes) {
   Require(at == size, format, "located other bytes than there are");
   const std::unique_ptr<float[]> out(new float[static_cast<size_t>(format.n)]);
   out[0] = 7;
-  const Status reduced = ReduceSources(format, sources, 1, SerialFor, out.get());
+  const Status reduced = ReduceSources(format, sources, 1, SerialFor, {{0, format.n, out.get()}});
   Require(reduced.ok() || (reduced.kind == StatusKind::kCorruptPayload && out[0] == 7), format,
           "wrote before it refused");
   ++TheFuzzCounts().messages_located;

@@ -149,6 +149,65 @@ TEST(SumsEveryCoding) {
   }
 }
 
+// Begins and sizes of slices, in units that cross blocks of 65,536 everywhere and nowhere.
+const std::vector<std::vector<std::pair<int64_t, int64_t>>> kSlicings{
+    {},
+    {{0, 5 * 65536 + 77}},
+    {{0, 1}, {1, 65535}, {65536, 0}, {65536, 65536}, {131072, 3 * 65536 + 77}},      // at every end of a block
+    {{7, 100}, {200, 65000}, {65530, 20}, {65550, 2 * 65536}, {5 * 65536 + 76, 1}},  // with gaps, across blocks
+    {{65536 + 5, 3}, {65536 + 9, 0}, {65536 + 10, 50000}},                           // inside one
+    {{2 * 65536, 65536}},
+};
+
+// The sum's slices, each in a heap array of its own.
+void CheckSlices(const PayloadFormat& format, const Gathered& gathered, const std::vector<Source>& sources,
+                 const std::string& where) {
+  std::vector<float> expected;
+  EXPECT(SumByHand(format, gathered.payloads, 1.0f / 3.0f, &expected), where);
+  const auto ranks = static_cast<int64_t>(gathered.payloads.size());
+  const Exact joined = gathered.Joined();
+  for (const auto& slicing : kSlicings) {
+    for (const Cut& cut : AllCuts()) {
+      for (const bool from_sources : {false, true}) {
+        std::vector<Output> outs;
+        std::vector<Slice> slices;
+        for (const auto& [begin, size] : slicing) {
+          outs.emplace_back(size);
+          slices.push_back({begin, size, outs.back().get()});
+        }
+        const Status status =
+            from_sources ? ReduceSources(format, sources, 1.0f / 3.0f, cut.run, slices)
+                         : ReducePayloads(format, joined.get(), ranks, gathered.stride(), 1.0f / 3.0f, cut.run, slices);
+        EXPECT_STATUS(StatusKind::kOk, status, where);
+        for (size_t i = 0; i < outs.size(); ++i) {
+          const auto begin = expected.begin() + slicing[i].first;
+          outs[i].ExpectEqual({begin, begin + slicing[i].second}, where + ", " + cut.name);
+        }
+      }
+    }
+  }
+}
+
+TEST(SumsIntoSlices) {
+  for (const Coding coding : kCodings) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt2}) {
+      for (const int64_t k : {5, 3000, 4 * 65536}) {
+        const PayloadFormat format{5 * 65536 + 77, k, coding, dtype};
+        Gathered gathered;
+        std::vector<Source> sources;
+        for (uint64_t rank = 0; rank < 3; ++rank) {  // the second contributes nothing
+          const auto indices = rank == 1 ? std::vector<int64_t>{} : ChooseIndices(format.n, k, rank);
+          gathered.payloads.push_back(BuildPayload(format, MakeContent(format, indices, rank)));
+        }
+        gathered.gap = 13;
+        for (const Bytes& one : gathered.payloads) sources.push_back({one.data(), k, static_cast<int64_t>(one.size())});
+        CheckSlices(format, gathered, sources,
+                    std::string(Name(coding)) + ", " + Name(dtype) + ", k = " + std::to_string(k));
+      }
+    }
+  }
+}
+
 TEST(OrderOfRanksIsTheOrderOfSums) {
   const PayloadFormat format{3, 3, Coding::kRunLength, DType::kFloat32};
   const float terms[] = {1e8f, 1.0f, -1e8f, 1.0f};  // in another order the sum is not 1

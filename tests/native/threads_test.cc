@@ -111,6 +111,33 @@ TEST(AccumulatesAndSelects) {
   }
 }
 
+// The same as two tensors with a gap between them.
+TEST(AccumulatesAndSelectsTogether) {
+  const int64_t first = 30000, gap = 1000, n = kSize + gap;
+  const Values gradient = Draw(DType::kFloat32, Pattern::kSpread, kSize, 6);
+  const AccumulateParams params{AccumulateRule::kMomentum, 1, 0.9f, 0, nullptr};
+  const auto run = [&](const ParallelFor& parallel_for, double hint, Memories* memories, Selection* selection) {
+    const auto* data = static_cast<const float*>(gradient.array().data);
+    const Memory memory = memories->get(), rest{memory.residual + first, memory.velocity + first};
+    const std::vector<Part> parts{{{data, first, DType::kFloat32}, params, memory, 0},
+                                  {{data + first, kSize - first, DType::kFloat32}, params, rest, first + gap}};
+    bool finite[2] = {};
+    EXPECT(AccumulateTopK(parts, n, {kCount, hint, 7}, parallel_for, finite, selection).ok(), hint);
+    EXPECT(finite[0] && finite[1], hint);
+  };
+  Memories serial;
+  Selection expected;
+  run(SerialFor, 0, &serial, &expected);
+  for (const double times : {0.0, 0.9, 1.01}) {
+    Memories threaded;
+    Selection selection;
+    run(ThreadedFor, times * expected.threshold, &threaded, &selection);
+    EXPECT_EQ(serial.residual, threaded.residual, times);
+    EXPECT_EQ(serial.velocity, threaded.velocity, times);
+    ExpectSame(expected, selection, "hint times " + std::to_string(times));
+  }
+}
+
 TEST(AddsPayloads) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt2}) {
     const PayloadFormat format{9 * 65536 + 77, 3000, Coding::kAuto, dtype};
@@ -122,11 +149,16 @@ TEST(AddsPayloads) {
     }
     for (const Bytes& one : payloads) sources.push_back({one.data(), format.k, static_cast<int64_t>(one.size())});
     std::vector<float> serial(static_cast<size_t>(format.n), 7), threaded(serial);
-    EXPECT(ReduceSources(format, sources, 0.5f, SerialFor, serial.data()).ok(), Name(dtype));
-    EXPECT(ReduceSources(format, sources, 0.5f, ThreadedFor, threaded.data()).ok(), Name(dtype));
+    EXPECT(ReduceSources(format, sources, 0.5f, SerialFor, {{0, format.n, serial.data()}}).ok(), Name(dtype));
+    EXPECT(ReduceSources(format, sources, 0.5f, ThreadedFor, {{0, format.n, threaded.data()}}).ok(), Name(dtype));
     for (size_t i = 0; i < serial.size(); ++i) {
       EXPECT(SameNumber(static_cast<double>(serial[i]), static_cast<double>(threaded[i])), Name(dtype) << ", " << i);
     }
+    std::vector<float> sliced(static_cast<size_t>(format.n), 7);
+    const int64_t cut = 5 * 65536 + 100;
+    const std::vector<Slice> slices{{0, cut, sliced.data()}, {cut, format.n - cut, sliced.data() + cut}};
+    EXPECT(ReduceSources(format, sources, 0.5f, ThreadedFor, slices).ok(), Name(dtype));
+    EXPECT(std::memcmp(serial.data(), sliced.data(), 4 * sliced.size()) == 0, Name(dtype));
   }
 }
 

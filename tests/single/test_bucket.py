@@ -156,6 +156,8 @@ def test_opcheck():
     out, places, form = torch.zeros(size, dtype=torch.uint8), ([0], [0], [0]), ("run_length", "float32")
     choice = ([1.0], 0.9, False, 0.0, [n], [k], 0, [0.0], out)
     torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *places, *form, "mean", [None]))
+    empty = ([], [], [], [], [], 0.9, False, 0.0, [n], [k], 0, [0.0], out, [0], [], [], *form, "mean", [None])
+    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, empty)
     message = torch.empty(size, dtype=torch.uint8)
     ops.pack(torch.arange(k), torch.ones(k), n, k, message)
     layout = ([n], [k], *places, *form, [None])

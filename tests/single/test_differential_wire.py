@@ -1,6 +1,8 @@
 """Coding, decoding and adding of payloads by torch.ops.hvd_sparse.*, and buckets, against the NumPy twins on what
 Hypothesis draws; damaged payloads: both refuse, or both read the same."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from drawn import DAMAGE, contents, damaged, examples, forms, hints, messages, sealed, vectors, verdict
@@ -133,72 +135,118 @@ def test_any_indices(indices, ascending, n):
 FINITE = ("normal", "ties", "zeros", "equal", "denormal", "sparse")
 
 
+class Member(NamedTuple):
+    """A tensor that takes part in a selection, where its elements follow `begin` others."""
+
+    begin: int
+    gradient: torch.Tensor
+    memory: list[torch.Tensor | None]
+    factor: float
+
+    @property
+    def place(self):
+        return slice(self.begin, self.begin + self.gradient.numel())
+
+
+@st.composite
+def bucket_members(draw, rule, begin, n):
+    memory = [draw(vectors(n, kinds=FINITE)) for _ in range(3)]
+    memory[1] = memory[1] if "momentum" in rule else None
+    memory[2] = memory[2] if "weight_decay" in rule else None
+    gradient = draw(vectors(n, draw(st.sampled_from(["float32", "float16", "bfloat16"])), FINITE))
+    if n > 0 and draw(st.booleans()):
+        gradient[draw(st.integers(0, n - 1))] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    return Member(begin, gradient, memory, draw(st.sampled_from([1.0, 0.5])))
+
+
 @st.composite
 def buckets(draw):
-    """Members of one rule and coding: gradients, memories, forms, factors; and the rule and centre."""
+    """A rule, a centre, and selections of one coding: the form of each, and its members, some of them missing."""
     rule = {"momentum": draw(NUMBERS), "nesterov": draw(st.booleans())} if draw(st.booleans()) else {}
     rule |= {"weight_decay": 0.25} if draw(st.booleans()) else {}
     coding = draw(st.sampled_from([*wire.CODINGS, "auto"]))
     dtype = draw(st.sampled_from([one for one in wire.VALUE_DTYPES if one not in ("none", "float64")]))
-    members = []
-    for n in draw(st.lists(st.sampled_from([1, 2, 63, 64, 65, 500, 2049, 65_537]), min_size=1, max_size=3)):
-        memory = [draw(vectors(n, kinds=FINITE)) for _ in range(3)]
-        memory[1] = memory[1] if "momentum" in rule else None
-        memory[2] = memory[2] if "weight_decay" in rule else None
-        gradient = draw(vectors(n, draw(st.sampled_from(["float32", "float16", "bfloat16"])), FINITE))
-        if draw(st.booleans()):
-            gradient[draw(st.integers(0, n - 1))] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-        form = draw(forms(n, [coding], [dtype]))
-        members.append((gradient, memory, form, draw(st.sampled_from([1.0, 0.5]))))
-    return rule, draw(st.sampled_from(wire.CENTRES)), members
+    sizes, gaps = st.sampled_from([0, 1, 2, 63, 64, 65, 500, 2049, 65_537]), st.sampled_from([0, 0, 0, 1, 70, 65_536])
+    selections = []
+    for _ in range(draw(st.integers(1, 3))):
+        members, n = [], draw(gaps)
+        for size in draw(st.lists(sizes, max_size=3)):
+            members.append(draw(bucket_members(rule, n, size)))
+            n += size + draw(gaps)
+        selections.append((draw(forms(max(n, 1), [coding], [dtype])), members))
+    return rule, draw(st.sampled_from(wire.CENTRES)), selections
 
 
-def accumulated_by_the_twins(rule, centre, members, seed):
-    """The payloads, info without how many passed, and the memories before and after what is sent has left them."""
-    payloads, infos, before, after = [], [], [], []
-    for gradient, memory, form, factor in members:
-        residual, velocity, parameter = copies(memory)[1]
-        choice = {"k": form.k, "seed": seed, "factor": factor, **rule}
-        indices, values, threshold, finite = reference.accumulate_top_k(
-            as_numpy(gradient), residual, velocity, parameter, **choice
-        )
-        before.append((residual.copy(), None if velocity is None else velocity.copy()))
+def accumulated_by_the_twins(rule, centre, selections, seed):
+    """The payloads, the thresholds, which gradients were finite, and the memories before and after what is sent."""
+    payloads, thresholds, finite, before, after = [], [], [], [], []
+    for form, members in selections:
+        joined = [np.zeros(form.n, np.float32) for _ in range(2)]
+        for member in members:
+            memory = copies(member.memory)[1]
+            finite.append(reference.accumulate(as_numpy(member.gradient), *memory, factor=member.factor, **rule))
+            before.append(memory[:2])
+            for whole, part in zip(joined, memory, strict=False):
+                whole[member.place] = 0.0 if part is None else part
+        indices, values, threshold = reference.select_top_k(joined[0], form.k, seed)
         sent = reference.quantize(values, form.value_dtype, centre, indices, form.segments)
         payloads.append(reference.pack(indices, sent, *form))
-        infos.append([threshold, float(finite)])
+        thresholds.append(threshold)
         with np.errstate(all="ignore"):  # what overflowed may travel too
-            residual[indices] = 0.0 if form.value_dtype == "float32" else values - sent
-        if velocity is not None:
-            velocity[indices] = 0.0
-        after.append((residual, velocity))
-    return payloads, infos, before, after
+            joined[0][indices] = 0.0 if form.value_dtype == "float32" else values - sent
+        joined[1][indices] = 0.0
+        for member in members:
+            left, velocity = (whole[member.place] for whole in joined)
+            after.append([left, velocity if "momentum" in rule else None])
+    return payloads, thresholds, finite, before, after
 
 
-@given(st.data(), buckets(), WIDE_SEEDS)
-@examples(120)
-def test_buckets(data, bucket, seed):
-    rule, centre, members = bucket
-    payloads, infos, before, after = accumulated_by_the_twins(rule, centre, members, seed)
-    message, sizes = np.concatenate(payloads), [payload.size for payload in payloads]
-    code, ks = members[0][2].code, [form.k for _, _, form, _ in members]
-    place = {"offsets": np.cumsum([0, *sizes])[:-1].tolist(), "ks": ks}
-    place["segments"] = [tensor(form.segments) for _, _, form, _ in members]
-    form = dict(zip(("coding", "value_dtype"), code, strict=True))
-    memories = [copies(memory)[0] for _, memory, _, _ in members]
-    lists = [[part for part in parts if part is not None] for parts in zip(*memories, strict=True)]
-    out = torch.full((message.size,), 255, dtype=torch.uint8)
-    guesses = [data.draw(hints(threshold)) for threshold, _ in infos]
-    options = {"factors": [factor for *_, factor in members], "hints": guesses, "centre": centre}
-    gradients = [gradient for gradient, *_ in members]
-    info = ops.accumulate_bucket(gradients, *lists, seed=seed, out=out, **rule, **options, **place, **form)
-    same(out, message)
-    assert info[:, [0, 2]].tolist() == infos
-    for found, expected in zip(memories, before, strict=True):
-        check_memory(found[:2], expected)
-    ops.clear_bucket(out, residuals=lists[0], velocities=lists[1], **place, **form)
-    for found, expected in zip(memories, after, strict=True):
-        check_memory(found[:2], expected)
-    outs = [torch.full((gradient.numel(),), np.nan) for gradient in gradients]
-    ops.reduce_bucket(torch.stack([out, out]), outs=outs, scale=0.5, **place, **form)
-    for found, payload, (_, _, one, _) in zip(outs, payloads, members, strict=True):
-        same(found, reference.reduce_payloads(np.stack([payload, payload]), 0, *one[:4], 0.5, one.segments))
+def layout_of(selections, payloads):
+    """Where the members and the payloads lie, one payload after the other."""
+    selected = [form for form, _ in selections]
+    offsets = np.cumsum([0, *(payload.size for payload in payloads)])[:-1].tolist()
+    numbers = [i for i, (_, members) in enumerate(selections) for _ in members]
+    begins = [member.begin for _, members in selections for member in members]
+    segments = [tensor(form.segments) for form in selected]
+    return ops.Layout([form.n for form in selected], [form.k for form in selected], offsets, segments, numbers, begins)
+
+
+@given(st.data(), buckets(), WIDE_SEEDS, st.booleans())
+@examples(150)
+def test_buckets(data, bucket, seed, contiguous):
+    rule, centre, selections = bucket
+    payloads, thresholds, finite, before, after = accumulated_by_the_twins(rule, centre, selections, seed)
+    members = [member for _, some in selections for member in some]
+    sizes = [member.gradient.numel() for member in members]
+    memories = [copies(member.memory)[0] for member in members]
+    residuals, velocities, parameters = ([memory[i] for memory in memories if memory[i] is not None] for i in range(3))
+    if contiguous and members:  # then nothing need be joined where nothing is missing
+        residuals = list(torch.cat(residuals).split(sizes))
+    found = [[residual, memory[1]] for residual, memory in zip(residuals, memories, strict=True)]
+    form = {"layout": layout_of(selections, payloads)}
+    form |= dict(zip(("coding", "value_dtype"), selections[0][0].code, strict=True))
+
+    out = torch.full((sum(payload.size for payload in payloads),), 255, dtype=torch.uint8)
+    guesses = [data.draw(hints(threshold)) for threshold in thresholds]
+    options = {"factors": [member.factor for member in members], "hints": guesses, "centre": centre, "seed": seed}
+    lists = ([member.gradient for member in members], residuals, velocities, parameters)
+    info, is_finite = ops.accumulate_bucket(*lists, out=out, **rule, **options, **form)
+    same(out, np.concatenate(payloads))
+    assert (info[:, 0].tolist(), is_finite.tolist()) == (thresholds, finite)
+    for ours, theirs in zip(found, before, strict=True):
+        check_memory(ours, theirs)
+    ops.clear_bucket(out, residuals, velocities, **form)
+    for ours, theirs in zip(found, after, strict=True):
+        check_memory(ours, theirs)
+    outs = [torch.full((n,), np.nan) for n in sizes]
+    ops.reduce_bucket(torch.stack([out, out]), outs, 0.5, **form)
+    check_sums(selections, payloads, outs)
+
+
+def check_sums(selections, payloads, outs):
+    found = iter(outs)
+    for (form, members), payload in zip(selections, payloads, strict=True):
+        with np.errstate(all="ignore"):
+            total = reference.reduce_payloads(np.stack([payload, payload]), 0, *form[:4], 0.5, form.segments)
+        for member in members:
+            same(next(found), total[member.place])
