@@ -5,14 +5,9 @@
 #include "parallel.h"
 #include "select.h"
 #include "status.h"
+#include "update.h"
 
 namespace hvd_sparse {
-
-enum class AccumulateRule {
-  kResidual,  // v <- v + g
-  kMomentum,  // u <- m*u + g      v <- v + u
-  kNesterov,  // u <- m*(u + g)    v <- (v + u) + g
-};
 
 // g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
 // parameter. Each product and each sum is rounded; nothing depends on the hardware.

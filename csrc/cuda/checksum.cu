@@ -1,0 +1,66 @@
+#include "../core/entries.h"
+#include "../core/layout.h"
+#include "checksum.h"
+#include "warp.cuh"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr int kSlices = 4;             // bytes that are folded in at a time
+constexpr int64_t kThreadBytes = 256;  // bytes of a thread
+constexpr int64_t kBlockBytes = kThreadBytes * kThreads;
+
+// tables[s][b]: what byte b contributes when s bytes follow it.
+__device__ void MakeTables(uint32_t (*tables)[256]) {
+  static_assert(kThreads == 256, "a thread a byte");
+  const unsigned byte = threadIdx.x;
+  tables[0][byte] = CrcOfByte(byte);
+  __syncthreads();
+  uint32_t entry = tables[0][byte];
+  for (int slice = 1; slice < kSlices; ++slice) {
+    entry = (entry >> 8) ^ tables[0][entry & 0xffu];
+    tables[slice][byte] = entry;
+  }
+  __syncthreads();
+}
+
+// The payload's word at `at`, a multiple of 4, below a size that is one of 8.
+__device__ uint32_t ReadWord(const uint8_t* payload, int64_t at, bool is_aligned) {
+  if (at == kChecksumAt) return 0;
+  if (is_aligned) return *reinterpret_cast<const uint32_t*>(payload + at);
+  return static_cast<uint32_t>(ReadBytes(payload, at + 4, at, 4));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    checksum_kernel(const uint8_t* payloads, int64_t stride, int64_t size, CrcPowers powers, uint32_t* sums) {
+  __shared__ uint32_t tables[kSlices][256];
+  MakeTables(tables);
+  const uint8_t* payload = payloads + int64_t{blockIdx.y} * stride;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(payload) % 4 == 0;
+  uint32_t sum = 0;
+  for (int64_t block = int64_t{blockIdx.x} * kBlockBytes; block < size; block += int64_t{gridDim.x} * kBlockBytes) {
+    const int64_t begin = block + int64_t{threadIdx.x} * kThreadBytes;
+    if (begin >= size) break;
+    const int64_t end = begin + kThreadBytes < size ? begin + kThreadBytes : size;
+    uint32_t part = 0;
+    for (int64_t at = begin; at < end; at += 4) {
+      part ^= ReadWord(payload, at, is_aligned);
+      part = tables[3][part & 0xffu] ^ tables[2][(part >> 8) & 0xffu] ^ tables[1][(part >> 16) & 0xffu] ^
+             tables[0][part >> 24];
+    }
+    sum ^= CrcShift(part, static_cast<uint64_t>(size - end), powers);
+  }
+  sum = __reduce_xor_sync(kWholeWarp, sum);
+  if (threadIdx.x % 32 == 0 && sum != 0) atomicXor(&sums[blockIdx.y], sum);
+}
+
+}  // namespace
+
+cudaError_t checksum_launch(const uint8_t* payloads, int64_t stride, int64_t count, int64_t size, uint32_t* sums,
+                            cudaStream_t stream) {
+  const dim3 grid(BlocksFor(size, kBlockBytes), static_cast<unsigned>(count));
+  checksum_kernel<<<grid, kThreads, 0, stream>>>(payloads, stride, size, Powers(), sums);
+  return cudaGetLastError();
+}
+
+}  // namespace hvd_sparse

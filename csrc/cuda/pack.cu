@@ -1,0 +1,126 @@
+#include "../core/entries.h"
+#include "../core/quantize.h"
+#include "checksum.h"
+#include "pack.h"
+
+namespace hvd_sparse {
+namespace {
+
+struct PackState {
+  uint32_t sum;  // what the bytes leave as a remainder
+  bool refused;  // the indices do not ascend in [0, n)
+};
+
+template <typename T>
+__device__ void StoreAs(uint8_t* payload, int64_t at, T value) {  // `at` is a multiple of the item's size
+  *reinterpret_cast<T*>(payload + at) = value;
+}
+
+// The header; and for run lengths, the counts of eight blocks and the byte that marks the full ones of these.
+__global__ void __launch_bounds__(kThreads)
+    heads_kernel(PayloadPlan plan, const int64_t* indices, int64_t entries, uint8_t* payload) {
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (first == 0) *reinterpret_cast<Header*>(payload) = plan.header;
+  if (plan.coding != Coding::kRunLength || entries == 0) return;
+  for (int64_t group = first; 8 * group < plan.blocks; group += int64_t{gridDim.x} * kThreads) {
+    int64_t begin = CountBelow(indices, entries, 8 * group * kBlock);
+    uint32_t full = 0;
+    for (int64_t block = 8 * group; block < 8 * group + 8 && block < plan.blocks; ++block) {
+      const int64_t end = CountBelow(indices, entries, (block + 1) * kBlock);
+      StoreAs(payload, kPositionsAt + 2 * block, static_cast<uint16_t>(end - begin));
+      if (end - begin == kBlock) full |= 1u << (block % 8);
+      begin = end;
+    }
+    if (plan.has_full) payload[plan.full_at + group] = static_cast<uint8_t>(full);
+  }
+}
+
+// Sets a bit of a section whose bytes are zero; other threads may set others of the same word.
+__device__ void SetBit(uint8_t* payload, int64_t at, int64_t bit) {
+  const int64_t byte = at + bit / 8;
+  auto* word = reinterpret_cast<unsigned*>(payload + byte / 4 * 4);
+  atomicOr(word, 1u << (8 * (byte % 4) + bit % 8));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    positions_kernel(PayloadPlan plan, const int64_t* indices, int64_t entries, uint8_t* payload, PackState* state) {
+  for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; j < entries; j += int64_t{gridDim.x} * kThreads) {
+    const int64_t index = indices[j];
+    if (!Ascends(indices, j, plan.n)) state->refused = true;
+    if (index < 0 || index >= plan.n) continue;
+    switch (plan.coding) {
+      case Coding::kRunLength: StoreAs(payload, plan.runs_at + 2 * j, RunBefore(indices, j)); break;
+      case Coding::kEliasFano: SetBit(payload, plan.bits_at, (index >> plan.low) + j); break;
+      case Coding::kBitmap: SetBit(payload, plan.bits_at, index); break;
+      default: break;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    low_bits_kernel(PayloadPlan plan, const int64_t* indices, uint8_t* payload) {
+  for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < plan.lower_bytes;
+       at += int64_t{gridDim.x} * kThreads) {
+    payload[kPositionsAt + at] = LowBitsByte(indices, plan.k, plan.low, at);
+  }
+}
+
+// A launch of its own: a value may share a word with the last bits of the positions.
+__global__ void __launch_bounds__(kThreads)
+    values_kernel(PayloadPlan plan, const void* values, int64_t entries, uint8_t* payload) {
+  const auto* wide = static_cast<const float*>(values);
+  for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; j < entries; j += int64_t{gridDim.x} * kThreads) {
+    switch (plan.dtype) {
+      case DType::kFloat32: StoreAs(payload, plan.values_at + 4 * j, wide[j]); break;
+      case DType::kFloat64: StoreAs(payload, plan.values_at + 8 * j, static_cast<const double*>(values)[j]); break;
+      case DType::kFloat16: StoreAs(payload, plan.values_at + 2 * j, ToFloat16(wide[j]).bits); break;
+      case DType::kBFloat16: StoreAs(payload, plan.values_at + 2 * j, ToBFloat16(wide[j]).bits); break;
+      default: break;
+    }
+  }
+}
+
+__global__ void seal_kernel(const PackState* state, int64_t size, CrcPowers powers, uint8_t* payload) {
+  const uint32_t checksum = ChecksumOf(state->sum, size, powers);
+  StoreAs(payload, kChecksumAt, state->refused ? ~checksum : checksum);
+}
+
+cudaError_t WriteEntries(const PayloadPlan& plan, const int64_t* indices, const void* values, uint8_t* payload,
+                         PackState* state, cudaStream_t stream) {
+  if (plan.lower_bytes > 0) {
+    low_bits_kernel<<<BlocksFor(plan.lower_bytes), kThreads, 0, stream>>>(plan, indices, payload);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  }
+  positions_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, indices, plan.k, payload, state);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  if (plan.dtype == DType::kNone) return cudaSuccess;
+  values_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, values, plan.k, payload);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t pack_workspace_size() {
+  Workspace workspace(nullptr);
+  workspace.Take<PackState>(1);
+  return workspace.used();
+}
+
+cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,
+                        uint8_t* payload, void* workspace, cudaStream_t stream) {
+  auto* state = static_cast<PackState*>(workspace);
+  PayloadPlan written = plan;
+  written.header.entries = static_cast<uint64_t>(entries);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(state, 0, sizeof(PackState), stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(payload, 0, static_cast<size_t>(plan.size), stream));
+  heads_kernel<<<BlocksFor(DivideUp(plan.blocks, 8)), kThreads, 0, stream>>>(written, indices, entries, payload);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  if (entries > 0) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(WriteEntries(written, indices, values, payload, state, stream));
+  }
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(checksum_launch(payload, 0, 1, plan.size, &state->sum, stream));
+  seal_kernel<<<1, 1, 0, stream>>>(state, plan.size, Powers(), payload);
+  return cudaGetLastError();
+}
+
+}  // namespace hvd_sparse
