@@ -85,18 +85,18 @@ bool IsAligned(const void* data, int64_t size) {
 }
 
 template <typename T, AccumulateRule rule>
-void AccumulateByWidth(const T* gradient, int64_t n, const AccumulateParams& params, Memory memory, bool* finite,
-                       const Candidates& candidates, cudaStream_t stream) {
+cudaError_t AccumulateByWidth(const T* gradient, int64_t n, const AccumulateParams& params, Memory memory, bool* finite,
+                              const Candidates& candidates, cudaStream_t stream) {
   const bool is_aligned = IsAligned(gradient, sizeof(T)) && IsAligned(memory.residual, sizeof(float)) &&
                           IsAligned(memory.velocity, sizeof(float)) && IsAligned(params.parameter, sizeof(float));
   const int width = is_aligned ? kWidth : 1;
   const unsigned blocks = BlocksFor(DivideUp(n, width), kThreads * kRounds);
   if (is_aligned) {
-    accumulate_kernel<T, rule, kWidth>
-        <<<blocks, kThreads, 0, stream>>>(gradient, n, params, memory, finite, candidates);
-  } else {
-    accumulate_kernel<T, rule, 1><<<blocks, kThreads, 0, stream>>>(gradient, n, params, memory, finite, candidates);
+    return Launch(accumulate_kernel<T, rule, kWidth>, blocks, kThreads, stream, gradient, n, params, memory, finite,
+                  candidates);
   }
+  return Launch(accumulate_kernel<T, rule, 1>, blocks, kThreads, stream, gradient, n, params, memory, finite,
+                candidates);
 }
 
 }  // namespace
@@ -104,10 +104,10 @@ void AccumulateByWidth(const T* gradient, int64_t n, const AccumulateParams& par
 cudaError_t accumulate_launch(const Array& gradient, const AccumulateParams& params, Memory memory, bool* finite,
                               const Candidates& candidates, cudaStream_t stream) {
   if (gradient.size == 0) return cudaSuccess;
-  Dispatch(gradient, [&](const auto* data) {
+  return Dispatch(gradient, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     const auto arguments = [&](auto launcher) {
-      launcher(data, gradient.size, params, memory, finite, candidates, stream);
+      return launcher(data, gradient.size, params, memory, finite, candidates, stream);
     };
     switch (params.rule) {
       case AccumulateRule::kMomentum: return arguments(AccumulateByWidth<T, AccumulateRule::kMomentum>);
@@ -116,7 +116,6 @@ cudaError_t accumulate_launch(const Array& gradient, const AccumulateParams& par
     }
     return arguments(AccumulateByWidth<T, AccumulateRule::kResidual>);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace hvd_sparse

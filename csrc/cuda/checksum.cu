@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t checksum_launch(const uint8_t* payloads, int64_t stride, int64_t count, int64_t size, uint32_t* sums,
                             cudaStream_t stream) {
   const dim3 grid(BlocksFor(size, kBlockBytes), static_cast<unsigned>(count));
-  checksum_kernel<<<grid, kThreads, 0, stream>>>(payloads, stride, size, Powers(), sums);
-  return cudaGetLastError();
+  return Launch(checksum_kernel, grid, kThreads, stream, payloads, stride, size, Powers(), sums);
 }
 
 }  // namespace hvd_sparse

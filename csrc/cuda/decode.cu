@@ -223,14 +223,12 @@ cudaError_t CountEntries(const PayloadPlan& plan, const Payloads& payloads, cons
   const auto height = static_cast<unsigned>(payloads.count);
   if (plan.coding == Coding::kRunLength) {
     const dim3 grid(BlocksFor(plan.blocks), height);
-    count_runs_kernel<<<grid, kThreads, 0, stream>>>(plan, payloads, work);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_runs_kernel, grid, kThreads, stream, plan, payloads, work));
   } else {
     const dim3 grid(BlocksFor(work.tiles, 1), height);
-    count_bits_kernel<<<grid, kThreads, 0, stream>>>(plan, payloads, work);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_bits_kernel, grid, kThreads, stream, plan, payloads, work));
   }
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
-  scan_counts_kernel<<<height, kScanThreads, 0, stream>>>(plan, payloads, work);
-  return cudaGetLastError();
+  return Launch(scan_counts_kernel, height, kScanThreads, stream, plan, payloads, work);
 }
 
 cudaError_t DecodeEntries(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
@@ -238,14 +236,11 @@ cudaError_t DecodeEntries(const PayloadPlan& plan, const Payloads& payloads, con
   const auto height = static_cast<unsigned>(payloads.count);
   const dim3 grid(BlocksFor(work.tiles, 1), height);
   if (plan.coding == Coding::kRunLength) {
-    decode_runs_kernel<<<grid, kRunThreads, 0, stream>>>(plan, payloads, work);
-    return cudaGetLastError();
+    return Launch(decode_runs_kernel, grid, kRunThreads, stream, plan, payloads, work);
   }
-  decode_bits_kernel<<<grid, kThreads, 0, stream>>>(plan, payloads, work);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(decode_bits_kernel, grid, kThreads, stream, plan, payloads, work));
   if (plan.coding != Coding::kEliasFano) return cudaSuccess;
-  check_order_kernel<<<dim3(BlocksFor(plan.k), height), kThreads, 0, stream>>>(plan, payloads, work);
-  return cudaGetLastError();
+  return Launch(check_order_kernel, dim3(BlocksFor(plan.k), height), kThreads, stream, plan, payloads, work);
 }
 
 }  // namespace
@@ -272,8 +267,8 @@ cudaError_t decode_launch(const PayloadPlan& plan, const Payloads& payloads, con
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.sums, 0, count * sizeof(uint32_t), stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
       checksum_launch(payloads.data, payloads.stride, payloads.count, plan.size, work.sums, stream));
-  check_headers_kernel<<<BlocksFor(payloads.count), kThreads, 0, stream>>>(plan, payloads, work, Powers());
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+      Launch(check_headers_kernel, BlocksFor(payloads.count), kThreads, stream, plan, payloads, work, Powers()));
   if (plan.coding == Coding::kDense) return cudaSuccess;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(CountEntries(plan, payloads, work, stream));
   return DecodeEntries(plan, payloads, work, stream);

@@ -52,8 +52,7 @@ cudaError_t Filter(const Array& values, double threshold, Count* kept, int64_t* 
     using T = std::decay_t<decltype(*data)>;
     const unsigned blocks = BlocksFor(values.size, kRounds * kThreads);
     const uint64_t bar = SmallestReaching<T>(threshold);
-    filter_kernel<<<blocks, kThreads, 0, stream>>>(data, values.size, bar, kept, indices, room);
-    return cudaGetLastError();
+    return Launch(filter_kernel<T>, blocks, kThreads, stream, data, values.size, bar, kept, indices, room);
   });
 }
 
@@ -79,8 +78,7 @@ cudaError_t filter_threshold_launch(const Array& values, double threshold, int64
       sort_indices_launch(work.indices, count, values.size, work.sort, work.sort_size, indices, stream));
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
-    take_kernel<<<BlocksFor(count), kThreads, 0, stream>>>(data, indices, count, static_cast<T*>(selected));
-    return cudaGetLastError();
+    return Launch(take_kernel<T>, BlocksFor(count), kThreads, stream, data, indices, count, static_cast<T*>(selected));
   });
 }
 

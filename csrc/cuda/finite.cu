@@ -21,9 +21,9 @@ cudaError_t all_finite_launch(const Array& values, bool* finite, cudaStream_t st
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, sizeof(bool), stream));
   if (values.size == 0) return cudaSuccess;
   return Dispatch(values, [&](const auto* data) {
+    using T = std::decay_t<decltype(*data)>;
     const unsigned blocks = BlocksFor(values.size, kRounds * kThreads);
-    all_finite_kernel<<<blocks, kThreads, 0, stream>>>(data, values.size, finite);
-    return cudaGetLastError();
+    return Launch(all_finite_kernel<T>, blocks, kThreads, stream, data, values.size, finite);
   });
 }
 

@@ -39,6 +39,18 @@ inline cudaError_t BusyBlocksFor(int64_t items, int64_t per_block, unsigned* blo
   return cudaSuccess;
 }
 
+// Enqueues a kernel on blocks of `threads`.
+template <typename... Parameters, typename... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, cudaStream_t stream,
+                   const Arguments&... arguments) {
+#ifdef __CUDACC__
+  kernel<<<blocks, threads, 0, stream>>>(arguments...);
+  return cudaGetLastError();
+#else
+  return RunOnHost(blocks, threads, stream, [&] { kernel(arguments...); });  // of the tests, see tests/native/device
+#endif
+}
+
 // Cuts a workspace into arrays. With no workspace it only adds up how many bytes they take.
 class Workspace {
  public:

@@ -88,14 +88,13 @@ __global__ void seal_kernel(const PackState* state, int64_t size, CrcPowers powe
 cudaError_t WriteEntries(const PayloadPlan& plan, const int64_t* indices, const void* values, uint8_t* payload,
                          PackState* state, cudaStream_t stream) {
   if (plan.lower_bytes > 0) {
-    low_bits_kernel<<<BlocksFor(plan.lower_bytes), kThreads, 0, stream>>>(plan, indices, payload);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        Launch(low_bits_kernel, BlocksFor(plan.lower_bytes), kThreads, stream, plan, indices, payload));
   }
-  positions_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, indices, plan.k, payload, state);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+      Launch(positions_kernel, BlocksFor(plan.k), kThreads, stream, plan, indices, plan.k, payload, state));
   if (plan.dtype == DType::kNone) return cudaSuccess;
-  values_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, values, plan.k, payload);
-  return cudaGetLastError();
+  return Launch(values_kernel, BlocksFor(plan.k), kThreads, stream, plan, values, plan.k, payload);
 }
 
 }  // namespace
@@ -113,14 +112,13 @@ cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const v
   written.header.entries = static_cast<uint64_t>(entries);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(state, 0, sizeof(PackState), stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(payload, 0, static_cast<size_t>(plan.size), stream));
-  heads_kernel<<<BlocksFor(DivideUp(plan.blocks, 8)), kThreads, 0, stream>>>(written, indices, entries, payload);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+      Launch(heads_kernel, BlocksFor(DivideUp(plan.blocks, 8)), kThreads, stream, written, indices, entries, payload));
   if (entries > 0) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(WriteEntries(written, indices, values, payload, state, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(checksum_launch(payload, 0, 1, plan.size, &state->sum, stream));
-  seal_kernel<<<1, 1, 0, stream>>>(state, plan.size, Powers(), payload);
-  return cudaGetLastError();
+  return Launch(seal_kernel, 1, 1, stream, state, plan.size, Powers(), payload);
 }
 
 }  // namespace hvd_sparse

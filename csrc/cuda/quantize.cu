@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t quantize_launch(const float* values, int64_t n, DType dtype, float* result, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  quantize_kernel<<<BlocksFor(n), kThreads, 0, stream>>>(values, n, dtype, result);
-  return cudaGetLastError();
+  return Launch(quantize_kernel, BlocksFor(n), kThreads, stream, values, n, dtype, result);
 }
 
 }  // namespace hvd_sparse

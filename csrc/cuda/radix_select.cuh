@@ -97,9 +97,9 @@ cudaError_t FindKey(const SelectSource<T>& source, cudaStream_t stream) {
   unsigned blocks = 0;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(source.n, kTile, &blocks));
   for (int shift = HighestShift(8 * sizeof(T)); shift >= 0; shift -= kDigitBits) {
-    count_digits_kernel<T, false><<<blocks, kThreads, 0, stream>>>(source, shift);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, false>, blocks, kThreads, stream, source, shift));
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 template <typename T>
@@ -107,9 +107,9 @@ cudaError_t FindTie(const SelectSource<T>& source, cudaStream_t stream) {
   unsigned blocks = 0;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(source.n, kTile, &blocks));
   for (int shift = HighestShift(64); shift >= 0; shift -= kDigitBits) {
-    count_digits_kernel<T, true><<<blocks, kThreads, 0, stream>>>(source, shift);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, blocks, kThreads, stream, source, shift));
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 // Whether element i, one of the source, is among the first `wanted`.

@@ -130,13 +130,12 @@ cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathe
   for (int64_t first = 0; first < ranks; first += together) {
     const Payloads payloads{gathered + first * stride, stride, first, std::min(together, ranks - first)};
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, payloads, work, stream));
-    add_kernel<<<BlocksFor(plan.blocks, 1), kAddThreads, 0, stream>>>(plan, payloads, work, scale, out);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        Launch(add_kernel, BlocksFor(plan.blocks, 1), kAddThreads, stream, plan, payloads, work, scale, out));
   }
   unsigned blocks = 0;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(plan.n, kThreads, &blocks));
-  finish_reduce_kernel<<<blocks, kThreads, 0, stream>>>(work.failure, plan.n, out, status);
-  return cudaGetLastError();
+  return Launch(finish_reduce_kernel, blocks, kThreads, stream, work.failure, plan.n, out, status);
 }
 
 int64_t unpack_workspace_size(const PayloadPlan& plan) { return DecodeWork(nullptr, plan, 1).size; }
@@ -146,8 +145,7 @@ cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float*
   const DecodeWork work(workspace, plan, 1);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_decode_launch(work, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, {payload, 0, 0, 1}, work, stream));
-  clear_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, payload, work, residual, velocity, status);
-  return cudaGetLastError();
+  return Launch(clear_kernel, BlocksFor(plan.k), kThreads, stream, plan, payload, work, residual, velocity, status);
 }
 
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,
@@ -155,8 +153,7 @@ cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64
   const DecodeWork work(workspace, plan, 1);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_decode_launch(work, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, {payload, 0, 0, 1}, work, stream));
-  unpack_kernel<<<BlocksFor(plan.k), kThreads, 0, stream>>>(plan, payload, work, report, indices, values);
-  return cudaGetLastError();
+  return Launch(unpack_kernel, BlocksFor(plan.k), kThreads, stream, plan, payload, work, report, indices, values);
 }
 
 }  // namespace hvd_sparse

@@ -1,6 +1,9 @@
+#include "select.h"
+
+#include <cmath>
+
 #include "accumulate.h"
 #include "radix_select.cuh"
-#include "select.h"
 #include "sort.h"
 
 namespace hvd_sparse {
@@ -74,8 +77,7 @@ template <typename T>
 cudaError_t Begin(const SelectParams& params, const SelectOutput& output, const SelectWork& work, cudaStream_t stream) {
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.sort_status);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.candidates.state, 0, sizeof(SelectState), stream));
-  begin_select_kernel<T><<<1, 1, 0, stream>>>(work.candidates.state, params, output.hint);
-  return cudaGetLastError();
+  return Launch(begin_select_kernel<T>, 1, 1, stream, work.candidates.state, params, output.hint);
 }
 
 // From the gathered candidates to the selection.
@@ -87,12 +89,11 @@ cudaError_t Cut(const T* data, int64_t n, int64_t k, const SelectOutput& output,
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindTie(source, stream));
   unsigned blocks = 0;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(n, kThreads, &blocks));
-  keep_kernel<<<blocks, kThreads, 0, stream>>>(source, work.kept);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(keep_kernel<T>, blocks, kThreads, stream, source, work.kept));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
       sort_indices_launch(work.kept, k, n, work.sort, work.sort_size, output.indices, stream));
-  finish_select_kernel<<<BlocksFor(k), kThreads, 0, stream>>>(data, k, work.candidates.state, output, tells_finite);
-  return cudaGetLastError();
+  return Launch(finish_select_kernel<T>, BlocksFor(k), kThreads, stream, data, k, work.candidates.state, output,
+                tells_finite);
 }
 
 }  // namespace
@@ -109,8 +110,8 @@ cudaError_t select_top_k_launch(const Array& values, const SelectParams& params,
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Begin<T>(params, output, work, stream));
-    gather_kernel<<<BlocksFor(values.size, 8 * kThreads), kThreads, 0, stream>>>(data, values.size, work.candidates);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(gather_kernel<T>, BlocksFor(values.size, 8 * kThreads), kThreads, stream,
+                                           data, values.size, work.candidates));
     return Cut(data, values.size, params.k, output, false, work, stream);
   });
 }

@@ -45,19 +45,17 @@ cudaError_t select_threshold_launch(const Array& values, const ThresholdPlan& pl
                                     void* workspace, cudaStream_t stream) {
   const ThresholdWork work(workspace, values.dtype, plan);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.state, 0, sizeof(SelectState), stream));
-  begin_threshold_kernel<<<1, 1, 0, stream>>>(work.state, plan.rank);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(begin_threshold_kernel, 1, 1, stream, work.state, plan.rank));
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     auto* sample = static_cast<T*>(work.sample);
     if (plan.is_sampled) {
-      sample_kernel<<<BlocksFor(plan.size), kThreads, 0, stream>>>(data, values.size, plan.size, seed, sample);
-      HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+      HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+          Launch(sample_kernel<T>, BlocksFor(plan.size), kThreads, stream, data, values.size, plan.size, seed, sample));
     }
     const SelectSource<T> source{plan.is_sampled ? sample : data, plan.size, {work.state, nullptr, nullptr, 0}};
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(source, stream));
-    finish_threshold_kernel<T><<<1, 1, 0, stream>>>(work.state, threshold);
-    return cudaGetLastError();
+    return Launch(finish_threshold_kernel<T>, 1, 1, stream, work.state, threshold);
   });
 }
 
