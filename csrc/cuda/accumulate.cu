@@ -1,4 +1,5 @@
 #include "accumulate.h"
+
 #include "gather.cuh"
 
 namespace hvd_sparse {

@@ -1,6 +1,7 @@
+#include "checksum.h"
+
 #include "../core/entries.h"
 #include "../core/layout.h"
-#include "checksum.h"
 #include "warp.cuh"
 
 namespace hvd_sparse {

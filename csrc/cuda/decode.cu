@@ -1,8 +1,9 @@
+#include "decode.h"
+
 #include <cub/block/block_scan.cuh>
 
 #include "../core/entries.h"
 #include "checksum.h"
-#include "decode.h"
 
 namespace hvd_sparse {
 namespace {

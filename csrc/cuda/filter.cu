@@ -1,4 +1,5 @@
 #include "filter.h"
+
 #include "gather.cuh"
 #include "sort.h"
 

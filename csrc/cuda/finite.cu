@@ -1,5 +1,6 @@
-#include "../core/update.h"
 #include "finite.h"
+
+#include "../core/update.h"
 
 namespace hvd_sparse {
 namespace {

@@ -1,7 +1,8 @@
+#include "pack.h"
+
 #include "../core/entries.h"
 #include "../core/quantize.h"
 #include "checksum.h"
-#include "pack.h"
 
 namespace hvd_sparse {
 namespace {

@@ -1,5 +1,6 @@
-#include "../core/entries.h"
 #include "reduce.h"
+
+#include "../core/entries.h"
 
 namespace hvd_sparse {
 namespace {

@@ -1,6 +1,6 @@
-#include <cub/device/device_radix_sort.cuh>
-
 #include "sort.h"
+
+#include <cub/device/device_radix_sort.cuh>
 
 namespace hvd_sparse {
 namespace {

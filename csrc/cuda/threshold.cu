@@ -1,5 +1,6 @@
-#include "radix_select.cuh"
 #include "threshold.h"
+
+#include "radix_select.cuh"
 
 namespace hvd_sparse {
 namespace {

@@ -17,6 +17,9 @@
 
 namespace hvd_sparse {
 
+// What hvd_sparse/library.py looks for.
+__attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with CUDA";
+
 Tensor& DecodeStatusOf(at::Device device) {
   static std::mutex mutex;
   static auto* all = new std::vector<Tensor>;  // never freed: CUDA may be gone before what is static
