@@ -38,6 +38,22 @@ constexpr CrcPowers MakeCrcPowers() {
   return powers;
 }
 
+// What is shared out in chunks of equal size, counted from the end: x^(8 * kBytes * j) for the j-th.
+struct CrcChunks {
+  static constexpr int kBytes = 256;
+  static constexpr int kCount = 256;
+  uint32_t of[kCount];
+};
+
+constexpr CrcChunks MakeCrcChunks() {
+  CrcChunks chunks{};
+  uint32_t step = 0x80000000u;  // 1
+  for (int byte = 0; byte < CrcChunks::kBytes; ++byte) step = CrcMultiply(step, 0x00800000u);
+  chunks.of[0] = 0x80000000u;
+  for (int j = 1; j < CrcChunks::kCount; ++j) chunks.of[j] = CrcMultiply(chunks.of[j - 1], step);
+  return chunks;
+}
+
 // The remainder after so many zero bytes more.
 HVD_SPARSE_HD inline uint32_t CrcShift(uint32_t remainder, uint64_t bytes, const CrcPowers& powers) {
   for (int j = 0; bytes != 0; bytes >>= 1, ++j) {

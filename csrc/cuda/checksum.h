@@ -11,15 +11,10 @@ namespace hvd_sparse {
 cudaError_t checksum_launch(const uint8_t* payloads, int64_t stride, int64_t count, int64_t size, uint32_t* sums,
                             cudaStream_t stream);
 
-// Kernels index it: a table of constants cannot be shared between host and device otherwise.
-inline const CrcPowers& Powers() {
+// What the remainder of `size` bytes is to be joined with, to become their checksum.
+inline uint32_t ChecksumStart(int64_t size) {
   static constexpr CrcPowers kPowers = MakeCrcPowers();
-  return kPowers;
-}
-
-// The checksum of `size` bytes from their remainder.
-HVD_SPARSE_HD inline uint32_t ChecksumOf(uint32_t remainder, int64_t size, const CrcPowers& powers) {
-  return ~(CrcShift(0xffffffffu, static_cast<uint64_t>(size), powers) ^ remainder);
+  return ~CrcShift(0xffffffffu, static_cast<uint64_t>(size), kPowers);
 }
 
 }  // namespace hvd_sparse

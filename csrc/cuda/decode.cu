@@ -58,8 +58,7 @@ __device__ void CheckHeader(const Row& row, const Header& expected) {
 }
 
 // A thread a payload: header and checksum; how many entries to look for.
-__global__ void __launch_bounds__(kThreads)
-    check_headers_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work, CrcPowers powers) {
+__global__ void __launch_bounds__(kThreads) check_headers_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= payloads.count) return;
   const Row row(plan, payloads, work, at);
@@ -69,20 +68,16 @@ __global__ void __launch_bounds__(kThreads)
   if (!is_known) row.Fail(PayloadCheck::kEntries);
   *row.entries = is_known ? static_cast<int64_t>(entries) : 0;
   const uint64_t checksum = HeaderField(row.payload, kChecksumAt, 4);
-  if (checksum != ChecksumOf(*row.sum, plan.size, powers)) row.Fail(PayloadCheck::kChecksum);
+  if (checksum != (plan.checksum_start ^ *row.sum)) row.Fail(PayloadCheck::kChecksum);
 }
 
-// Run lengths: how many entries each block says it has.
-__global__ void __launch_bounds__(kThreads) count_runs_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
-  const Row row(plan, payloads, work, blockIdx.y);
-  for (int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x; block < plan.blocks;
-       block += int64_t{gridDim.x} * kThreads) {
-    auto count = static_cast<uint32_t>(ReadBytes(row.payload, plan.size, kPositionsAt + 2 * block, 2));
-    if (plan.has_full && (row.payload[plan.full_at + block / 8] >> (block % 8) & 1) != 0) count += kBlock;
-    const bool fits = count <= BlockLength(plan.n, block);
-    if (!fits) row.Fail(PayloadCheck::kPositions);
-    row.counts[block] = fits ? count : 0;
-  }
+// Run lengths: how many entries a block says it has; none if it cannot have as many.
+__device__ uint32_t CountOfRuns(const PayloadPlan& plan, const Row& row, int64_t block) {
+  auto count = static_cast<uint32_t>(ReadBytes(row.payload, plan.size, kPositionsAt + 2 * block, 2));
+  if (plan.has_full && (row.payload[plan.full_at + block / 8] >> (block % 8) & 1) != 0) count += kBlock;
+  if (count <= BlockLength(plan.n, block)) return count;
+  row.Fail(PayloadCheck::kPositions);
+  return 0;
 }
 
 // 32 bits of the section that has one set for each entry; none behind its end may be.
@@ -133,7 +128,11 @@ __global__ void __launch_bounds__(kScanThreads)
   int64_t total = 0;
   for (int64_t base = 0; base < work.tiles; base += kScanThreads) {
     const int64_t tile = base + threadIdx.x;
-    const int64_t count = tile < work.tiles ? row.counts[tile] : 0;
+    int64_t count = 0;
+    if (tile < work.tiles) {
+      if (plan.coding == Coding::kRunLength) row.counts[tile] = CountOfRuns(plan, row, tile);
+      count = row.counts[tile];
+    }
     int64_t before = 0;
     int64_t all = 0;
     Scan(storage).ExclusiveSum(count, before, all);
@@ -222,10 +221,7 @@ int64_t TilesOf(const PayloadPlan& plan) {
 cudaError_t CountEntries(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
                          cudaStream_t stream) {
   const auto height = static_cast<unsigned>(payloads.count);
-  if (plan.coding == Coding::kRunLength) {
-    const dim3 grid(BlocksFor(plan.blocks), height);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_runs_kernel, grid, kThreads, stream, plan, payloads, work));
-  } else {
+  if (plan.coding != Coding::kRunLength) {
     const dim3 grid(BlocksFor(work.tiles, 1), height);
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_bits_kernel, grid, kThreads, stream, plan, payloads, work));
   }
@@ -269,7 +265,7 @@ cudaError_t decode_launch(const PayloadPlan& plan, const Payloads& payloads, con
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
       checksum_launch(payloads.data, payloads.stride, payloads.count, plan.size, work.sums, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      Launch(check_headers_kernel, BlocksFor(payloads.count), kThreads, stream, plan, payloads, work, Powers()));
+      Launch(check_headers_kernel, BlocksFor(payloads.count), kThreads, stream, plan, payloads, work));
   if (plan.coding == Coding::kDense) return cudaSuccess;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(CountEntries(plan, payloads, work, stream));
   return DecodeEntries(plan, payloads, work, stream);

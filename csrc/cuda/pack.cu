@@ -3,6 +3,7 @@
 #include "../core/entries.h"
 #include "../core/quantize.h"
 #include "checksum.h"
+#include "warp.cuh"
 
 namespace hvd_sparse {
 namespace {
@@ -17,22 +18,24 @@ __device__ void StoreAs(uint8_t* payload, int64_t at, T value) {  // `at` is a m
   *reinterpret_cast<T*>(payload + at) = value;
 }
 
-// The header; and for run lengths, the counts of eight blocks and the byte that marks the full ones of these.
+// The header; and for run lengths, the count of each block, and the bits that mark the full ones.
 __global__ void __launch_bounds__(kThreads)
     heads_kernel(PayloadPlan plan, const int64_t* indices, int64_t entries, uint8_t* payload) {
-  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (first == 0) *reinterpret_cast<Header*>(payload) = plan.header;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<Header*>(payload) = plan.header;
   if (plan.coding != Coding::kRunLength || entries == 0) return;
-  for (int64_t group = first; 8 * group < plan.blocks; group += int64_t{gridDim.x} * kThreads) {
-    int64_t begin = CountBelow(indices, entries, 8 * group * kBlock);
-    uint32_t full = 0;
-    for (int64_t block = 8 * group; block < 8 * group + 8 && block < plan.blocks; ++block) {
-      const int64_t end = CountBelow(indices, entries, (block + 1) * kBlock);
-      StoreAs(payload, kPositionsAt + 2 * block, static_cast<uint16_t>(end - begin));
-      if (end - begin == kBlock) full |= 1u << (block % 8);
-      begin = end;
+  for (int64_t base = int64_t{blockIdx.x} * kThreads; base < plan.blocks; base += int64_t{gridDim.x} * kThreads) {
+    const int64_t block = base + threadIdx.x;
+    const bool is_there = block < plan.blocks;
+    int64_t count = 0;
+    if (is_there) {
+      count = CountBelow(indices, entries, (block + 1) * kBlock) - CountBelow(indices, entries, block * kBlock);
+      StoreAs(payload, kPositionsAt + 2 * block, static_cast<uint16_t>(count));
     }
-    if (plan.has_full) payload[plan.full_at + group] = static_cast<uint8_t>(full);
+    const unsigned full = __ballot_sync(kWholeWarp, count == kBlock);
+    const unsigned lane = threadIdx.x % 32;
+    if (plan.has_full && is_there && lane % 8 == 0) {
+      payload[plan.full_at + block / 8] = static_cast<uint8_t>(full >> lane);
+    }
   }
 }
 
@@ -81,8 +84,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void seal_kernel(const PackState* state, int64_t size, CrcPowers powers, uint8_t* payload) {
-  const uint32_t checksum = ChecksumOf(state->sum, size, powers);
+__global__ void seal_kernel(const PackState* state, uint32_t start, uint8_t* payload) {
+  const uint32_t checksum = start ^ state->sum;
   StoreAs(payload, kChecksumAt, state->refused ? ~checksum : checksum);
 }
 
@@ -114,12 +117,12 @@ cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const v
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(state, 0, sizeof(PackState), stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(payload, 0, static_cast<size_t>(plan.size), stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      Launch(heads_kernel, BlocksFor(DivideUp(plan.blocks, 8)), kThreads, stream, written, indices, entries, payload));
+      Launch(heads_kernel, BlocksFor(plan.blocks), kThreads, stream, written, indices, entries, payload));
   if (entries > 0) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(WriteEntries(written, indices, values, payload, state, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(checksum_launch(payload, 0, 1, plan.size, &state->sum, stream));
-  return Launch(seal_kernel, 1, 1, stream, state, plan.size, Powers(), payload);
+  return Launch(seal_kernel, 1, 1, stream, state, plan.checksum_start, payload);
 }
 
 }  // namespace hvd_sparse

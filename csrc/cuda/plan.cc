@@ -2,6 +2,7 @@
 
 #include "../core/elias_fano.h"
 #include "../core/run_length.h"
+#include "checksum.h"
 
 namespace hvd_sparse {
 
@@ -35,6 +36,7 @@ Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
     plan->bits = ((n - 1) >> plan->low) + k;
   }
   plan->values_at = ValuesAt(format);
+  plan->checksum_start = ChecksumStart(size);
   return Status::Ok();
 }
 

@@ -119,12 +119,12 @@ void CheckUnpack(const PayloadFormat& format, const uint8_t* payload, int64_t si
   if (!expected.ok() || !found.ok()) return;
   EXPECT_EQ(view.entries, found.report[1], context);
   std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  std::vector<float> values(2 * indices.size());
+  std::vector<float> values(2 * indices.size() + 1);  // nothing has a place, too
   Unpack(format, view, indices.data(), values.data());
   const auto end = found.indices.begin() + view.entries;
   EXPECT_EQ(indices, std::vector<int64_t>(found.indices.begin(), end), context);
   const size_t bytes = indices.size() * (format.dtype == DType::kFloat64 ? 8 : 4);
-  EXPECT(std::memcmp(values.data(), found.values.data(), bytes) == 0, context);
+  EXPECT(bytes == 0 || std::memcmp(values.data(), found.values.data(), bytes) == 0, context);
 }
 
 TEST(UnpacksWhatTheCorePacks) {
