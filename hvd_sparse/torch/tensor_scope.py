@@ -109,7 +109,7 @@ class TensorScope(Scope):
             factor = memory.clip_factor(entry.gradient, self.exchange.size())
             carried, entry.commit = memory.take_all(entry.gradient, factor)
             return carried
-        return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
+        return entry.gradient.new_zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
 
     def _seal(self) -> None:
         """Start the buckets that miss a member."""
@@ -148,7 +148,11 @@ class TensorScope(Scope):
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
         sizes = {name: self._payload(name).size for name in names}
         buckets = plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)
-        return [Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8)) for bucket in buckets]
+        return [Message(bucket, self._buffer(bucket.size)) for bucket in buckets]
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Make room for a message."""
+        return torch.zeros(size, dtype=torch.uint8)
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
@@ -171,28 +175,32 @@ class TensorScope(Scope):
         if not entries:
             return
         payloads = [self._payload(name) for name in entries]
-        hints = [self._hints[name] for name in entries]
         memories = [self.memories[name] for name in entries]
         ranks, gradients = self.exchange.size(), [entry.gradient for entry in entries.values()]
-        info = ops.accumulate_bucket(
+        self._compress(
+            entries,
+            [payload.k for payload in payloads],
             gradients,
             *(list(filter(_is_there, column)) for column in zip(*(m.destination() for m in memories), strict=True)),
             factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
-            ks=[payload.k for payload in payloads],
-            hints=[hint.value(payload.k) for hint, payload in zip(hints, payloads, strict=True)],
             out=message.buffer,
             seed=self.seed,
             coding=self.algorithm.coding,
             value_dtype=self.algorithm.values,
-            centre=self.algorithm.centre,
             **self._places(message, entries),
             **memories[0].rule(),
         )
-        for entry, hint, payload, row in zip(entries.values(), hints, payloads, info.tolist(), strict=True):
-            threshold, passed, finite = row
-            hint.update(payload.k, threshold, int(passed))
-            entry.finite = bool(finite)
         self.traffic.count(sent=sum(payload.k for payload in payloads))
+
+    def _compress(self, entries: dict[str, Entry], ks: list[int], *lists, **options) -> None:
+        """Accumulate, select and pack; learn what the hints need, and which gradients were finite."""
+        hints = [self._hints[name] for name in entries]
+        values = [hint.value(k) for hint, k in zip(hints, ks, strict=True)]
+        info = ops.accumulate_bucket(*lists, ks=ks, hints=values, centre=self.algorithm.centre, **options)
+        for entry, hint, k, row in zip(entries.values(), hints, ks, info.tolist(), strict=True):
+            threshold, passed, finite = row
+            hint.update(k, threshold, int(passed))
+            entry.finite = bool(finite)
 
     def _clear(self, message: Message) -> None:
         """Take what was sent out of the memories."""
@@ -291,7 +299,7 @@ class VaryingScope(TensorScope):
 def _place_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return where the sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
     in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
-    return gradient.view(-1) if in_place else torch.empty(gradient.numel())
+    return gradient.view(-1) if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)
 
 
 def _is_there(tensor: torch.Tensor | None) -> bool:
