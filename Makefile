@@ -6,6 +6,9 @@
 #   RANKS=2             processes of `make train`
 #   FRAMEWORK=pytorch   what `make train` and `make bench` use: pytorch or tensorflow (`make train`: keras, for fit)
 #   DENSITY=0.001       what DGC sends in `make train`
+#   CUDA_HOME           where the CUDA toolkit lies, if nvcc is not on PATH
+#
+# `make test-gpu` and `make bench-gpu` use no .venv: PYTHON is any Python that has a PyTorch with CUDA.
 
 SHELL := /bin/bash
 export PYTHON ?= python3
@@ -16,10 +19,11 @@ RANKS ?= 2
 FRAMEWORK ?= pytorch
 DENSITY ?= 0.001
 
-SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu') CMakeLists.txt setup.py
+SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') CMakeLists.txt setup.py
+FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage lint format bench bench-steps bench-lifespan compare results clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-steps bench-lifespan compare results clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -67,11 +71,20 @@ fuzz: setup  ## give the payload decoder random bytes for a minute: libFuzzer wh
 coverage: setup  ## count the lines of the core that the native tests run
 	@scripts/test.sh coverage
 
+build-cuda: setup  ## compile the CUDA code and its ops for three generations of GPUs; needs nvcc, no GPU
+	@scripts/cuda.sh
+
+test-gpu:  ## build in place with $$PYTHON, and test the ops on a GPU against those on the CPU
+	@scripts/gpu.sh test
+
+bench-gpu:  ## build in place with $$PYTHON, check, then time the ops on a GPU
+	@scripts/gpu.sh bench
+
 lint: setup  ## check style: ruff, clang-format
-	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)
+	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(FORMATTED)
 
 format: setup  ## put style right
-	@$(RUN) ruff check --fix . && $(RUN) ruff format . && $(RUN) clang-format -i $(filter %.cc %.h,$(SOURCES)) $(wildcard tests/native/*.cc tests/native/*.h)
+	@$(RUN) ruff check --fix . && $(RUN) ruff format . && $(RUN) clang-format -i $(FORMATTED)
 
 bench: setup  ## check, then time the native functions
 	@$(RUN) python benchmarks/kernels.py --framework $(FRAMEWORK)

@@ -3,13 +3,18 @@
 Environment:
     HVD_SPARSE_WITH_TORCH=1, HVD_SPARSE_WITH_TENSORFLOW=1         make a missing framework an error
     HVD_SPARSE_WITHOUT_TORCH=1, HVD_SPARSE_WITHOUT_TENSORFLOW=1   leave its ops out
+    HVD_SPARSE_WITH_CUDA=1, HVD_SPARSE_WITHOUT_CUDA=1             ops on CUDA tensors: an error without nvcc; never.
+                                                                  Else where PyTorch has CUDA and nvcc is found
+    CUDAARCHS                                                     compute capabilities, such as 90 or "80;90"
     MAKEFLAGS                                                     passed on, such as -j8
 """
 
+import importlib
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +72,25 @@ def tensorflow_options() -> list[str]:
     ]
 
 
+def find_nvcc() -> str | None:
+    """The path of CUDA's compiler: on PATH, in CUDA_HOME or CUDA_PATH, or where its installer puts it."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    places = os.pathsep.join(f"{home}/bin" for home in homes if home)
+    return shutil.which("nvcc") or shutil.which("nvcc", path=places)
+
+
+def cuda_options(with_torch: bool) -> list[str]:
+    """What CMake must know to build the ops on CUDA tensors; nothing where they are left out."""
+    nvcc, wanted = find_nvcc(), os.environ.get("HVD_SPARSE_WITH_CUDA") == "1"
+    if wanted and nvcc is None:
+        sys.exit("HVD_SPARSE_WITH_CUDA=1, but there is no nvcc. Install the CUDA toolkit, or set CUDA_HOME to it")
+    if not wanted and nvcc and with_torch:
+        wanted = importlib.import_module("torch").version.cuda is not None
+    if nvcc is None or not wanted or os.environ.get("HVD_SPARSE_WITHOUT_CUDA") == "1":
+        return []
+    return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+
+
 FRAMEWORKS = {"torch": ("PyTorch", torch_options), "tensorflow": ("TensorFlow", tensorflow_options)}
 
 
@@ -78,8 +102,10 @@ class CMakeBuild(build_ext):
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
         build = Path(self.build_temp).resolve()
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
+        built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
+        configure += cuda_options("torch" in built)
         for module, (title, options) in FRAMEWORKS.items():
-            if framework_wanted(module.upper(), module):
+            if module in built:
                 configure += options()
             else:
                 print(f"hvd_sparse: {title} is not installed here: its ops are left out", file=sys.stderr)

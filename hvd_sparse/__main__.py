@@ -5,7 +5,7 @@ import importlib.util
 
 from hvd_sparse import __version__
 from hvd_sparse.algorithms import CODINGS
-from hvd_sparse.library import FRAMEWORKS, is_built
+from hvd_sparse.library import FRAMEWORKS, has_cuda, is_built
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -19,6 +19,7 @@ def check_build() -> str:
 
     lines = [f"hvd_sparse v{__version__}:", "", "Operators built:"]
     lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
+    lines += [f"    {box(has_cuda(framework))} {TITLES[framework]} (CUDA)" for framework in FRAMEWORKS]
     lines += ["", "Beside it:"]
     lines += [
         f"    {box(importlib.util.find_spec(module) is not None)} {module}"

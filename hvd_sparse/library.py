@@ -4,11 +4,17 @@ from pathlib import Path
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 FRAMEWORKS = ("torch", "tensorflow")
+CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
 
 
 def is_built(framework: str) -> bool:
     """Return whether the operators of a framework were built."""
     return _path(framework).exists()
+
+
+def has_cuda(framework: str) -> bool:
+    """Return whether the operators of a framework were built for CUDA tensors, too."""
+    return is_built(framework) and CUDA_MARK in _path(framework).read_bytes()
 
 
 def find_library(framework: str) -> str:

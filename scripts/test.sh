@@ -82,6 +82,13 @@ tensorflow)
         suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
     done
     ;;
-all) for part in native sanitize threads single parallel; do "$0" $part; done ;;
-*) fail "no suite named $1" "native, sanitize, threads, coverage, fuzz, single, parallel, tensorflow or all" ;;
+cuda)
+    if scripts/cuda.sh --has-nvcc; then
+        suite "CUDA code, compiled" scripts/cuda.sh
+    else
+        printf '\n==> CUDA code: left out, as there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda\n'
+    fi
+    ;;
+all) for part in native sanitize threads single parallel cuda; do "$0" $part; done ;;
+*) fail "no suite named $1" "native, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
 esac

@@ -16,22 +16,6 @@ constexpr int64_t kLine = 16;     // float32 in a line of the cache
 constexpr int64_t kAhead = 512;   // float32 to fetch ahead: the hardware's own prefetcher ends at every page
 constexpr int64_t kStage = 2048;  // float32 that fit the first-level cache beside the memory's own
 
-inline bool IsFinite(float value) { return MagnitudeBits(value) < kInfinityBits<float>; }
-
-// The update of one element.
-template <AccumulateRule rule>
-inline void Update(float gradient, float momentum, float* velocity, float* residual) {
-  if constexpr (rule == AccumulateRule::kResidual) {
-    *residual += gradient;
-  } else if constexpr (rule == AccumulateRule::kMomentum) {
-    *velocity = momentum * *velocity + gradient;
-    *residual += *velocity;
-  } else {
-    *velocity = momentum * (*velocity + gradient);
-    *residual = (*residual + *velocity) + gradient;
-  }
-}
-
 // Updates [begin, end); returns whether any residual reaches the bar. What is not finite counts as zero.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, int64_t end,

@@ -8,14 +8,9 @@
 #include "parallel.h"
 #include "select.h"
 #include "status.h"
+#include "update.h"
 
 namespace hvd_sparse {
-
-enum class AccumulateRule {
-  kResidual,  // v <- v + g
-  kMomentum,  // u <- m*u + g      v <- v + u
-  kNesterov,  // u <- m*(u + g)    v <- (v + u) + g
-};
 
 // g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
 // parameter; where that overflows, or the parameter is not finite, g is zero, and the gradient counts as not finite:

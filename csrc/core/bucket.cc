@@ -29,10 +29,11 @@ Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams&
 
 }  // namespace
 
-Status AccumulateAndPack(const std::vector<Part>& parts, bool active, const SelectParams& select,
-                         const PayloadFormat& format, Centre centre, const ParallelFor& parallel_for, uint8_t* payload,
-                         bool* finite, Selection* selection) {
+Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
+                         Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
+                         Selection* selection) {
   int64_t size = 0;
+  select.k = format.k;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));

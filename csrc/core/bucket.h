@@ -15,10 +15,10 @@ namespace hvd_sparse {
 
 // Updates the memory of the parts, selects `format.k` of their residuals, `format.n` elements joined, and packs them
 // into `payload`, exactly PayloadSize bytes; see AccumulateTopK. Unless active the memory stays, and the selection is
-// of what it holds. The selection comes without its indices.
-Status AccumulateAndPack(const std::vector<Part>& parts, bool active, const SelectParams& select,
-                         const PayloadFormat& format, Centre centre, const ParallelFor& parallel_for, uint8_t* payload,
-                         bool* finite, Selection* selection);
+// of what it holds. `select` has no say in k. The selection comes without its indices.
+Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
+                         Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
+                         Selection* selection);
 
 // The memory of elements [begin, begin + size) of a selection.
 struct MemorySlice {

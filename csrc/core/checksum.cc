@@ -12,9 +12,7 @@ using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
 constexpr Tables MakeTables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) ? 0xEDB88320u : 0u);
-    tables[0][byte] = crc;
+    tables[0][byte] = CrcOfByte(byte);
   }
   for (size_t slice = 1; slice < kSlices; ++slice) {
     for (uint32_t byte = 0; byte < 256; ++byte) {

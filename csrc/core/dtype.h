@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host_device.h"
+
 namespace hvd_sparse {
 
 constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of a size
@@ -18,21 +20,21 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-inline float BitsToFloat(uint32_t bits) {
+HVD_SPARSE_HD inline float BitsToFloat(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint32_t FloatToBits(float value) {
+HVD_SPARSE_HD inline uint32_t FloatToBits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float ToFloat(BFloat16 value) { return BitsToFloat(static_cast<uint32_t>(value.bits) << 16); }
+HVD_SPARSE_HD inline float ToFloat(BFloat16 value) { return BitsToFloat(static_cast<uint32_t>(value.bits) << 16); }
 
-inline float ToFloat(Float16 value) {
+HVD_SPARSE_HD inline float ToFloat(Float16 value) {
   // Without branches, for vector units; without denormal operands, for a host that flushes them.
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
@@ -41,15 +43,15 @@ inline float ToFloat(Float16 value) {
   return BitsToFloat(sign | (magnitude >= 0x00800000u ? normal : denormal));
 }
 
-inline float ToFloat(float value) { return value; }
-inline float ToFloat(double value) { return static_cast<float>(value); }
+HVD_SPARSE_HD inline float ToFloat(float value) { return value; }
+HVD_SPARSE_HD inline float ToFloat(double value) { return static_cast<float>(value); }
 
 // Magnitudes are compared as the integers that their bits spell: the same order as the numbers', exact for every type,
 // faster for the 16-bit ones, and untouched by a host that flushes denormals to zero. NaN is above infinity.
-inline uint32_t MagnitudeBits(float value) { return FloatToBits(value) & 0x7fffffffu; }
-inline uint16_t MagnitudeBits(Float16 value) { return value.bits & 0x7fffu; }
-inline uint16_t MagnitudeBits(BFloat16 value) { return value.bits & 0x7fffu; }
-inline uint64_t MagnitudeBits(double value) {
+HVD_SPARSE_HD inline uint32_t MagnitudeBits(float value) { return FloatToBits(value) & 0x7fffffffu; }
+HVD_SPARSE_HD inline uint16_t MagnitudeBits(Float16 value) { return value.bits & 0x7fffu; }
+HVD_SPARSE_HD inline uint16_t MagnitudeBits(BFloat16 value) { return value.bits & 0x7fffu; }
+HVD_SPARSE_HD inline uint64_t MagnitudeBits(double value) {
   uint64_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits & 0x7fffffffffffffffull;
@@ -59,14 +61,14 @@ template <typename T>
 using BitsOf = decltype(MagnitudeBits(T{}));
 
 // Denormals are widened as integers, for a host that flushes them.
-inline double MagnitudeFromBits(float, uint32_t bits) {
+HVD_SPARSE_HD inline double MagnitudeFromBits(float, uint32_t bits) {
   return bits < 0x00800000u ? static_cast<double>(bits) * 0x1p-149 : static_cast<double>(BitsToFloat(bits));
 }
-inline double MagnitudeFromBits(Float16, uint16_t bits) { return ToFloat(Float16{bits}); }
-inline double MagnitudeFromBits(BFloat16, uint16_t bits) {
+HVD_SPARSE_HD inline double MagnitudeFromBits(Float16, uint16_t bits) { return ToFloat(Float16{bits}); }
+HVD_SPARSE_HD inline double MagnitudeFromBits(BFloat16, uint16_t bits) {
   return MagnitudeFromBits(float{}, static_cast<uint32_t>(bits) << 16);
 }
-inline double MagnitudeFromBits(double, uint64_t bits) {
+HVD_SPARSE_HD inline double MagnitudeFromBits(double, uint64_t bits) {
   double value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -85,7 +87,7 @@ inline constexpr uint16_t kInfinityBits<BFloat16> = 0x7f80u;
 
 // The smallest magnitude of type T that is at least `threshold` (>= 0, not NaN).
 template <typename T>
-BitsOf<T> SmallestReaching(double threshold) {
+HVD_SPARSE_HD BitsOf<T> SmallestReaching(double threshold) {
   BitsOf<T> low = 0;
   BitsOf<T> high = kInfinityBits<T>;
   while (low < high) {
@@ -100,7 +102,7 @@ BitsOf<T> SmallestReaching(double threshold) {
 }
 
 // In bytes; 0 for kNone, and for the types of less than a byte, which are laid out by LowBitSize.
-inline int64_t ItemSize(DType dtype) {
+HVD_SPARSE_HD inline int64_t ItemSize(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return 4;
     case DType::kFloat64: return 8;

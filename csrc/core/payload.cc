@@ -5,6 +5,7 @@
 #include <string>
 
 #include "checksum.h"
+#include "layout.h"
 #include "low_bit.h"
 #include "quantize.h"
 #include "run_length.h"
@@ -16,23 +17,6 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr uint32_t kMagic = 0x53445648u;  // "HVDS"
-constexpr uint8_t kVersion = 1;
-
-struct Header {
-  uint32_t magic;
-  uint8_t version;
-  uint8_t coding;
-  uint8_t dtype;
-  uint8_t zero;
-  uint64_t n;
-  uint64_t entries;
-  uint32_t checksum;
-  uint32_t zero_too;
-};
-static_assert(sizeof(Header) == 32 && offsetof(Header, checksum) == 24, "the header is part of the wire format");
-constexpr int64_t kPositionsAt = sizeof(Header);
-
 int64_t ValuesSize(const PayloadFormat& format) {
   if (IsLowBit(format.dtype)) return LowBitSize(format.dtype, format.k, format.segments);
   return ItemSize(format.dtype) * format.k;
@@ -40,13 +24,8 @@ int64_t ValuesSize(const PayloadFormat& format) {
 
 int64_t PadTo(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-int64_t ValuesAt(const PayloadFormat& format) {
-  const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
-  return PadTo(kPositionsAt + PositionsSize(format.coding, format.n, format.k), alignment);
-}
-
 uint32_t Checksum(const uint8_t* payload, int64_t size) {
-  constexpr size_t kField = offsetof(Header, checksum);
+  constexpr size_t kField = kChecksumAt;
   constexpr uint32_t kZero = 0;
   uint32_t crc = Crc32(payload, kField);
   crc = Crc32(&kZero, sizeof kZero, crc);
@@ -96,6 +75,17 @@ void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView
 
 }  // namespace
 
+int64_t ValuesAt(const PayloadFormat& format) {
+  const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
+  return PadTo(kPositionsAt + PositionsSize(format.coding, format.n, format.k), alignment);
+}
+
+Header MakeHeader(const PayloadFormat& format, int64_t entries) {
+  const auto coding = static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k));
+  const auto n = static_cast<uint64_t>(format.n);
+  return {kMagic, kVersion, coding, static_cast<uint8_t>(format.dtype), 0, n, static_cast<uint64_t>(entries), 0, 0};
+}
+
 Status PayloadSize(const PayloadFormat& format, int64_t* size) {
   if (format.n > kMaxElements) {
     return Status::InvalidArgument("n must be at most 2^48, got " + std::to_string(format.n));
@@ -139,15 +129,7 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
   } else if (entries > 0) {
     WriteValues(format, values, payload + ValuesAt(format));
   }
-  Header header{kMagic,
-                kVersion,
-                static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k)),
-                static_cast<uint8_t>(format.dtype),
-                0,
-                static_cast<uint64_t>(format.n),
-                static_cast<uint64_t>(entries),
-                0,
-                0};
+  Header header = MakeHeader(format, entries);
   std::memcpy(payload, &header, sizeof header);
   header.checksum = Checksum(payload, size);
   std::memcpy(payload, &header, sizeof header);

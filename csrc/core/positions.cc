@@ -5,17 +5,11 @@
 #include <string>
 
 #include "elias_fano.h"
+#include "layout.h"
 #include "run_length.h"
 
 namespace hvd_sparse {
 namespace {
-
-// Of run lengths: u16 counts from 0 on, then the bitmap of full blocks, then u16 runs.
-int64_t FullAt(int64_t n) { return 2 * BlockCount(n); }
-int64_t RunsAt(int64_t n, int64_t k) {
-  const int64_t end = FullAt(n) + (k >= kBlock ? (BlockCount(n) + 7) / 8 : 0);
-  return end + end % 2;
-}
 
 void WriteRunLengths(const Positions& positions, int64_t n, int64_t k, uint8_t* section) {
   for (size_t block = 0; block < positions.counts.size(); ++block) {
@@ -47,6 +41,13 @@ Status ReadRunLengths(const uint8_t* section, int64_t n, int64_t k, int64_t entr
 }
 
 }  // namespace
+
+int64_t FullAt(int64_t n) { return 2 * BlockCount(n); }
+
+int64_t RunsAt(int64_t n, int64_t k) {
+  const int64_t end = FullAt(n) + (k >= kBlock ? (BlockCount(n) + 7) / 8 : 0);
+  return end + end % 2;
+}
 
 Coding ResolveCoding(Coding coding, int64_t n, int64_t k) {
   if (coding != Coding::kAuto) return coding;

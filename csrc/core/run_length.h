@@ -3,14 +3,15 @@
 
 #include <cstdint>
 
+#include "host_device.h"
 #include "status.h"
 
 namespace hvd_sparse {
 
 constexpr int64_t kBlock = 65536;
 
-inline int64_t BlockCount(int64_t n) { return (n + kBlock - 1) / kBlock; }
-inline int64_t BlockLength(int64_t n, int64_t block) {
+HVD_SPARSE_HD inline int64_t BlockCount(int64_t n) { return (n + kBlock - 1) / kBlock; }
+HVD_SPARSE_HD inline int64_t BlockLength(int64_t n, int64_t block) {
   return n - block * kBlock < kBlock ? n - block * kBlock : kBlock;
 }
 

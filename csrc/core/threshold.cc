@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "random.h"
-
 namespace hvd_sparse {
 namespace {
 
@@ -64,19 +62,13 @@ int64_t SampleSize(int64_t n, const ThresholdParams& params) {
 }
 
 template <typename T>
-double SampledThreshold(const T* data, int64_t n, int64_t size, const ThresholdParams& params) {
-  std::vector<BitsOf<T>> sample(static_cast<size_t>(size));
-  int64_t start = 0;
-  for (int64_t j = 0; j < size; ++j) {
-    const auto stop = static_cast<int64_t>(static_cast<__int128>(j + 1) * n / size);
-    const auto step = Hash(params.seed, static_cast<uint64_t>(j)) % static_cast<uint64_t>(stop - start);
-    sample[static_cast<size_t>(j)] = OrderedBits(data[start + static_cast<int64_t>(step)]);
-    start = stop;
+double SampledThreshold(const T* data, int64_t n, const ThresholdPlan& plan, uint64_t seed) {
+  std::vector<BitsOf<T>> sample(static_cast<size_t>(plan.size));
+  for (int64_t j = 0; j < plan.size; ++j) {
+    sample[static_cast<size_t>(j)] = OrderedBits(data[SamplePosition(n, plan.size, seed, j)]);
   }
-  const auto wide = (2 * static_cast<__int128>(params.k) * size + n) / (2 * static_cast<__int128>(n));
-  const int64_t rank = std::max<int64_t>(1, static_cast<int64_t>(wide));
-  std::nth_element(sample.begin(), sample.begin() + (rank - 1), sample.end(), std::greater<>());
-  return MagnitudeFromBits(T{}, sample[static_cast<size_t>(rank - 1)]);
+  std::nth_element(sample.begin(), sample.begin() + (plan.rank - 1), sample.end(), std::greater<>());
+  return MagnitudeFromBits(T{}, sample[static_cast<size_t>(plan.rank - 1)]);
 }
 
 }  // namespace
@@ -87,17 +79,28 @@ Status CheckCount(int64_t k, int64_t n) {
                                  std::to_string(k));
 }
 
-Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
-                       double* threshold) {
-  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(params.k, values.size));
+Status PlanThreshold(int64_t n, const ThresholdParams& params, ThresholdPlan* plan) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(params.k, n));
   if (!(params.sample_fraction > 0 && params.sample_fraction <= 1)) {
     return Status::InvalidArgument("sample_fraction must be in (0, 1], got " + std::to_string(params.sample_fraction));
   }
-  const int64_t size = SampleSize(values.size, params);
-  const bool exact = params.method == ThresholdMethod::kExact || 2 * size >= values.size;
+  const int64_t size = SampleSize(n, params);
+  if (params.method == ThresholdMethod::kExact || 2 * size >= n) {
+    *plan = {false, n, params.k};
+    return Status::Ok();
+  }
+  const auto wide = (2 * static_cast<__int128>(params.k) * size + n) / (2 * static_cast<__int128>(n));
+  *plan = {true, size, std::max<int64_t>(1, static_cast<int64_t>(wide))};
+  return Status::Ok();
+}
+
+Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
+                       double* threshold) {
+  ThresholdPlan plan;
+  HVD_SPARSE_RETURN_IF_ERROR(PlanThreshold(values.size, params, &plan));
   *threshold = Dispatch(values, [&](const auto* data) {
-    return exact ? ExactThreshold(data, values.size, params.k, parallel_for)
-                 : SampledThreshold(data, values.size, size, params);
+    return plan.is_sampled ? SampledThreshold(data, values.size, plan, params.seed)
+                           : ExactThreshold(data, values.size, params.k, parallel_for);
   });
   return Status::Ok();
 }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "dtype.h"
+#include "host_device.h"
 #include "parallel.h"
+#include "random.h"
 #include "status.h"
 
 namespace hvd_sparse {
@@ -24,5 +26,26 @@ struct ThresholdParams {
 // which no row or stride structure of the data can fool. NaN counts as magnitude 0.
 Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
                        double* threshold);
+
+// A checked request: whether to look at a sample, of how many elements, and which magnitude of them, the largest being
+// the first.
+struct ThresholdPlan {
+  bool is_sampled = false;
+  int64_t size = 0;
+  int64_t rank = 0;
+};
+Status PlanThreshold(int64_t n, const ThresholdParams& params, ThresholdPlan* plan);
+
+// Where the j-th of `size` equal strata of n elements begins; the products need more than 64 bits.
+HVD_SPARSE_HD inline int64_t StratumStart(int64_t n, int64_t size, int64_t j) {
+  return static_cast<int64_t>(static_cast<__int128>(j) * n / size);
+}
+
+// The element of the sample that lies in the j-th stratum.
+HVD_SPARSE_HD inline int64_t SamplePosition(int64_t n, int64_t size, uint64_t seed, int64_t j) {
+  const int64_t start = StratumStart(n, size, j);
+  const auto length = static_cast<uint64_t>(StratumStart(n, size, j + 1) - start);
+  return start + static_cast<int64_t>(Hash(seed, static_cast<uint64_t>(j)) % length);
+}
 
 }  // namespace hvd_sparse

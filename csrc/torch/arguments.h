@@ -23,9 +23,12 @@ inline void Raise(const char* op, const Status& status) {
   TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);
 }
 
-inline void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name, " must be a CPU tensor, got ",
-                    tensor.device());
+inline void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype,
+                        at::Device device = at::kCPU) {
+  TORCH_CHECK_VALUE(!device.is_cpu() || tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name,
+                    " must be a CPU tensor, got ", tensor.device());
+  TORCH_CHECK_VALUE((device.is_cpu() || tensor.device() == device), "hvd_sparse.", op, ": ", name, " must be on ",
+                    device, ", as the others are; got ", tensor.device());
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "hvd_sparse.", op, ": ", name, " must be ", dtype, ", got ",
                     tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.is_contiguous(), "hvd_sparse.", op, ": ", name, " must be contiguous");
@@ -96,19 +99,21 @@ struct Accumulation {
   Memory memory;
 };
 
-inline float* MemoryData(const char* op, const char* name, Tensor& tensor, int64_t size) {
-  CheckTensor(op, name, tensor, at::kFloat);
+inline float* MemoryData(const char* op, const char* name, Tensor& tensor, int64_t size, at::Device device = at::kCPU) {
+  CheckTensor(op, name, tensor, at::kFloat, device);
   TORCH_CHECK_VALUE(tensor.numel() == size, "hvd_sparse.", op, ": ", name, " must have ", size,
                     " elements, as many as the gradient; got ", tensor.numel());
   return tensor.mutable_data_ptr<float>();
 }
 
+// All on the gradient's device.
 inline Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tensor& residual,
                                    std::optional<Tensor>& velocity, const std::optional<Tensor>& parameter,
                                    double factor, double momentum, bool nesterov, double weight_decay) {
   Accumulation result{AsArray(op, gradient), {}, {}};
-  result.memory.residual = MemoryData(op, "residual", residual, gradient.numel());
-  result.memory.velocity = velocity ? MemoryData(op, "velocity", *velocity, gradient.numel()) : nullptr;
+  const at::Device device = gradient.device();
+  result.memory.residual = MemoryData(op, "residual", residual, gradient.numel(), device);
+  result.memory.velocity = velocity ? MemoryData(op, "velocity", *velocity, gradient.numel(), device) : nullptr;
   result.params.rule = !velocity  ? AccumulateRule::kResidual
                        : nesterov ? AccumulateRule::kNesterov
                                   : AccumulateRule::kMomentum;
@@ -117,7 +122,7 @@ inline Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tenso
   result.params.weight_decay = static_cast<float>(weight_decay);
   TORCH_CHECK_VALUE(weight_decay == 0 || parameter, "hvd_sparse.", op, ": weight_decay needs the parameter");
   if (weight_decay == 0) return result;
-  CheckTensor(op, "parameter", *parameter, at::kFloat);
+  CheckTensor(op, "parameter", *parameter, at::kFloat, device);
   TORCH_CHECK_VALUE(parameter->numel() == gradient.numel(), "hvd_sparse.", op, ": parameter must have ",
                     gradient.numel(), " elements, as many as the gradient; got ", parameter->numel());
   result.params.parameter = parameter->const_data_ptr<float>();

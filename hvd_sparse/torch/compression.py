@@ -29,6 +29,7 @@ from hvd_sparse.algorithms import (
     density_of,
 )
 from hvd_sparse.members import two_momenta
+from hvd_sparse.torch.device_scope import device_layout
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
@@ -66,7 +67,8 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(process_set, self._traffic)
-        self._scope = SCOPES[algorithm.layout](algorithm, self._parameters, self._exchange, self._traffic)
+        layout = SCOPES[algorithm.layout] if self._parameters.device.type == "cpu" else device_layout(algorithm)
+        self._scope = layout(algorithm, self._parameters, self._exchange, self._traffic)
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
@@ -219,7 +221,7 @@ class SparseCompressor:
     def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
         gradient = entry.gradient
         if self._overflowed:
-            return torch.full(gradient.shape, float("nan"), dtype=gradient.dtype)
+            return gradient.new_full(gradient.shape, float("nan"))
         scale = reduction_scale(carried, self._exchange.size()) if entry.carries_token else 1.0
         result = self._scope.result(entry, carried, scale)
         return gradient if result.data_ptr() == gradient.data_ptr() else result.to(gradient.dtype).view(gradient.shape)

@@ -40,7 +40,7 @@ class ResidualMemory:
     def buffer(self, name: str) -> torch.Tensor:
         """Return a buffer, float32[n], zero at first."""
         if name not in self.buffers:
-            self.buffers[name] = torch.zeros(self.parameter.numel(), dtype=torch.float32)
+            self.buffers[name] = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         return self.buffers[name]
 
     def adopt(self, name: str, storage: torch.Tensor) -> None:

@@ -1,10 +1,13 @@
-"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors.
+"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors, and most of them on CUDA tensors.
 
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; those of buckets
 do what others do one by one. Bad arguments and damaged payloads raise ValueError. Values may be float32, float64,
 float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any integer that fits 64
 bits. `segments`, int64[segments, 2]: what shares the centres of low-bit values, see `hvd_sparse.wire`; None: all
 elements.
+
+Tensors of one call lie on one device, where the results lie, too; `segments` always on the CPU. What differs on CUDA
+devices, above all that damage is not raised but recorded (`take_decode_status`), is in docs/cuda.md.
 """
 
 from collections.abc import Sequence
@@ -12,11 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_sparse.library import find_library
-from hvd_sparse.wire import BLOCK
+from hvd_sparse.library import find_library, has_cuda
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import fakes
 
 torch.ops.load_library(find_library("torch"))
 _ops = torch.ops.hvd_sparse
+
+# Of `take_decode_status`, from 1 on.
+FAILED_CHECKS = ("magic", "version", "coding", "value dtype", "reserved", "n", "entries", "checksum", "positions")
 
 
 def _signed(seed: int) -> int:
@@ -248,6 +255,47 @@ def accumulate_bucket(
     return _ops.accumulate_bucket(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 
+def new_hints(count: int, device: torch.device) -> torch.Tensor:
+    """Return the hints of `count` tensors that `accumulate_bucket_hinted` has not seen yet, float64[count, 3]."""
+    return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
+
+
+def accumulate_bucket_hinted(
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    velocities: Sequence[torch.Tensor] = (),
+    parameters: Sequence[torch.Tensor] = (),
+    *,
+    layout: Layout,
+    out: torch.Tensor,
+    factors: Sequence[float],
+    hints: torch.Tensor,
+    seed: int = 0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `accumulate_bucket` on CUDA tensors, with hints that stay on the device and learn there, in place.
+
+    `hints`: float64[members, 3], each a `ThresholdHint`: threshold, margin, k; see `new_hints`.
+    """
+    ns, ks, offsets, segments, *places = layout
+    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
+    numbers = (momentum, nesterov, weight_decay, ns, ks, _signed(seed), hints)
+    return _ops.accumulate_bucket_hinted(*lists, *numbers, out, offsets, *places, coding, value_dtype, segments)
+
+
+def take_decode_status(like: torch.Tensor) -> torch.Tensor:
+    """Return what calls on the device of `like`, a CUDA tensor, met since this was asked last, int64[2], and forget it.
+
+    How many of `reduce_payloads`, `reduce_bucket` and `clear_bucket` (each member counts) met a payload that failed a
+    check; and for the first of these rank * 256 + check, see `FAILED_CHECKS`. It is on the device: reading it waits.
+    """
+    return _ops.take_decode_status(like)
+
+
 def clear_bucket(
     message: torch.Tensor,
     residuals: Sequence[torch.Tensor],
@@ -280,92 +328,4 @@ def reduce_bucket(
     _ops.reduce_bucket(gathered, list(outs), scale, ns, ks, offsets, *places, coding, value_dtype, segments)
 
 
-def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Make a tensor of this shape where `values` is."""
-    return values.new_empty(shape, dtype=dtype or values.dtype)
-
-
-def _register_selection_fakes() -> None:
-    """Tell torch.compile and fake tensors the shapes of what accumulates and selects."""
-    fake = torch.library.register_fake
-
-    @fake("hvd_sparse::accumulate")
-    def _(gradient, residual, *rule):
-        return _empty(gradient, (), torch.bool)
-
-    @fake("hvd_sparse::accumulate_top_k")
-    def _(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay, k, seed, threshold_hint):
-        return _empty(residual, (k,), torch.int64), _empty(residual, (k,)), _empty(residual, (3,), torch.float64)
-
-    @fake("hvd_sparse::select_top_k")
-    def _(values, k, seed, threshold_hint):
-        return _empty(values, (k,), torch.int64), _empty(values, (k,)), _empty(values, (2,), torch.float64)
-
-    @fake("hvd_sparse::filter_threshold")
-    def _(values, threshold):
-        count = torch.library.get_ctx().new_dynamic_size()
-        return _empty(values, (count,), torch.int64), _empty(values, (count,))
-
-    @fake("hvd_sparse::select_threshold")
-    def _(values, k, method, sample_fraction, seed):
-        return _empty(values, (), torch.float64)
-
-    @fake("hvd_sparse::all_finite")
-    def _(values):
-        return _empty(values, (), torch.bool)
-
-
-def _register_wire_fakes() -> None:
-    """Tell torch.compile and fake tensors the shapes of what codes and decodes."""
-    fake = torch.library.register_fake
-
-    @fake("hvd_sparse::locate_payloads")
-    def _(gathered, ns, ranks, coding, value_dtype, columns):
-        return _empty(gathered, (2, ranks, len(ns)), torch.int64)
-
-    @fake("hvd_sparse::reduce_located")
-    def _(gathered, places, n, out, scale, coding, value_dtype, segments):
-        return None
-
-    @fake("hvd_sparse::encode_run_length")
-    def _(indices, n):
-        return _empty(indices, (-(-n // BLOCK),)), _empty(indices, indices.shape, torch.uint16)
-
-    @fake("hvd_sparse::decode_run_length")
-    def _(counts, runs, n):
-        return _empty(counts, runs.shape)
-
-    @fake("hvd_sparse::pack")
-    def _(indices, values, n, k, out, coding, value_dtype, segments):
-        return None
-
-    @fake("hvd_sparse::unpack")
-    def _(payload, n, k, coding, value_dtype, segments):
-        count = torch.library.get_ctx().new_dynamic_size()
-        wide = torch.float64 if value_dtype == "float64" else torch.float32
-        return _empty(payload, (count,), torch.int64), _empty(payload, (count,), wide)
-
-    @fake("hvd_sparse::reduce_payloads")
-    def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
-        return None
-
-    @fake("hvd_sparse::accumulate_bucket")
-    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
-        out = arguments[3]  # after ks, seed and hints; there may be no gradients
-        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
-
-    @fake("hvd_sparse::clear_bucket")
-    def _(message, *arguments):
-        return None
-
-    @fake("hvd_sparse::reduce_bucket")
-    def _(gathered, *arguments):
-        return None
-
-    @fake("hvd_sparse::quantize")
-    def _(values, value_dtype, centre, indices, segments):
-        return torch.empty_like(values)
-
-
-_register_selection_fakes()
-_register_wire_fakes()
+fakes.register(with_cuda=has_cuda("torch"))

@@ -26,6 +26,7 @@ class Parameters:
                 self._by_name[name] = parameter
         if not self._by_name:
             raise ValueError("named_parameters is empty; pass model.named_parameters() (an iterator serves only once)")
+        self.device = _device_of(self._by_name)
         self._names = list(self._by_name)
         self._follows: dict[str | None, str] = {}
         self._last: str | None = None
@@ -94,9 +95,21 @@ def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
         raise TypeError(f"{name}: a parameter must be a torch.Tensor, got {type(parameter).__name__}")
     if parameter.dtype not in DTYPES:
         raise TypeError(f"{name}: gradients must be float32, float64, float16 or bfloat16, got {parameter.dtype}")
-    if parameter.device.type != "cpu":
-        raise ValueError(f"{name}: parameters must be on the CPU in this version, got {parameter.device}")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: parameters must be on the CPU or on CUDA devices, got {parameter.device}")
     return name, parameter
+
+
+def _device_of(parameters: dict[str, torch.nn.Parameter]) -> torch.device:
+    """Return the device that all parameters share."""
+    first = next(iter(parameters))
+    for name, parameter in parameters.items():
+        if parameter.device != parameters[first].device:
+            raise ValueError(
+                f"all parameters of an optimizer must be on one device: {first} is on {parameters[first].device}, "
+                f"{name} on {parameter.device}. Build an optimizer and a compressor for each device"
+            )
+    return parameters[first].device
 
 
 def _could_be(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:

@@ -101,7 +101,7 @@ class Scope(abc.ABC):
             dense_bytes=entry.gradient.numel() * entry.gradient.element_size(), elements=entry.gradient.numel()
         )
         if self.is_dense(entry.name) and not entry.frozen:
-            entry.finite = bool(ops.all_finite(entry.gradient))
+            self._look(entry)
         carried = self._take(entry)
         self.traffic.count(payload_bytes=carried.numel() * carried.element_size())
         self._awaited.discard(entry.name)
@@ -152,6 +152,10 @@ class Scope(abc.ABC):
     def token(self) -> torch.Tensor:
         """Return the token: what becomes of it in Horovod's allreduce tells the reduction that was asked for."""
         return self._token.clone()
+
+    def _look(self, entry: Entry) -> None:
+        """Find out whether a gradient that travels dense is finite."""
+        entry.finite = bool(ops.all_finite(entry.gradient))
 
     @abc.abstractmethod
     def _take(self, entry: Entry) -> torch.Tensor:
@@ -205,8 +209,8 @@ class Scope(abc.ABC):
         self, selection: Selection | None, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None
     ) -> None:
         """Write a payload; no selection makes an empty contribution."""
-        indices = torch.empty(0, dtype=torch.int64) if selection is None else selection.indices
-        values = torch.empty(0) if selection is None else selection.sent
+        indices = out.new_empty(0, dtype=torch.int64) if selection is None else selection.indices
+        values = out.new_empty(0, dtype=torch.float32) if selection is None else selection.sent
         ops.pack(indices, values, n, k, out, self.algorithm.coding, self.algorithm.values, segments)
 
     def _payload_size(self, n: int, k: int, segments: torch.Tensor | None) -> int:
@@ -227,4 +231,4 @@ class Scope(abc.ABC):
 def place_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return where its sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
     in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
-    return gradient.view(-1) if in_place else torch.empty(gradient.numel())
+    return gradient.view(-1) if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)

@@ -110,7 +110,7 @@ class TensorScope(Scope):
             factor = memory.clip_factor(entry.gradient, self.exchange.size())
             carried, entry.commit = memory.take_all(entry.gradient, factor)
             return carried
-        return torch.zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
+        return entry.gradient.new_zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
 
     def _seal(self) -> None:
         """Start the buckets that miss a member."""
@@ -149,7 +149,11 @@ class TensorScope(Scope):
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
         sizes = {name: self._payload(name).size for name in names}
         buckets = plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)
-        return [Message(bucket, torch.zeros(bucket.size, dtype=torch.uint8)) for bucket in buckets]
+        return [Message(bucket, self._buffer(bucket.size)) for bucket in buckets]
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Make room for a message."""
+        return torch.zeros(size, dtype=torch.uint8)
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
@@ -171,27 +175,30 @@ class TensorScope(Scope):
                 self._pack(None, payload.n, payload.k, out, payload.segments)
         if not entries:
             return
-        payloads = [self._payload(name) for name in entries]
-        hints = [self._hints[name] for name in entries]
         memories = [self.memories[name] for name in entries]
         ranks, gradients = self.exchange.size(), [entry.gradient for entry in entries.values()]
-        info, finite = ops.accumulate_bucket(
+        self._compress(
+            entries,
             gradients,
             *destinations(memories),
             layout=self._layout(message, entries),
             out=message.buffer,
             factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
-            hints=[hint.value(payload.k) for hint, payload in zip(hints, payloads, strict=True)],
             seed=self.seed,
-            centre=self.algorithm.centre,
             **self._form(),
             **memories[0].rule(),
         )
-        for hint, payload, (threshold, passed) in zip(hints, payloads, info.tolist(), strict=True):
-            hint.update(payload.k, threshold, int(passed))
+        self.traffic.count(sent=sum(self._payload(name).k for name in entries))
+
+    def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
+        """Accumulate, select and pack; learn what the hints need, and which gradients were finite."""
+        hints, ks = [self._hints[name] for name in entries], options["layout"].ks
+        values = [hint.value(k) for hint, k in zip(hints, ks, strict=True)]
+        info, finite = ops.accumulate_bucket(*lists, hints=values, centre=self.algorithm.centre, **options)
+        for hint, k, (threshold, passed) in zip(hints, ks, info.tolist(), strict=True):
+            hint.update(k, threshold, int(passed))
         for entry, is_finite in zip(entries.values(), finite.tolist(), strict=True):
             entry.finite = is_finite
-        self.traffic.count(sent=sum(payload.k for payload in payloads))
 
     def _clear(self, message: Message) -> None:
         """Take what was sent out of the memories."""

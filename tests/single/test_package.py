@@ -64,3 +64,33 @@ def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("HVD_SPARSE_WITH_TORCH", "1")
     with pytest.raises(SystemExit, match="has no no_such_module"):
         wanted("TORCH", "no_such_module")
+
+
+def test_cuda_is_built_where_it_is_asked_for_or_pytorch_has_it(monkeypatch):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    for name in ("HVD_SPARSE_WITH_CUDA", "HVD_SPARSE_WITHOUT_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
+    built = ["-DHVD_SPARSE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=/somewhere/nvcc"]
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "/somewhere/nvcc")
+    for version in (None, "13.0"):
+        monkeypatch.setattr("torch.version.cuda", version)
+        assert options(with_torch=True) == (built if version else [])
+    assert options(with_torch=False) == []
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_CUDA", "1")
+    assert options(with_torch=True) == []
+    monkeypatch.delenv("HVD_SPARSE_WITHOUT_CUDA")
+    monkeypatch.setenv("HVD_SPARSE_WITH_CUDA", "1")
+    assert options(with_torch=False) == built
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(SystemExit, match="there is no nvcc"):
+        options(with_torch=True)
+
+
+def test_a_library_tells_whether_it_has_cuda_without_being_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY_DIRECTORY", tmp_path)
+    assert not library.has_cuda("torch")
+    (tmp_path / "libhvd_sparse_torch.so").write_bytes(b"no mark")
+    assert library.is_built("torch") and not library.has_cuda("torch")
+    (tmp_path / "libhvd_sparse_torch.so").write_bytes(b"\x7fELF" + library.CUDA_MARK + b"\0")
+    assert library.has_cuda("torch")

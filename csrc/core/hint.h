@@ -1,0 +1,42 @@
+// Last step's threshold as the guess at this step's: the rule of hvd_sparse/threshold.py's ThresholdHint, for where the
+// numbers must not leave the device between two steps.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace hvd_sparse {
+
+constexpr double kFirstMargin = 0.98;
+constexpr double kLowestMargin = 0.5;
+constexpr double kHighestMargin = 0.998;
+
+// Three float64, as they lie in a tensor.
+struct Hint {
+  double threshold;
+  double margin;
+  double k;
+};
+
+// The hint for a selection of k elements, 0 where there is none.
+HVD_SPARSE_HD inline double HintFor(const Hint& hint, int64_t k) {
+  return hint.k == static_cast<double>(k) ? hint.threshold * hint.margin : 0.0;
+}
+
+// Learns from a selection: its threshold, and how many elements reached the hint.
+HVD_SPARSE_HD inline void LearnHint(Hint* hint, int64_t k, double threshold, int64_t passed) {
+  if (HintFor(*hint, k) > 0.0) {
+    if (passed < k) {
+      const double lower = 1.0 - 2.0 * (1.0 - hint->margin);
+      hint->margin = lower > kLowestMargin ? lower : kLowestMargin;
+    } else if (passed > k + k / 4 + 16) {
+      const double higher = 1.0 - 0.9 * (1.0 - hint->margin);
+      hint->margin = higher < kHighestMargin ? higher : kHighestMargin;
+    }
+  }
+  hint->threshold = threshold;
+  hint->k = static_cast<double>(k);
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,39 @@
+// Where the parts of a payload lie, in bytes from its start: plain numbers, for whoever writes or reads it in parallel.
+#pragma once
+
+#include <cstddef>
+
+#include "payload.h"
+
+namespace hvd_sparse {
+
+constexpr uint32_t kMagic = 0x53445648u;  // "HVDS"
+constexpr uint8_t kVersion = 1;
+
+struct Header {
+  uint32_t magic;
+  uint8_t version;
+  uint8_t coding;
+  uint8_t dtype;
+  uint8_t zero;
+  uint64_t n;
+  uint64_t entries;
+  uint32_t checksum;
+  uint32_t zero_too;
+};
+static_assert(sizeof(Header) == 32 && offsetof(Header, checksum) == 24, "the header is part of the wire format");
+
+constexpr int64_t kPositionsAt = sizeof(Header);
+constexpr int64_t kChecksumAt = offsetof(Header, checksum);
+
+// The header of a payload, its checksum still zero.
+Header MakeHeader(const PayloadFormat& format, int64_t entries);
+
+// Where the values begin.
+int64_t ValuesAt(const PayloadFormat& format);
+
+// Of run lengths, from the start of the positions: u16 counts come first, then the bitmap of full blocks, u16 runs.
+int64_t FullAt(int64_t n);
+int64_t RunsAt(int64_t n, int64_t k);
+
+}  // namespace hvd_sparse

@@ -1,0 +1,43 @@
+#include "plan.h"
+
+#include "../core/elias_fano.h"
+#include "../core/run_length.h"
+#include "checksum.h"
+
+namespace hvd_sparse {
+
+Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
+  if (IsLowBit(format.dtype)) {
+    return Status::InvalidArgument(
+        "int2 and int1 values are made on the CPU only: their centres are sums in the order of entries; use float16, "
+        "bfloat16 or float32 on CUDA devices");
+  }
+  int64_t size = 0;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  const int64_t n = format.n;
+  const int64_t k = format.k;
+  *plan = {};
+  plan->header = MakeHeader(format, k);
+  plan->coding = ResolveCoding(format.coding, n, k);
+  plan->dtype = format.dtype;
+  plan->n = n;
+  plan->k = k;
+  plan->size = size;
+  plan->blocks = BlockCount(n);
+  plan->full_at = kPositionsAt + FullAt(n);
+  plan->runs_at = kPositionsAt + RunsAt(n, k);
+  plan->has_full = k >= kBlock;
+  plan->bits_at = kPositionsAt;
+  plan->bits = n;
+  if (plan->coding == Coding::kEliasFano) {
+    plan->low = EliasFanoLowBits(n, k);
+    plan->lower_bytes = EliasFanoLowerSize(n, k);
+    plan->bits_at += plan->lower_bytes;
+    plan->bits = ((n - 1) >> plan->low) + k;
+  }
+  plan->values_at = ValuesAt(format);
+  plan->checksum_start = ChecksumStart(size);
+  return Status::Ok();
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,35 @@
+// Exactly k of largest magnitude, on a device; see core/select.h. The result is a function of (values, k, seed) alone,
+// and the same as the core's.
+//
+// One pass over the data gathers what reaches a hint; the k-th largest of these few is then found by the digits of its
+// key. Were fewer than k gathered, or more than there is room for, the same kernels read all elements instead: which of
+// the two it is they learn on the device.
+#pragma once
+
+#include "../core/accumulate.h"
+#include "../core/hint.h"
+#include "../core/select.h"
+#include "launch.h"
+
+namespace hvd_sparse {
+
+// Where a selection goes: all on the device.
+struct SelectOutput {
+  int64_t* indices;  // k, ascending
+  void* values;      // k, of the element type; may be null
+  double* info;      // the smallest selected magnitude; how many elements reached the hint, k if there was none; and
+                     // with a gradient, 1 or 0: whether it was finite everywhere
+  Hint* hint;        // taken in place of params.threshold_hint, and updated; may be null
+};
+
+cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64_t* size);
+
+cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
+                                void* workspace, cudaStream_t stream);
+
+// Updates the memory, then selects the top k of the residual. The workspace is that of float32.
+cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
+                                    const SelectParams& params, Memory memory, const SelectOutput& output,
+                                    void* workspace, cudaStream_t stream);
+
+}  // namespace hvd_sparse

@@ -1,0 +1,37 @@
+// What threads of a warp or of a whole grid do together.
+#pragma once
+
+#include <cstdint>
+
+namespace hvd_sparse {
+
+using Count = unsigned long long;  // what atomics take
+
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// A place for each thread that wants one, after those that *counter has given out; -1 for the others. All threads of
+// the warp call it together; one of them asks for all.
+__device__ inline int64_t TakeSlot(bool wanted, Count* counter) {
+  const unsigned ballot = __ballot_sync(kWholeWarp, wanted);
+  if (ballot == 0) return -1;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int leader = __ffs(static_cast<int>(ballot)) - 1;
+  Count first = 0;
+  if (lane == leader) first = atomicAdd(counter, static_cast<Count>(__popc(ballot)));
+  first = __shfl_sync(kWholeWarp, first, leader);
+  const unsigned before = ballot & ((1u << lane) - 1u);
+  return wanted ? static_cast<int64_t>(first) + __popc(before) : -1;
+}
+
+// Whether this block is the last of the grid to come here: it then sees what all others wrote. All threads call it.
+__device__ inline bool IsLastBlock(unsigned* ticket) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  __syncthreads();
+  __threadfence();
+  return is_last;
+}
+
+}  // namespace hvd_sparse

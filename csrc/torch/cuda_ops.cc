@@ -1,0 +1,252 @@
+// torch.ops.hvd_sparse.* of single CUDA tensors: check, launch, raise. Work is enqueued on the current stream; only
+// filter_threshold and unpack wait for it, as the size of what they return depends on the data.
+#include <torch/library.h>
+
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "../cuda/accumulate.h"
+#include "../cuda/filter.h"
+#include "../cuda/finite.h"
+#include "../cuda/pack.h"
+#include "../cuda/quantize.h"
+#include "../cuda/select.h"
+#include "../cuda/threshold.h"
+#include "cuda_arguments.h"
+
+namespace hvd_sparse {
+
+// What hvd_sparse/library.py looks for.
+__attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with CUDA";
+
+Tensor& DecodeStatusOf(at::Device device) {
+  static std::mutex mutex;
+  static auto* all = new std::vector<Tensor>;  // never freed: CUDA may be gone before what is static
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto index = static_cast<size_t>(device.index());
+  if (all->size() <= index) all->resize(index + 1);
+  Tensor& status = (*all)[index];
+  if (!status.defined()) status = at::zeros({2}, at::TensorOptions().device(device).dtype(at::kLong));
+  return status;
+}
+
+namespace {
+
+Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& method, double fraction, int64_t seed) {
+  const CudaCall call("select_threshold", "values", values);
+  TORCH_CHECK_VALUE(method == "exact" || method == "sampled",
+                    "hvd_sparse.select_threshold: method must be exact or sampled, got ", method);
+  const auto kind = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
+  const Tensor flat = values.contiguous();
+  const Array array = AsArray(call.op(), flat);
+  ThresholdPlan plan;
+  call.Check(PlanThreshold(array.size, {k, kind, fraction, static_cast<uint64_t>(seed)}, &plan));
+  const Tensor workspace = call.Bytes(select_threshold_workspace_size(array.dtype, plan));
+  Tensor threshold = call.Empty({}, at::kDouble);
+  call.Run(select_threshold_launch(array, plan, static_cast<uint64_t>(seed), threshold.mutable_data_ptr<double>(),
+                                   workspace.data_ptr(), call.stream()));
+  return threshold;
+}
+
+Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tensor> velocity,
+                    const std::optional<Tensor>& parameter, double factor, double momentum, bool nesterov,
+                    double weight_decay) {
+  const CudaCall call("accumulate", "gradient", gradient);
+  const Tensor flat = gradient.contiguous();
+  const Accumulation a =
+      AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
+  Tensor finite = at::ones({}, at::TensorOptions().device(call.device()).dtype(at::kBool));
+  call.Run(accumulate_launch(a.gradient, a.params, a.memory, finite.mutable_data_ptr<bool>(), {}, call.stream()));
+  return finite;
+}
+
+// Indices, values and info of a selection in tensors of `dtype`, with room for its work.
+struct Selected {
+  Selected(const CudaCall& call, const Array& array, at::ScalarType dtype, int64_t k, int64_t numbers) {
+    call.Check(CheckCount(k, array.size));
+    int64_t size = 0;
+    call.Run(select_top_k_workspace_size(array.dtype, array.size, k, &size));
+    workspace = call.Bytes(size);
+    indices = call.Empty({k}, at::kLong);
+    values = call.Empty({k}, dtype);
+    info = call.Empty({numbers}, at::kDouble);
+    output = {indices.mutable_data_ptr<int64_t>(), values.data_ptr(), info.mutable_data_ptr<double>(), nullptr};
+  }
+
+  Tensor workspace, indices, values, info;
+  SelectOutput output;
+};
+
+std::tuple<Tensor, Tensor, Tensor> AccumulateTopKOp(const Tensor& gradient, Tensor residual,
+                                                    std::optional<Tensor> velocity,
+                                                    const std::optional<Tensor>& parameter, double factor,
+                                                    double momentum, bool nesterov, double weight_decay, int64_t k,
+                                                    int64_t seed, double threshold_hint) {
+  const CudaCall call("accumulate_top_k", "gradient", gradient);
+  const Tensor flat = gradient.contiguous();
+  const Accumulation a =
+      AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
+  const Selected selected(call, {a.memory.residual, flat.numel(), DType::kFloat32}, at::kFloat, k, 3);
+  call.Run(accumulate_top_k_launch(a.gradient, a.params, {k, threshold_hint, static_cast<uint64_t>(seed)}, a.memory,
+                                   selected.output, selected.workspace.data_ptr(), call.stream()));
+  return {selected.indices, selected.values, selected.info};
+}
+
+std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
+  const CudaCall call("select_top_k", "values", values);
+  const Tensor flat = values.contiguous();
+  const Array array = AsArray(call.op(), flat);
+  const Selected selected(call, array, flat.scalar_type(), k, 2);
+  call.Run(select_top_k_launch(array, {k, threshold_hint, static_cast<uint64_t>(seed)}, selected.output,
+                               selected.workspace.data_ptr(), call.stream()));
+  return {selected.indices, selected.values, selected.info};
+}
+
+std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double threshold) {
+  const CudaCall call("filter_threshold", "values", values);
+  TORCH_CHECK_VALUE(threshold >= 0, "hvd_sparse.filter_threshold: threshold must be a number >= 0, got ", threshold);
+  const Tensor flat = values.contiguous();
+  const Array array = AsArray(call.op(), flat);
+  const Tensor found = call.Empty({}, at::kLong);
+  call.Run(count_reaching_launch(array, threshold, static_cast<unsigned long long*>(found.data_ptr()), call.stream()));
+  const auto count = found.item<int64_t>();  // waits
+  Tensor indices = call.Empty({count}, at::kLong);
+  Tensor selected = call.Empty({count}, flat.scalar_type());
+  if (count == 0) return {indices, selected};
+  int64_t size = 0;
+  call.Run(filter_threshold_workspace_size(array.size, count, &size));
+  const Tensor workspace = call.Bytes(size);
+  call.Run(filter_threshold_launch(array, threshold, count, indices.mutable_data_ptr<int64_t>(), selected.data_ptr(),
+                                   workspace.data_ptr(), call.stream()));
+  return {indices, selected};
+}
+
+Tensor AllFiniteOp(const Tensor& values) {
+  const CudaCall call("all_finite", "values", values);
+  const Tensor flat = values.contiguous();
+  Tensor finite = call.Empty({}, at::kBool);
+  call.Run(all_finite_launch(AsArray(call.op(), flat), finite.mutable_data_ptr<bool>(), call.stream()));
+  return finite;
+}
+
+void PackOp(const Tensor& indices, const Tensor& values, int64_t n, int64_t k, Tensor out, const std::string& coding,
+            const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  const CudaCall call("pack", "out", out);
+  const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
+  call.CheckTensorHere("indices", indices, at::kLong);
+  call.CheckTensorHere("values", values, plan.dtype == DType::kFloat64 ? at::kDouble : at::kFloat);
+  call.CheckTensorHere("out", out, at::kByte);
+  const int64_t entries = indices.numel();
+  TORCH_CHECK_VALUE(entries == values.numel(), "hvd_sparse.pack: ", entries, " indices but ", values.numel(),
+                    " values");
+  TORCH_CHECK_VALUE(entries == k || entries == 0, "hvd_sparse.pack: a payload holds k = ", k, " entries or none, got ",
+                    entries);
+  TORCH_CHECK_VALUE(out.numel() == plan.size, "hvd_sparse.pack: out must have ", plan.size, " bytes, got ",
+                    out.numel());
+  CheckAligned(call, "out", out.const_data_ptr());
+  const Tensor workspace = call.Bytes(pack_workspace_size());
+  call.Run(pack_launch(plan, indices.const_data_ptr<int64_t>(), values.const_data_ptr(), entries,
+                       out.mutable_data_ptr<uint8_t>(), workspace.data_ptr(), call.stream()));
+}
+
+const char* NameOf(int64_t check) {
+  switch (static_cast<PayloadCheck>(check)) {
+    case PayloadCheck::kMagic: return "magic";
+    case PayloadCheck::kVersion: return "version";
+    case PayloadCheck::kCoding: return "coding";
+    case PayloadCheck::kValueType: return "value dtype";
+    case PayloadCheck::kReserved: return "reserved field";
+    case PayloadCheck::kElements: return "element count n";
+    case PayloadCheck::kEntries: return "entries";
+    case PayloadCheck::kChecksum: return "checksum";
+    case PayloadCheck::kPositions: break;
+  }
+  return "positions";
+}
+
+std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k, const std::string& coding,
+                                    const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  const CudaCall call("unpack", "payload", payload);
+  const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
+  call.CheckTensorHere("payload", payload, at::kByte);
+  TORCH_CHECK_VALUE(payload.numel() == plan.size, "hvd_sparse.unpack: payload size in bytes is ", payload.numel(),
+                    ", expected ", plan.size);
+  const Tensor workspace = call.Bytes(unpack_workspace_size(plan));
+  const Tensor report = call.Empty({2}, at::kLong);
+  Tensor indices = call.Empty({k}, at::kLong);
+  Tensor values = call.Empty({k}, plan.dtype == DType::kFloat64 ? at::kDouble : at::kFloat);
+  call.Run(unpack_launch(plan, payload.const_data_ptr<uint8_t>(), report.data_ptr<int64_t>(),
+                         indices.mutable_data_ptr<int64_t>(), values.data_ptr(), workspace.data_ptr(), call.stream()));
+  const Tensor said = report.cpu();  // waits
+  const auto failure = said.const_data_ptr<int64_t>()[0];
+  TORCH_CHECK_VALUE(failure == kNoFailure, "hvd_sparse.unpack: payload ", NameOf(failure % kChecksEach),
+                    " is not what was expected");
+  const auto entries = said.const_data_ptr<int64_t>()[1];
+  return {indices.narrow(0, 0, entries), values.narrow(0, 0, entries)};
+}
+
+void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                      const std::string& coding, const std::string& value_dtype,
+                      const std::optional<Tensor>& segments) {
+  const CudaCall call("reduce_payloads", "gathered", gathered);
+  const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
+  call.CheckTensorHere("gathered", gathered, at::kByte);
+  call.CheckTensorHere("out", out, at::kFloat);
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset,
+                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ",
+                    offset, ", got ", gathered.sizes());
+  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.reduce_payloads: too many ranks");
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.reduce_payloads: out must have ", n, " elements, got ", out.numel());
+  const Tensor workspace = call.Bytes(reduce_payloads_workspace_size(plan, gathered.size(0)));
+  call.Run(reduce_payloads_launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                                  static_cast<float>(scale), out.mutable_data_ptr<float>(), call.decode_status(),
+                                  workspace.data_ptr(), call.stream()));
+}
+
+Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
+                  const std::optional<Tensor>& /*indices*/, const std::optional<Tensor>& /*segments*/) {
+  const CudaCall call("quantize", "values", values);
+  call.CheckTensorHere("values", values, at::kFloat);
+  ParseCentre(call.op(), centre);
+  const DType dtype = ParseDType(call.op(), value_dtype);
+  TORCH_CHECK_VALUE(!IsLowBit(dtype), "hvd_sparse.quantize: int2 and int1 values are made on the CPU only");
+  Tensor result = at::empty_like(values);
+  call.Run(quantize_launch(values.const_data_ptr<float>(), values.numel(), dtype, result.mutable_data_ptr<float>(),
+                           call.stream()));
+  return result;
+}
+
+Tensor TakeDecodeStatusOp(const Tensor& like) {
+  const CudaCall call("take_decode_status", "like", like);
+  Tensor& status = DecodeStatusOf(call.device());
+  Tensor taken = status.clone();
+  status.zero_();
+  return taken;
+}
+
+void Refuse(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit::Stack* /*stack*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.operator_name(), " takes no CUDA tensors in this version: pass CPU copies");
+}
+
+}  // namespace
+}  // namespace hvd_sparse
+
+TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) { m.def("take_decode_status(Tensor like) -> Tensor"); }
+
+TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
+  m.impl("accumulate", &hvd_sparse::AccumulateOp);
+  m.impl("accumulate_top_k", &hvd_sparse::AccumulateTopKOp);
+  m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
+  m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
+  m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);
+  m.impl("all_finite", &hvd_sparse::AllFiniteOp);
+  m.impl("pack", &hvd_sparse::PackOp);
+  m.impl("unpack", &hvd_sparse::UnpackOp);
+  m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("quantize", &hvd_sparse::QuantizeOp);
+  m.impl("take_decode_status", &hvd_sparse::TakeDecodeStatusOp);
+  for (const char* name : {"encode_run_length", "decode_run_length", "locate_payloads", "reduce_located"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&hvd_sparse::Refuse>());
+  }
+}

@@ -1,0 +1,114 @@
+"""What the native operators return, without running them: shapes and types, for torch.compile and fake tensors."""
+
+import torch
+
+from hvd_sparse.wire import BLOCK
+
+
+def register(with_cuda: bool) -> None:
+    """Tell torch of all operators, once their library is loaded; some are there only if it was built with CUDA."""
+    _register_selection_fakes()
+    _register_wire_fakes()
+    if with_cuda:
+        _register_cuda_fakes()
+
+
+def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a tensor of this shape where `values` is."""
+    return values.new_empty(shape, dtype=dtype or values.dtype)
+
+
+def _register_selection_fakes() -> None:
+    """Tell torch.compile and fake tensors the shapes of what accumulates and selects."""
+    fake = torch.library.register_fake
+
+    @fake("hvd_sparse::accumulate")
+    def _(gradient, residual, *rule):
+        return _empty(gradient, (), torch.bool)
+
+    @fake("hvd_sparse::accumulate_top_k")
+    def _(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay, k, seed, threshold_hint):
+        return _empty(residual, (k,), torch.int64), _empty(residual, (k,)), _empty(residual, (3,), torch.float64)
+
+    @fake("hvd_sparse::select_top_k")
+    def _(values, k, seed, threshold_hint):
+        return _empty(values, (k,), torch.int64), _empty(values, (k,)), _empty(values, (2,), torch.float64)
+
+    @fake("hvd_sparse::filter_threshold")
+    def _(values, threshold):
+        count = torch.library.get_ctx().new_dynamic_size()
+        return _empty(values, (count,), torch.int64), _empty(values, (count,))
+
+    @fake("hvd_sparse::select_threshold")
+    def _(values, k, method, sample_fraction, seed):
+        return _empty(values, (), torch.float64)
+
+    @fake("hvd_sparse::all_finite")
+    def _(values):
+        return _empty(values, (), torch.bool)
+
+
+def _register_wire_fakes() -> None:
+    """Tell torch.compile and fake tensors the shapes of what codes and decodes."""
+    fake = torch.library.register_fake
+
+    @fake("hvd_sparse::locate_payloads")
+    def _(gathered, ns, ranks, coding, value_dtype, columns):
+        return _empty(gathered, (2, ranks, len(ns)), torch.int64)
+
+    @fake("hvd_sparse::reduce_located")
+    def _(gathered, places, n, out, scale, coding, value_dtype, segments):
+        return None
+
+    @fake("hvd_sparse::encode_run_length")
+    def _(indices, n):
+        return _empty(indices, (-(-n // BLOCK),)), _empty(indices, indices.shape, torch.uint16)
+
+    @fake("hvd_sparse::decode_run_length")
+    def _(counts, runs, n):
+        return _empty(counts, runs.shape)
+
+    @fake("hvd_sparse::pack")
+    def _(indices, values, n, k, out, coding, value_dtype, segments):
+        return None
+
+    @fake("hvd_sparse::unpack")
+    def _(payload, n, k, coding, value_dtype, segments):
+        count = torch.library.get_ctx().new_dynamic_size()
+        wide = torch.float64 if value_dtype == "float64" else torch.float32
+        return _empty(payload, (count,), torch.int64), _empty(payload, (count,), wide)
+
+    @fake("hvd_sparse::reduce_payloads")
+    def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
+        return None
+
+    @fake("hvd_sparse::accumulate_bucket")
+    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
+        out = arguments[3]  # after ks, seed and hints; there may be no gradients
+        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
+
+    @fake("hvd_sparse::clear_bucket")
+    def _(message, *arguments):
+        return None
+
+    @fake("hvd_sparse::reduce_bucket")
+    def _(gathered, *arguments):
+        return None
+
+    @fake("hvd_sparse::quantize")
+    def _(values, value_dtype, centre, indices, segments):
+        return torch.empty_like(values)
+
+
+def _register_cuda_fakes() -> None:
+    """Tell the same of what there is on CUDA devices only."""
+    fake = torch.library.register_fake
+
+    @fake("hvd_sparse::accumulate_bucket_hinted")
+    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
+        out = arguments[3]  # after ks, seed and hints
+        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
+
+    @fake("hvd_sparse::take_decode_status")
+    def _(like):
+        return _empty(like, (2,), torch.int64)

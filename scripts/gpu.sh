@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build the ops of PyTorch in place with the Python that is there, for the GPU that is there, and use them:
+#   gpu.sh test               tests/gpu
+#   gpu.sh bench [OPTION...]  benchmarks/gpu.py
+# Needs one GPU, a PyTorch with CUDA, nvcc, CMake 3.18; no Horovod, no network, no .venv.
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+
+stop() {
+    printf 'hvd_sparse: %s\n  -> %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+"$PYTHON" -c 'import torch' 2>/dev/null || stop "$PYTHON has no PyTorch" "name one that has: make PYTHON=/path/to/python3"
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    stop "PyTorch of $PYTHON sees no GPU" "run this on a machine with one, with a PyTorch that was built with CUDA"
+"$PYTHON" -c 'import setuptools' 2>/dev/null || stop "$PYTHON has no setuptools" "install it: $PYTHON -m pip install setuptools"
+PATH="$PATH:$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+export PATH CUDAARCHS
+unset MAKEFLAGS MFLAGS  # those of the make that runs this would build one file at a time
+command -v cmake >/dev/null || stop "there is no cmake" "install it: $PYTHON -m pip install cmake"
+CUDAARCHS=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
+
+HVD_SPARSE_WITH_TORCH=1 HVD_SPARSE_WITHOUT_TENSORFLOW=1 HVD_SPARSE_WITH_CUDA=1 \
+    "$PYTHON" setup.py -q build_ext --inplace --build-temp build/gpu
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+case ${1:-test} in
+test)
+    if "$PYTHON" -c 'import pytest' 2>/dev/null; then
+        "$PYTHON" -m pytest -q tests/gpu
+    else
+        "$PYTHON" tests/gpu/run.py
+    fi
+    ;;
+bench) "$PYTHON" benchmarks/gpu.py "${@:2}" ;;
+*) stop "no command named $1" "test or bench" ;;
+esac

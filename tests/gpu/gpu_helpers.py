@@ -1,0 +1,92 @@
+"""Values of every awkward kind, and comparisons between the devices. No pytest: see run.py."""
+
+import math
+
+import numpy as np
+import torch
+
+from hvd_sparse.library import has_cuda
+from hvd_sparse.torch import ops
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SIZES = (1, 2, 31, 257, 4099, 65_535, 65_536, 65_537, 131_072, 3_000_001)
+CODINGS = ("run_length", "elias_fano", "bitmap", "auto")
+VALUE_DTYPES = ("float32", "float64", "float16", "bfloat16", "none")
+
+
+def reason_to_skip() -> str | None:
+    """Say why nothing here can run, if so."""
+    if not torch.cuda.is_available():
+        return "there is no GPU, or PyTorch was built without CUDA"
+    if not has_cuda("torch"):
+        return "hvd_sparse was built without CUDA: make test-gpu builds it"
+    return None
+
+
+def _with_some(values, rng, *specials):
+    values[rng.random(values.size) < 0.3] = specials[0]
+    values[rng.random(values.size) < 0.1] = specials[-1]
+    return values
+
+
+KINDS = {
+    "normal": lambda n, rng: rng.standard_normal(n),
+    "ties": lambda n, rng: rng.integers(-3, 4, n).astype(float),
+    "zeros": lambda n, rng: np.where(rng.random(n) < 0.5, 0.0, -0.0),
+    "constant": lambda n, rng: np.full(n, -0.25),
+    "nan": lambda n, rng: _with_some(rng.standard_normal(n), rng, math.nan, 0.0),
+    "all_nan": lambda n, rng: np.full(n, math.nan),
+    "infinite": lambda n, rng: _with_some(rng.standard_normal(n), rng, math.inf, -math.inf),
+    "denormal": lambda n, rng: rng.integers(-9, 10, n) * (2.0**-149 if n % 2 else 2.0**-24),
+    "sparse": lambda n, rng: rng.standard_normal(n) * (rng.random(n) < 0.0005),
+    "heavy_tailed": lambda n, rng: rng.standard_cauchy(n),
+}
+
+
+def make(kind: str, n: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """Draw values on the CPU, the same for the same arguments."""
+    return torch.from_numpy(KINDS[kind](n, np.random.default_rng([seed, n]))).to(dtype)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, context="") -> None:
+    """Equal type, shape and bits, of NaN only the place; `found` lies on the GPU."""
+    assert found.is_cuda, context
+    found, expected = found.cpu(), expected.cpu()
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (context, found.shape, expected.shape)
+    if found.dtype.is_floating_point:
+        nan = found.isnan() & expected.isnan()
+        found, expected = found.masked_fill(nan, 0.0), expected.masked_fill(nan, 0.0)
+    same = (
+        found.contiguous().view(torch.uint8) == expected.contiguous().view(torch.uint8)
+        if found.dim()
+        else found == expected
+    )
+    assert bool(same.all()), (context, f"{int((~same).sum())} of {same.numel()} differ", found, expected)
+
+
+def assert_refuses(call, *arguments, says: str = "", **options) -> None:
+    """`call` raises, and its message holds `says`."""
+    try:
+        call(*arguments, **options)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        assert says in str(error), str(error)
+        return
+    raise AssertionError(f"{call} took it")
+
+
+def draw_entries(n: int, k: int, value_dtype: str = "float32", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """k ascending indices of n, and values, on the CPU."""
+    rng = np.random.default_rng([seed, n, k])
+    indices = np.sort(rng.choice(n, k, replace=False)) if k < n else np.arange(n)
+    values = rng.standard_normal(k).astype(np.float64 if value_dtype == "float64" else np.float32)
+    return torch.from_numpy(indices.astype(np.int64)), torch.from_numpy(values)
+
+
+def packed(n: int, k: int, coding: str, value_dtype: str, seed: int = 0, entries: bool = True) -> torch.Tensor:
+    """Make a payload on the CPU, of k entries or of none."""
+    indices, values = draw_entries(n, k, value_dtype, seed)
+    if not entries:
+        indices, values = indices[:0], values[:0]
+    out = torch.empty(ops.payload_size(n, k, coding, value_dtype), dtype=torch.uint8)
+    ops.pack(indices, values, n, k, out, coding, value_dtype)
+    return out

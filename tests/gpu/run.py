@@ -1,0 +1,34 @@
+"""Run the tests of this folder without pytest: python tests/gpu/run.py"""
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+from gpu_helpers import reason_to_skip
+
+
+def main() -> int:
+    """Call every test function of every file; return how many failed."""
+    reason = reason_to_skip()
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    failed = passed = 0
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        module = importlib.import_module(path.stem)
+        for name in [name for name in vars(module) if name.startswith("test_")]:
+            try:
+                getattr(module, name)()
+                passed += 1
+                print(f"ok      {path.stem}.{name}", flush=True)
+            except Exception:
+                failed += 1
+                print(f"FAILED  {path.stem}.{name}", flush=True)
+                traceback.print_exc()
+    print(f"{passed} passed, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() != 0)

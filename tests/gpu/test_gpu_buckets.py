@@ -1,0 +1,165 @@
+"""Buckets of CUDA tensors: the same as on the CPU, without waiting, and with hints that stay on the device."""
+
+import torch
+from gpu_helpers import assert_refuses, assert_same, make
+
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import ops
+
+NUMELS = (1, 7, 1000, 65_537, 1_000_003)
+RULES = ({}, {"momentum": 0.9}, {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01})
+FORMS = (
+    {},
+    {"value_dtype": "float16", "coding": "elias_fano"},
+    {"value_dtype": "bfloat16", "coding": "auto"},
+    {"coding": "bitmap"},
+)
+
+
+class Bucket:
+    """Tensors of all sizes on a device, with memories, and where their payloads go."""
+
+    def __init__(self, device, rule, form, dtype=torch.float32):
+        self.device, self.rule, self.form, self.dtype = device, rule, form, dtype
+        self.residuals = [make("normal", n, seed=1).to(device) for n in NUMELS]
+        self.velocities = [make("normal", n, seed=2).to(device) for n in NUMELS] if rule else []
+        decays = "weight_decay" in rule
+        self.parameters = [make("normal", n, seed=3).to(device) for n in NUMELS] if decays else []
+        self.ks = [max(1, n // 100) for n in NUMELS]
+        self.sizes = [ops.payload_size(n, k, **form) for n, k in zip(NUMELS, self.ks, strict=True)]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(NUMELS))]
+        self.out = torch.full((sum(self.sizes),), 7, dtype=torch.uint8, device=device)
+        self.sums = [torch.full((n,), 9.0, device=device) for n in NUMELS]
+        members = (range(len(NUMELS)), [0] * len(NUMELS))
+        self.layout = ops.Layout(NUMELS, self.ks, self.offsets, [None] * len(NUMELS), *members)
+        self.hints = ops.new_hints(len(NUMELS), device)
+
+    def gradients(self, step):
+        return [make("normal", n, self.dtype, seed=10 + step).to(self.device) for n in NUMELS]
+
+    def arguments(self, gradients):
+        lists = (gradients, self.residuals, self.velocities, self.parameters)
+        return lists, {"factors": [0.5] * len(NUMELS), "out": self.out, "layout": self.layout, **self.rule, **self.form}
+
+    def accumulate(self, gradients, hints, seed=3):
+        lists, options = self.arguments(gradients)
+        return ops.accumulate_bucket(*lists, hints=hints, seed=seed, **options)
+
+    def accumulate_hinted(self, gradients, seed=3):
+        lists, options = self.arguments(gradients)
+        return ops.accumulate_bucket_hinted(*lists, hints=self.hints, seed=seed, **options)
+
+    def clear(self):
+        ops.clear_bucket(self.out, self.residuals, self.velocities, layout=self.layout, **self.form)
+
+    def reduce(self, gathered):
+        ops.reduce_bucket(gathered, self.sums, 0.5, layout=self.layout, **self.form)
+
+
+def assert_equal(found, expected, context):
+    assert_same(found.out, expected.out, context)
+    for name in ("residuals", "velocities", "sums"):
+        for mine, theirs in zip(getattr(found, name), getattr(expected, name), strict=True):
+            assert_same(mine, theirs, (name, context))
+
+
+def test_a_bucket_is_that_of_the_cpu():
+    for rule in RULES:
+        for form in FORMS:
+            for dtype in (torch.float32, torch.bfloat16):
+                found, expected = Bucket("cuda", rule, form, dtype), Bucket("cpu", rule, form, dtype)
+                for hint in (2.0, 1e-6, 1e6):
+                    infos = [bucket.accumulate(bucket.gradients(0), [hint] * 5) for bucket in (found, expected)]
+                    (info, finite), (expected_info, expected_finite) = infos
+                    assert info[:, 0].tolist() == expected_info[:, 0].tolist(), (rule, form)
+                    assert finite.tolist() == expected_finite.tolist(), (rule, form)
+                    for bucket in (found, expected):
+                        bucket.clear()
+                        bucket.reduce(torch.stack([bucket.out, bucket.out, bucket.out]))
+                    assert_equal(found, expected, (rule, form, dtype, hint))
+    assert ops.take_decode_status(found.out).tolist() == [0, 0]
+
+
+def test_hints_that_stay_on_the_device_follow_the_rule():
+    found, expected = Bucket("cuda", RULES[1], {}), Bucket("cpu", RULES[1], {})
+    hints = [ThresholdHint() for _ in NUMELS]
+    for step in range(12):
+        guesses = [hint.value(k) for hint, k in zip(hints, expected.ks, strict=True)]
+        info, finite = found.accumulate_hinted(found.gradients(step), seed=step)
+        expected_info, expected_finite = expected.accumulate(expected.gradients(step), guesses, seed=step)
+        assert finite.tolist() == expected_finite.tolist()
+        for hint, k, row, mine in zip(hints, expected.ks, expected_info.tolist(), info.tolist(), strict=True):
+            assert mine[0] == row[0]
+            hint.update(k, mine[0], int(mine[1]))
+        for bucket in (found, expected):
+            bucket.clear()
+        assert_equal(found, expected, step)
+        kept = [[hint.threshold, hint.margin, float(hint.k)] for hint in hints]
+        assert found.hints.tolist() == kept, step
+
+
+def test_nothing_waits():
+    bucket = Bucket("cuda", RULES[1], {})
+    gradients = bucket.gradients(0)
+    bucket.accumulate(gradients, [2.0] * 5)
+    bucket.reduce(torch.stack([bucket.out] * 4))  # warm: the allocator may wait for memory the first time
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bucket.accumulate(gradients, [2.0] * 5)
+        bucket.accumulate_hinted(gradients)
+        bucket.clear()
+        bucket.reduce(torch.stack([bucket.out] * 4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_graph_holds_a_whole_step():
+    found, expected = Bucket("cuda", RULES[1], {}), Bucket("cuda", RULES[1], {})
+    gradients = found.gradients(0)
+
+    def step(bucket):
+        bucket.accumulate_hinted(gradients)
+        bucket.clear()
+        bucket.reduce(torch.stack([bucket.out] * 3))
+
+    step(Bucket("cuda", RULES[1], {}))  # what is made once must not be made in a graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # refuses whatever waits or allocates behind the allocator's back
+        step(found)
+    for _ in range(3):
+        graph.replay()
+        step(expected)
+        assert_equal(found, expected, "replayed")
+
+
+def test_a_damaged_message_of_ones_own_clears_nothing():
+    bucket = Bucket("cuda", RULES[1], {})
+    bucket.accumulate(bucket.gradients(0), [2.0] * 5)
+    ops.take_decode_status(bucket.out)
+    before = [tensor.clone() for tensor in (*bucket.residuals, *bucket.velocities)]
+    for offset in bucket.offsets:
+        bucket.out[offset + 33] ^= 1
+    bucket.clear()
+    for tensor, was in zip((*bucket.residuals, *bucket.velocities), before, strict=True):
+        assert_same(tensor, was)
+    assert ops.take_decode_status(bucket.out).tolist() == [len(NUMELS), 8]
+    bucket.reduce(torch.stack([bucket.out] * 2))
+    assert all(bool(total.isnan().all()) for total in bucket.sums)
+    assert ops.take_decode_status(bucket.out).tolist()[0] == len(NUMELS)
+
+
+def test_what_a_bucket_refuses():
+    bucket = Bucket("cuda", {}, {})
+    gradients = bucket.gradients(0)
+    assert_refuses(bucket.accumulate, gradients[:-1], [0.0] * 5, says="one a member")
+    assert_refuses(bucket.accumulate, [gradient.cpu() for gradient in gradients], [0.0] * 5, says="gradient must be on")
+    shared = bucket.layout._replace(selections=[0, 1, 2, 3, 3])
+    layout, bucket.layout = bucket.layout, shared
+    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="each member has a selection of its own")
+    bucket.layout = layout
+    bucket.form = {"value_dtype": "int1"}
+    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="CPU only")
+    bucket.form = {"value_dtype": "float64"}
+    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="float32")

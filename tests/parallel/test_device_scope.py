@@ -1,0 +1,73 @@
+"""The scope of parameters on a CUDA device, driven on the CPU: the same memories and sums as the CPU's own, to the bit.
+
+Of the device it needs one operator that the CPU lacks, which is put together here from those that it has.
+"""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import draw
+from helpers import drive, make_parameters, memory_of
+
+from hvd_sparse.algorithms import DeepGradientCompression, TopK
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.torch import Compression, compression, device_scope, ops
+
+SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
+STEPS = 5
+
+
+def accumulate_bucket_hinted(*lists, hints, **options):
+    """Do on the CPU what the operator of CUDA devices does."""
+    kept, ks = [ThresholdHint(*row) for row in hints.tolist()], options["layout"].ks
+    values = [hint.value(k) for hint, k in zip(kept, ks, strict=True)]
+    info, finite = ops.accumulate_bucket(*lists, hints=values, **options)
+    for hint, k, row in zip(kept, ks, info.tolist(), strict=True):
+        hint.update(k, row[0], int(row[1]))
+    hints.copy_(torch.tensor([[hint.threshold, hint.margin, hint.k] for hint in kept], dtype=torch.float64))
+    return info, finite
+
+
+def trained(values, spoilt_step):
+    parameters = make_parameters(SHAPES)
+    compressor = Compression.dgc(parameters.items(), density=0.01, warmup=2, values=values, bucket_bytes=300)
+    sums = []
+    for step in range(STEPS):
+        gradients = draw(SHAPES, step, hvd.rank())
+        if step == spoilt_step and hvd.rank() == hvd.size() - 1:
+            gradients["small"].flat[5] = np.inf
+            gradients["big"].flat[7] = np.nan
+        sums.append(drive(compressor, parameters, gradients))
+    return (
+        sums,
+        {name: memory_of(compressor, parameters, name) for name in SHAPES},
+        compressor.stats()["total"]["payload_bytes"],
+    )
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spoilt_step", [None, 0, 3])
+def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step):
+    expected = trained(values, spoilt_step)
+    monkeypatch.setattr(ops, "accumulate_bucket_hinted", accumulate_bucket_hinted)
+    monkeypatch.setitem(compression.SCOPES, "tensor", device_scope.DeviceTensorScope)
+    found = trained(values, spoilt_step)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_there_is_not_on_a_device_yet_is_refused(monkeypatch):
+    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
+    assert device_scope.device_layout(DeepGradientCompression()) is device_scope.DeviceTensorScope
+    for algorithm, message in ((TopK(), "laid out by model"), (DeepGradientCompression(values="int1"), "got int1")):
+        with pytest.raises(ValueError, match=message):
+            device_scope.device_layout(algorithm)
+    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
+    with pytest.raises(ValueError, match="HVD_SPARSE_WITH_CUDA=1"):
+        device_scope.device_layout(DeepGradientCompression())
+
+
+def test_parameters_on_two_devices_are_refused():
+    parameters = {"here": torch.nn.Parameter(torch.ones(3)), "there": torch.nn.Parameter(torch.ones(3, device="meta"))}
+    with pytest.raises(ValueError, match="on the CPU or on CUDA devices, got meta"):
+        Compression.dgc(parameters.items())
