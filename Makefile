@@ -74,10 +74,10 @@ coverage: setup  ## count the lines of the core that the native tests run
 build-cuda: setup  ## compile the CUDA code and its ops for three generations of GPUs; needs nvcc, no GPU
 	@scripts/cuda.sh
 
-test-gpu:  ## build in place with $$PYTHON, and test the ops on a GPU against those on the CPU
+test-gpu:  ## build in place with PYTHON, and test the ops on a GPU against those on the CPU
 	@scripts/gpu.sh test
 
-bench-gpu:  ## build in place with $$PYTHON, check, then time the ops on a GPU
+bench-gpu:  ## build in place with PYTHON, check, then time the ops on a GPU
 	@scripts/gpu.sh bench
 
 lint: setup  ## check style: ruff, clang-format
