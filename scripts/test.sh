@@ -23,7 +23,7 @@ compile() {  # DIRECTORY OPTION...
 }
 
 native() {  # DIRECTORY OPTION...
-    compile "$@" && ctest --test-dir "build/$1" --output-on-failure --timeout 300
+    compile "$@" && ctest --test-dir "build/$1" -j "$(nproc)" --output-on-failure --timeout 300
 }
 
 # ThreadSanitizer wants addresses where some kernels put other things, unless they are told to shuffle nothing.
@@ -37,7 +37,7 @@ threads() {
         plain="setarch -R"
         $plain $probe 2>>$probe.log || { echo "left out: ThreadSanitizer cannot start here (build/thread-sanitizer.log)"; return; }
     fi
-    compile threads -DHVD_SPARSE_SANITIZE=thread && $plain ctest --test-dir build/threads --output-on-failure --timeout 300
+    compile threads -DHVD_SPARSE_SANITIZE=thread && $plain ctest --test-dir build/threads -j "$(nproc)" --output-on-failure --timeout 300
 }
 
 coverage() {
