@@ -69,7 +69,8 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
         native.compress(framework.as_tensor(source.next()))
     plain.compress_with_topk(framework.as_tensor(source.next()))
     native.reduce(8), plain.accumulate(framework.as_tensor(source.next()))
-    seconds: dict[str, list[float]] = {name: [] for name in ("compress", "memcpy", "accumulate", "reduce", "topk")}
+    names = ("compress", "memcpy", "accumulate", "reduce", "topk", *(["add"] if hasattr(native, "add") else []))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         array = source.next()
         gradient = framework.as_tensor(array)
@@ -77,6 +78,8 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
         seconds["compress"].append(timed(native.compress, gradient))
         seconds["accumulate"].append(timed(plain.accumulate, gradient))
         seconds["reduce"].append(timed(native.reduce, 8))
+        if "add" in seconds:
+            seconds["add"].append(timed(native.add))
         if turn % 5 == 0:
             seconds["topk"].append(timed(plain.compress_with_topk, gradient))
     return {name: statistics.median(times) for name, times in seconds.items()}
@@ -132,7 +135,8 @@ def main() -> None:
         compress = compress or seconds["compress"]
         figures[prefix + "topk_over_compress"] = round(seconds["topk"] / seconds["compress"], 2)
         figures[prefix + "compress_over_memcpy"] = round(seconds["compress"] / seconds["memcpy"], 2)
-        figures[prefix + "reduce_over_memcpy"] = round(seconds["reduce"] / seconds["memcpy"], 2)
+        for name in sorted({"reduce", "add"} & set(seconds)):
+            figures[f"{prefix}{name}_over_memcpy"] = round(seconds[name] / seconds["memcpy"], 3)
     for coding, found in measure_codings(framework, n, k, 5 * arguments.rounds).items():
         print(f"{coding}: {found['bits']:.3f} bits an index, {1e3 * found['pack']:.2f} ms to pack, ", end="")
         print(f"{1e3 * found['unpack']:.2f} ms to unpack")

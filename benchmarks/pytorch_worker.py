@@ -45,15 +45,15 @@ class Worker:
     def compress(self, gradient: torch.Tensor) -> None:
         """Do it as `hvd_sparse.torch` does."""
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
-        place = {"offsets": [0], "ks": [self.k], "segments": [None]}
-        hint = {"factors": [1.0], "hints": [self.hint.value(self.k)]}
-        info = ops.accumulate_bucket([gradient], *buffers, **place, **hint, out=self.bytes, **self.memory.rule())
-        threshold, passed, finite = info[0].tolist()
-        if not finite:
+        layout = ops.Layout([self.n], [self.k], [0], [None], selections=[0], begins=[0])
+        options = {"layout": layout, "factors": [1.0], "hints": [self.hint.value(self.k)], **self.memory.rule()}
+        info, finite = ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
+        if not finite.item():
             raise ValueError("the benchmark's gradient is finite")
+        threshold, passed = info[0].tolist()
         self.hint.update(self.k, threshold, int(passed))
         residual, *velocity = self.memory.cleared()
-        ops.clear_bucket(self.bytes, residuals=[residual], velocities=velocity, **place)
+        ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
         """Do the same work with PyTorch alone, and 32-bit indices for a payload."""
@@ -75,6 +75,10 @@ class Worker:
         """Decode and add the payloads of so many ranks."""
         self.gathered = self.bytes.repeat(ranks, 1) if not hasattr(self, "gathered") else self.gathered
         ops.reduce_payloads(self.gathered, 0, self.n, self.k, self.out)
+
+    def add(self) -> None:
+        """Add what `reduce` decoded to what is there."""
+        ops.add_payloads(self.gathered, 0, self.n, self.k, self.out)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return payload, what was selected with torch.topk, and residual, as far as there is one."""

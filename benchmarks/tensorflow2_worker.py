@@ -48,13 +48,14 @@ class Worker:
         self._reduce = tf.function(lambda gathered: ops.reduce_payloads(gathered, 0, n, self.k)[0])
 
     def _compress_once(self, gradient: tf.Tensor) -> tf.Tensor:
-        names, counts = ["benchmark"], [tf.constant(self.k, tf.int64)]
-        selection = {"k": self.k, "threshold_hint": self.hints.values(names, counts)[0]}
-        finite, indices, values, info = self.memory.accumulate_top_k(gradient, None, True, **selection)
-        tf.debugging.Assert(finite, ["the benchmark's gradient is finite"])
-        self.hints.update(names, counts, [info])
-        payload = ops.pack(indices, values, self.n, self.k)
-        self._clear(indices, values)
+        names, counts = ["benchmark"], tf.constant([self.k], tf.int64)
+        buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
+        options = {"factors": tf.ones([1]), "ks": counts, "threshold_hints": self.hints.values(names, counts)}
+        payload, finite, info = ops.accumulate_bucket([gradient], *buffers, **options, **self.memory.rule())
+        tf.debugging.Assert(finite[0], ["the benchmark's gradient is finite"])
+        self.hints.update(names, counts, info)
+        residual, *velocity = self.memory.cleared()
+        ops.clear_bucket(payload, counts, False, [residual], velocity)
         return payload
 
     def _compress_with_topk_once(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -48,10 +48,9 @@ void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t coun
   }
 }
 
-}  // namespace
-
-Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
-                     const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
+// Adds to what the slices hold, or to zeros.
+Status Sum(PayloadFormat format, const std::vector<Source>& sources, float scale, const ParallelFor& parallel_for,
+           const std::vector<Slice>& slices, bool from_zeros) {
   std::vector<PayloadView> views(sources.size());
   std::vector<std::vector<int64_t>> starts;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
@@ -66,7 +65,7 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
   parallel_for(0, BlockCount(format.n), 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kBlock;
-      ClearRange(slices, first, first + BlockLength(format.n, block));
+      if (from_zeros) ClearRange(slices, first, first + BlockLength(format.n, block));
       for (size_t rank = 0; rank < views.size(); ++rank) {
         const auto at = static_cast<size_t>(block);
         AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].positions.counts[at], scale, first, slices);
@@ -76,18 +75,39 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
   return Status::Ok();
 }
 
+// Payloads of one format, at one distance.
+Status SourcesOf(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride,
+                 std::vector<Source>* sources) {
+  int64_t size = 0;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  for (int64_t rank = 0; rank < ranks; ++rank) sources->push_back({gathered + rank * stride, format.k, size});
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
+                     const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
+  return Sum(format, sources, scale, parallel_for, slices, true);
+}
+
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
-  int64_t size;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   std::vector<Source> sources;
-  for (int64_t rank = 0; rank < ranks; ++rank) sources.push_back({gathered + rank * stride, format.k, size});
-  return ReduceSources(format, sources, scale, parallel_for, slices);
+  HVD_SPARSE_RETURN_IF_ERROR(SourcesOf(format, gathered, ranks, stride, &sources));
+  return Sum(format, sources, scale, parallel_for, slices, true);
 }
 
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, float* out) {
   return ReducePayloads(format, gathered, ranks, stride, scale, parallel_for, {{0, format.n, out}});
+}
+
+Status AddPayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
+                   const ParallelFor& parallel_for, float* out) {
+  std::vector<Source> sources;
+  HVD_SPARSE_RETURN_IF_ERROR(SourcesOf(format, gathered, ranks, stride, &sources));
+  return Sum(format, sources, scale, parallel_for, {{0, format.n, out}}, false);
 }
 
 }  // namespace hvd_sparse

@@ -34,7 +34,11 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, float* out);
 
-// The same, but for where the sum goes.
+// The same, added to what out[n] holds: its cost is that of the entries, where zeros cost more than all of them.
+Status AddPayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
+                   const ParallelFor& parallel_for, float* out);
+
+// The same as ReducePayloads, but for where the sum goes.
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, const std::vector<Slice>& slices);
 

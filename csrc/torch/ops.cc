@@ -149,21 +149,35 @@ std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k,
   return {indices, values};
 }
 
+// What reduces payloads, or adds them.
+using SumPayloads = Status (*)(const PayloadFormat&, const uint8_t*, int64_t, int64_t, float, const ParallelFor&,
+                               float*);
+
+void SumPayloadsOp(const char* op, SumPayloads sum, const Tensor& gathered, int64_t offset, int64_t n, int64_t k,
+                   Tensor out, double scale, const std::string& coding, const std::string& value_dtype,
+                   const std::optional<Tensor>& segments) {
+  const PayloadFormat format = ParseFormat(op, n, k, coding, value_dtype, segments);
+  CheckTensor(op, "gathered", gathered, at::kByte);
+  CheckTensor(op, "out", out, at::kFloat);
+  int64_t size = 0;
+  Raise(op, PayloadSize(format, &size));
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && size <= gathered.size(1) - offset, "hvd_sparse.", op,
+                    ": gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
+                    gathered.sizes());
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
+  Raise(op, sum(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
+}
+
 void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
                       const std::string& coding, const std::string& value_dtype,
                       const std::optional<Tensor>& segments) {
-  const PayloadFormat format = ParseFormat("reduce_payloads", n, k, coding, value_dtype, segments);
-  CheckTensor("reduce_payloads", "gathered", gathered, at::kByte);
-  CheckTensor("reduce_payloads", "out", out, at::kFloat);
-  int64_t size = 0;
-  Raise("reduce_payloads", PayloadSize(format, &size));
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && size <= gathered.size(1) - offset,
-                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", size, " bytes at offset ",
-                    offset, ", got ", gathered.sizes());
-  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.reduce_payloads: out must have ", n, " elements, got ", out.numel());
-  Raise("reduce_payloads",
-        ReducePayloads(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
-                       static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
+  SumPayloadsOp("reduce_payloads", ReducePayloads, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
+}
+
+void AddPayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                   const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  SumPayloadsOp("add_payloads", AddPayloads, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
 }
 
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
@@ -255,6 +269,9 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def(
       "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
       "str value_dtype, Tensor? segments) -> ()");
+  m.def(
+      "add_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
+      "str value_dtype, Tensor? segments) -> ()");
   m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype, int[] columns) -> Tensor");
   m.def(
       "reduce_located(Tensor gathered, Tensor places, int n, Tensor(a!) out, float scale, str coding, "
@@ -274,6 +291,7 @@ TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("add_payloads", &hvd_sparse::AddPayloadsOp);
   m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
   m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);

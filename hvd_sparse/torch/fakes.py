@@ -82,6 +82,10 @@ def _register_wire_fakes() -> None:
     def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
         return None
 
+    @fake("hvd_sparse::add_payloads")
+    def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
+        return None
+
     @fake("hvd_sparse::accumulate_bucket")
     def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
         out = arguments[3]  # after ks, seed and hints; there may be no gradients

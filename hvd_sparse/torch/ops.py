@@ -166,6 +166,21 @@ def reduce_payloads(
     _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
 
 
+def add_payloads(
+    gathered: torch.Tensor,
+    offset: int,
+    n: int,
+    k: int,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: torch.Tensor | None = None,
+) -> None:
+    """Add what `reduce_payloads` would set `out` to, payload by payload; on the CPU."""
+    _ops.add_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
+
+
 def locate_payloads(
     gathered: torch.Tensor,
     ns: list[int],
