@@ -45,8 +45,8 @@ def measure(framework, shapes: list[tuple[int, ...]], methods: dict[str, dict], 
     for step in range(args.settle + args.rounds):
         starts = [(step * 31 + i * 7) % 997 for i in range(len(shapes))]
         parts = [pool[at : at + int(np.prod(s))].reshape(s) for at, s in zip(starts, shapes, strict=True)]
-        gradients = [framework.as_tensor(part) for part in parts]
         for name, model in models.items():
+            gradients = [framework.as_tensor(part.copy()) for part in parts]  # a step may write into them
             start = perf_counter()
             model.step(gradients)
             if step >= args.settle:
