@@ -9,6 +9,10 @@
 
 namespace hvd_sparse {
 
+inline constexpr char kCoding[] = "coding: {'run_length', 'elias_fano', 'bitmap', 'dense', 'auto'} = 'run_length'";
+inline constexpr char kValueDType[] =
+    "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
+
 inline DType ParseDType(const std::string& name) {
   if (name == "float64") return DType::kFloat64;
   if (name == "float16") return DType::kFloat16;

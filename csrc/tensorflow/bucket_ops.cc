@@ -2,6 +2,7 @@
 // one after the other. n of each member is known to the graph, k of each selection may change from step to step.
 #include <vector>
 
+#include "attributes.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -42,10 +43,6 @@ absl::Status TakeSumShape(InferenceContext* c) {
   c->set_output(0, output);
   return absl::OkStatus();
 }
-
-constexpr char kCoding[] = "coding: {'run_length', 'elias_fano', 'bitmap', 'dense', 'auto'} = 'run_length'";
-constexpr char kValueDType[] =
-    "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
 
 REGISTER_OP("HvdSparseAccumulateBucket")
     .Input("gradient: T")

@@ -133,9 +133,6 @@ absl::Status TokenShape(InferenceContext* c) {
 }
 
 constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
-constexpr char kCoding[] = "coding: {'run_length', 'elias_fano', 'bitmap', 'dense', 'auto'} = 'run_length'";
-constexpr char kValueDType[] =
-    "value_dtype: {'float32', 'float64', 'float16', 'bfloat16', 'int2', 'int1', 'none'} = 'float32'";
 
 REGISTER_OP("HvdSparseSelectThreshold")
     .Input("values: T")

@@ -4,6 +4,7 @@ A bucket is worked on as a whole, in one call into the core for all of its membe
 than the selection in a small variable.
 """
 
+import abc
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -67,9 +68,9 @@ class BucketScope(Scope):
             done.append(ops.clear_bucket(message.payloads, message.counts, step.void, *buffers, **message.form))
         return done
 
+    @abc.abstractmethod
     def _selected(self, entries: list[Entry]) -> list[str]:
         """Return the names of the selections in these, in the order of their messages."""
-        raise NotImplementedError
 
     def _form(self, memories: list, joint: bool) -> dict:
         algorithm, columns = self.algorithm, []
