@@ -53,6 +53,16 @@ def test_a_hard_threshold_sends_what_reaches_it():
     run([Trial("hard", Method(value=2.5), make, 100)], 100)
 
 
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "pareto"])
+def test_sidco_is_that_of_the_paper(distribution):
+    trials = []
+    for stages in (1, 3):
+        settings = {"density": 0.05, "stages": stages, "distribution": distribution, "min_numel": 100}
+        make = functools.partial(Compression.sidco, **settings)
+        trials.append(Trial(f"{stages}", Method(**settings), make, 100))
+    run(trials, 100)
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 def test_topk_is_exact(scope):
     settings = {"density": 0.02, "scope": scope, "min_numel": 100}

@@ -72,6 +72,15 @@ def test_they_are_those_of_the_papers():
     run(trials, 60)
 
 
+def test_sidco_is_that_of_the_paper():
+    trials = []
+    for stages, distribution in ((1, "exponential"), (3, "gamma"), (2, "pareto")):
+        settings = {"density": 0.05, "stages": stages, "distribution": distribution, "min_numel": 100}
+        make = functools.partial(Compression.sidco, **settings)
+        trials.append(Trial(distribution, Method(**settings), make, 100))
+    run(trials, 100)
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression, Gradient Dropping, DCT, CLT-k and a hard threshold, for all ranks at once, in float64.
+"""Deep Gradient Compression, Gradient Dropping, DCT, CLT-k, SIDCo, a hard threshold, for all ranks at once, in float64.
 
 Transcribed from the papers (DGC: Algorithms 3 and 4, with exact top-k); nothing of hvd_sparse is used. The run also
 reports how far apart the last selected and the first unselected magnitude ever were: a test looks for data without
@@ -8,6 +8,7 @@ near-ties, so that float32 and float64 must select alike.
 from dataclasses import dataclass
 
 import numpy as np
+from sidco_oracle import Sidco
 
 CLEAR_GAP = 2e-6  # relative; float32 rounding over a few steps stays below
 
@@ -27,6 +28,8 @@ class Method:
     factor_masking: bool = True
     lifespan: int | None = None  # DCT's, for thresholds that are kept
     value: float | None = None  # a hard threshold's
+    stages: int | None = None  # SIDCo's, to begin with
+    distribution: str = "exponential"
     cyclic: bool = False  # CLT-k: the rank whose turn it is selects for all
     values: str = "float32"  # or "int2", "int1": Gradient Dropping, section 5.4
     centre: str = "mean"
@@ -131,14 +134,15 @@ def is_dense(method, step, tensor):
 
 def choose(method, step, v, kept):
     """Return {name: mask} of what is sent, and how clear the edge is: by count, or by a threshold."""
-    return select(method, step, v) if method.value is None and method.lifespan is None else reach(method, step, v, kept)
+    counted = method.value is None and method.lifespan is None and method.stages is None
+    return select(method, step, v) if counted else reach(method, step, v, kept)
 
 
 def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
 
     Tensor i of m has its turn i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4 in steps
-    4 to 7, and so on up to L. A hard threshold is the same for all and for ever.
+    4 to 7, and so on up to L. A hard threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
     """
     masks, gap, lifespan = {}, np.inf, 1
     while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
@@ -147,6 +151,12 @@ def reach(method, step, v, kept):
         magnitudes = np.abs(v[name])
         if is_dense(method, step, v[name]):
             masks[name] = np.ones(v[name].shape, bool)
+            continue
+        if method.stages is not None:
+            masks[name], here = fitted(
+                method, step, magnitudes, kept.setdefault(name, Sidco(method.stages, method.distribution))
+            )
+            gap = min(gap, here)
             continue
         if method.value is not None:
             kept[name] = method.value
@@ -157,6 +167,15 @@ def reach(method, step, v, kept):
         others = magnitudes[magnitudes != kept[name]]
         gap = min(gap, np.min(np.abs(others - kept[name])) / kept[name])
     return masks, gap
+
+
+def fitted(method, step, magnitudes, sidco):
+    """SIDCo, Algorithm 1: what reaches a threshold fitted in stages, whose number its counts change."""
+    k = max(1, round(method.density_at(step) * magnitudes.size))
+    threshold, gap = sidco.threshold(magnitudes, k / magnitudes.size)
+    mask = magnitudes >= threshold
+    sidco.count(mask.sum(), k, k / magnitudes.size)
+    return mask, gap
 
 
 def select(method, step, v):
