@@ -101,7 +101,8 @@ class CMakeBuild(build_ext):
         """Configure and build; the libraries land in build_lib, or in the source tree for an editable install."""
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
         build = Path(self.build_temp).resolve()
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
+        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DHVD_SPARSE_NUMPY=ON"]
+        configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
         built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
         configure += cuda_options("torch" in built)
         for module, (title, options) in FRAMEWORKS.items():

@@ -18,6 +18,7 @@ def check_build() -> str:
         return "[X]" if present else "[ ]"
 
     lines = [f"hvd_sparse v{__version__}:", "", "Operators built:"]
+    lines.append(f"    {box(is_built('numpy'))} NumPy (CPU)")
     lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
     lines += [f"    {box(has_cuda(framework))} {TITLES[framework]} (CUDA)" for framework in FRAMEWORKS]
     lines += ["", "Beside it:"]

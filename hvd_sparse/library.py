@@ -3,7 +3,7 @@
 from pathlib import Path
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
-FRAMEWORKS = ("torch", "tensorflow")
+FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
 CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
 
 
@@ -20,6 +20,8 @@ def has_cuda(framework: str) -> bool:
 def find_library(framework: str) -> str:
     """Return the path of a framework's operators; ImportError says how to build them."""
     path = _path(framework)
+    if not path.exists() and framework not in FRAMEWORKS:
+        raise ImportError(f"hvd_sparse is not built: {path} is missing. Install it with pip install hvd_sparse, or .")
     if not path.exists():
         raise ImportError(
             f"hvd_sparse was built without its {framework} operators: {path} is missing. Install {framework} first, "

@@ -1,0 +1,231 @@
+"""Calls into the native functions on NumPy arrays, without any framework: what parameter servers and workers use.
+
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Arrays are
+float32, one-dimensional and contiguous; indices int64. Bad arguments and damaged payloads raise ValueError. Calls run
+in the caller's thread, and let others run meanwhile.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from hvd_sparse.library import find_library
+from hvd_sparse.wire import CENTRES, CODINGS, VALUE_DTYPES, Segments, payload_size, resolve_coding
+
+MESSAGE_BYTES = 512
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = [
+        ("factor", ctypes.c_float),
+        ("momentum", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("nesterov", ctypes.c_int32),
+    ]
+
+
+class _Form(ctypes.Structure):
+    _fields_ = [
+        ("n", _SIZE),
+        ("k", _SIZE),
+        ("coding", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("segments", _POINTER),
+        ("segment_count", _SIZE),
+    ]
+
+
+_SELECTED = [_POINTER, _POINTER]  # indices, info
+_ACCUMULATED = [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER]
+_ARGUMENTS = {
+    "accumulate": [*_ACCUMULATED, _POINTER],
+    "accumulate_top_k": [*_ACCUMULATED, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED, _POINTER],
+    "select_top_k": [_POINTER, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED],
+    "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
+    "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
+    "unpack": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
+}
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(find_library("numpy"))
+    for name, types in _ARGUMENTS.items():
+        function = getattr(library, f"hvd_sparse_{name}")
+        function.argtypes, function.restype = [*types, ctypes.c_char_p], ctypes.c_int
+    return library
+
+
+def _call(name: str, *arguments) -> None:
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    if getattr(_library(), f"hvd_sparse_{name}")(*arguments, message) != 0:
+        raise ValueError(f"hvd_sparse.{name}: {message.value.decode()}")
+
+
+def _checked(name: str, array: np.ndarray, dtype: type, size: int | None = None) -> np.ndarray:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise ValueError(f"{name} must be a contiguous array {np.dtype(dtype)}[n], got {found}")
+    if size is not None and array.size != size:
+        raise ValueError(f"{name} must have {size} elements, got {array.size}")
+    return array
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _changed(name: str, array: np.ndarray | None, size: int) -> np.ndarray | None:
+    if array is not None and not _checked(name, array, np.float32, size).flags.writeable:
+        raise ValueError(f"{name} is changed in place, got an array that is read-only")
+    return array
+
+
+def _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay):
+    """Return what the functions that accumulate share."""
+    n = _checked("gradient", gradient, np.float32).size
+    _changed("residual", residual, n)
+    _changed("velocity", velocity, n)
+    if weight_decay == 0.0:
+        parameter = None
+    elif parameter is None:
+        raise ValueError("weight_decay needs the parameter")
+    else:
+        _checked("parameter", parameter, np.float32, n)
+    rule = _Rule(factor, momentum, weight_decay, nesterov)
+    return _address(gradient), n, ctypes.byref(rule), _address(parameter), _address(residual), _address(velocity)
+
+
+def accumulate(
+    gradient: np.ndarray,
+    residual: np.ndarray,
+    velocity: np.ndarray | None = None,
+    parameter: np.ndarray | None = None,
+    *,
+    factor: float = 1.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> bool:
+    """Bring a gradient into `residual` and `velocity`, in place; return whether it was finite everywhere."""
+    arguments = _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
+    finite = ctypes.c_int32()
+    _call("accumulate", *arguments, ctypes.byref(finite))
+    return bool(finite.value)
+
+
+def accumulate_top_k(
+    gradient: np.ndarray,
+    residual: np.ndarray,
+    velocity: np.ndarray | None = None,
+    parameter: np.ndarray | None = None,
+    *,
+    k: int,
+    seed: int = 0,
+    threshold_hint: float = 0.0,
+    factor: float = 1.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Do `accumulate`, then `select_top_k` in the residual, in one pass if the hint is good.
+
+    Returns indices int64[k], values float32[k], the two numbers of `select_top_k`, and whether the gradient was finite.
+    """
+    arguments = _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
+    _check_count(k, gradient.size)
+    indices, info, finite = np.empty(k, np.int64), np.empty(2), ctypes.c_int32()
+    found = (_address(indices), _address(info), ctypes.byref(finite))
+    _call("accumulate_top_k", *arguments, k, seed, threshold_hint, *found)
+    return indices, residual[indices], info, bool(finite.value)
+
+
+def select_top_k(
+    values: np.ndarray, k: int, seed: int = 0, threshold_hint: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Select exactly the k elements of largest magnitude; the hint changes the cost but never the result.
+
+    Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how many
+    elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+    """
+    n = _checked("values", values, np.float32).size
+    _check_count(k, n)
+    indices, info = np.empty(k, np.int64), np.empty(2)
+    _call("select_top_k", _address(values), n, k, seed, threshold_hint, _address(indices), _address(info))
+    return indices, values[indices], info
+
+
+def quantize(
+    values: np.ndarray,
+    value_dtype: str,
+    centre: str = "mean",
+    indices: np.ndarray | None = None,
+    segments: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the float32 values that survive the wire as `value_dtype`; see `hvd_sparse.wire` for segments."""
+    k = _checked("values", values, np.float32).size
+    if segments is not None:
+        _checked("indices", indices, np.int64, k)
+    if centre not in CENTRES:
+        raise ValueError(f"centre must be one of {', '.join(CENTRES)}; got {centre!r}")
+    form = _form(2**48, k, "dense", value_dtype, segments)
+    result = np.empty(k, np.float32)
+    addresses = (_address(values), _address(indices), _address(result))
+    _call("quantize", ctypes.byref(form), CENTRES.index(centre), *addresses)
+    return result
+
+
+def pack(
+    indices: np.ndarray,
+    values: np.ndarray,
+    n: int,
+    k: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the payload, uint8[payload_size], of k entries, or of none."""
+    payload = np.empty(payload_size(n, k, coding, value_dtype, segments), np.uint8)
+    _checked("indices", indices, np.int64)
+    _checked("values", values, _values_type(value_dtype), indices.size)
+    form = _form(n, k, coding, value_dtype, segments)
+    _call("pack", ctypes.byref(form), _address(indices), _address(values), indices.size, _address(payload))
+    return payload
+
+
+def unpack(
+    payload: np.ndarray,
+    n: int,
+    k: int,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    segments: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
+    _checked("payload", payload, np.uint8)
+    payload_size(n, k, coding, value_dtype, segments)  # checks them before memory is asked for
+    form, entries = _form(n, k, coding, value_dtype, segments), ctypes.c_int64()
+    indices, values = np.empty(k, np.int64), np.empty(k, _values_type(value_dtype))
+    found = (_address(indices), _address(values), ctypes.byref(entries))
+    _call("unpack", ctypes.byref(form), _address(payload), payload.size, *found)
+    return indices[: entries.value], values[: entries.value]
+
+
+def _check_count(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be in [1, n = {n}], got {k}")
+
+
+def _values_type(value_dtype: str) -> type:
+    return np.float64 if value_dtype == "float64" else np.float32
+
+
+def _form(n: int, k: int, coding: str, value_dtype: str, segments: Segments) -> _Form:
+    if value_dtype not in VALUE_DTYPES:
+        raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
+    rows = np.ascontiguousarray([] if segments is None else segments, np.int64)
+    form = _Form(n, k, CODINGS[resolve_coding(coding, n, k)], VALUE_DTYPES[value_dtype], _address(rows), rows.size // 2)
+    form.rows = rows  # keeps the memory alive
+    return form

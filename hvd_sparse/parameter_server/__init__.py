@@ -1,0 +1,30 @@
+"""Asynchronous training with dual-way sparsification (DGS): servers, workers and their messages, without any framework.
+
+`hvd_sparse.torch.asynchronous` and `hvd_sparse.tensorflow.asynchronous` are what training scripts use.
+"""
+
+from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.simulation import Simulation, by_speed, in_turn
+from hvd_sparse.parameter_server.transport import MPIEndpoint, Network
+from hvd_sparse.parameter_server.worker import ServerRefused, Worker
+
+__all__ = [
+    "ASGD",
+    "DGS",
+    "METHODS",
+    "MSGD",
+    "DGCAsync",
+    "GradientDroppingAsync",
+    "Layout",
+    "MPIEndpoint",
+    "Method",
+    "Network",
+    "Server",
+    "ServerRefused",
+    "Simulation",
+    "Worker",
+    "by_speed",
+    "in_turn",
+]

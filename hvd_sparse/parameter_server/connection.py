@@ -1,0 +1,133 @@
+"""The loops between the state machines and an end of the wire: a server's, and a worker's."""
+
+import sys
+import threading
+import time
+
+import numpy as np
+
+from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
+from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.transport import Endpoint
+from hvd_sparse.parameter_server.worker import Worker
+
+TICK = 0.25  # seconds between two looks at what is not a message
+
+
+def serve(server: Server, end: Endpoint, ranks: list[int], timeout: float, stop: threading.Event | None = None) -> None:
+    """Serve until all workers, `ranks`, have come and left; tell them if this ends otherwise.
+
+    Raises TimeoutError when no worker is there, and some have not come within `timeout` seconds.
+    """
+    last = time.monotonic()
+    try:
+        while not server.is_finished and not (stop and stop.is_set()):
+            item = end.receive(TICK)
+            for worker in server.tick():
+                print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
+            if item is None:
+                if not server.is_occupied and time.monotonic() - last > timeout:
+                    missing = sorted(set(ranks) - set(server.departures))
+                    raise TimeoutError(f"workers {missing} have not joined for {timeout:g} seconds")
+                continue
+            last = time.monotonic()
+            source, data = item
+            for rank, answer in server.handle(data, source):
+                end.send(rank, answer)
+        end.close(timeout)
+    except BaseException as error:
+        text = protocol.as_body(f"the server has stopped: {type(error).__name__}: {error}")
+        for rank in ranks:
+            end.send(rank, protocol.encode(Message(Kind.REFUSED, reason=Reason.WRONG, body=text)))
+        end.close(TICK)
+        raise
+
+
+class Connection:
+    """A worker and its end of the wire. ranks: those of the servers. timeout: seconds to wait for an answer."""
+
+    def __init__(self, worker: Worker, end: Endpoint, ranks: list[int], timeout: float):
+        self.worker, self.waited = worker, 0.0
+        self._end, self._ranks, self._timeout = end, ranks, timeout
+        self._server_of = {rank: server for server, rank in enumerate(ranks)}
+
+    def join(self) -> None:
+        """Say hello, and wait for the parameters."""
+        self._send(self.worker.hello())
+        self.wait()
+
+    def push(self, gradients, lr, weight_decay) -> None:
+        """Push an update; `wait` waits for the answer."""
+        self._send(self.worker.push(gradients, lr, weight_decay))
+
+    def wait(self) -> None:
+        """Wait for the answer to the last message, and apply it.
+
+        Raises TimeoutError if there is none, ServerRefused if the servers do not want this worker.
+        """
+        start = time.monotonic()
+        while self.worker.is_waiting:
+            server, data = self._receive(start)
+            self._send(self.worker.receive(server, data))
+        self.waited += time.monotonic() - start
+
+    def ask(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
+        """Return each server's answer to a question; see `Server.state`."""
+        self.wait()
+        self._send(self.worker.ask(what))
+        answers, start = {}, time.monotonic()
+        while len(answers) < len(self._ranks):
+            server, data = self._receive(start)
+            message = protocol.decode(data)
+            if message.kind == Kind.STATE:
+                answers[server] = protocol.decode_state(message.body)
+            else:
+                self._send(self.worker.receive(server, data))
+        return [answers[server] for server in range(len(self._ranks))]
+
+    def share(self, buffers: np.ndarray) -> None:
+        """Send buffers, float32, to the server that averages them."""
+        self._send(self.worker.share(buffers))
+
+    def leave(self, why: str = "") -> None:
+        """Say good-bye, after the last answer if all is well."""
+        if not why:
+            self.wait()
+        self._send(self.worker.leave(why))
+        self._end.close(self._timeout if not why else TICK)
+
+    def _send(self, messages) -> None:
+        for server, data in messages.items():
+            self._end.send(self._ranks[server], data)
+
+    def _receive(self, start: float) -> tuple[int, np.ndarray]:
+        item = self._end.receive(max(0.0, start + self._timeout - time.monotonic()))
+        if item is None:
+            raise TimeoutError(
+                f"no answer from the servers, ranks {self._ranks}, within {self._timeout:g} seconds: have they stopped, "
+                "or not called serve()? To wait longer: connect(timeout=...)"
+            )
+        rank, data = item
+        return self._server_of[rank], data
+
+
+class Heartbeat:
+    """A thread that says every `seconds` that this worker lives, while it computes."""
+
+    def __init__(self, worker: Worker, end: Endpoint, ranks: list[int], seconds: float):
+        self._worker, self._end, self._ranks, self._seconds = worker, end, ranks, seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hvd_sparse heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._seconds):
+            for server, data in self._worker.alive().items():
+                self._end.send(self._ranks[server], data)
+        self._end.close(TICK)

@@ -1,0 +1,72 @@
+"""Where the tensors of a model lie in one flat vector, and which part of it each server holds."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Piece(NamedTuple):
+    """A part of a tensor: elements [begin, end) of a flat vector; is_dense: all of it is always sent."""
+
+    name: str
+    begin: int
+    end: int
+    is_dense: bool
+
+
+class Layout:
+    """Tensors one after the other in a flat vector: those of `min_numel` elements or more by name, then the others.
+
+    So what is selected from is one part of it, and what is always sent whole another. `shapes`: {name: shape}. Raises
+    ValueError where there is no tensor, or one without elements.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], min_numel: int = 0):
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        empty = [name for name, size in sizes.items() if size == 0]
+        if not sizes or empty:
+            raise ValueError(f"there must be parameters, with elements; got {empty or 'none at all'}")
+        self.names = sorted(sizes, key=lambda name: (sizes[name] < min_numel, name))
+        self.shapes = {name: tuple(shapes[name]) for name in self.names}
+        ends = np.cumsum([sizes[name] for name in self.names])
+        self.numel = int(ends[-1])
+        self.begins = [0, *(int(end) for end in ends[:-1])]
+        self.sparse_numel = sum(size for size in sizes.values() if size >= min_numel)
+        self._min_numel = min_numel
+
+    def tensors(self) -> list[Piece]:
+        """Return all tensors whole."""
+        return self.pieces(0, self.numel)
+
+    def pieces(self, begin: int, end: int) -> list[Piece]:
+        """Return the tensors, or parts of them, that lie in [begin, end), in coordinates of the whole."""
+        found = []
+        for name, start, stop in zip(self.names, self.begins, [*self.begins[1:], self.numel], strict=True):
+            if start < end and stop > begin:
+                is_dense = stop - start < self._min_numel
+                found.append(Piece(name, max(start, begin), min(stop, end), is_dense))
+        return found
+
+    def shards(self, servers: int) -> list[tuple[int, int]]:
+        """Return the part [begin, end) of each server: equal parts, to one element. A tensor may lie on several."""
+        if not 1 <= servers <= self.numel:
+            raise ValueError(f"servers must be in [1, {self.numel}], at most one an element; got {servers}")
+        return [(s * self.numel // servers, (s + 1) * self.numel // servers) for s in range(servers)]
+
+    def flatten(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return arrays of these shapes as one float32[numel]."""
+        return np.concatenate([np.asarray(arrays[name], np.float32).reshape(-1) for name in self.names])
+
+    def split(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what `flatten` was given: views."""
+        ends = self.begins[1:]
+        return {
+            name: part.reshape(self.shapes[name]) for name, part in zip(self.names, np.split(flat, ends), strict=True)
+        }
+
+    def digest(self) -> str:
+        """Return a number that is equal where names, shapes and their order are."""
+        return hashlib.sha256(repr(list(self.shapes.items())).encode()).hexdigest()[:16]

@@ -1,0 +1,163 @@
+"""The messages between workers and servers, and their validation: nothing of a message is used before it is checked.
+
+A message is a header and a body, little-endian:
+
+    header 56: u32 magic "HVDP", u8 version, u8 kind, u8 reason, u8 form, u32 worker, u32 incarnation, u64 sequence,
+               u64 clock, u64 k, u64 bytes of the body, u32 CRC-32 of the body, u32 CRC-32 of the 52 bytes before
+
+Body: of PUSH and REPLY a payload of k entries (`hvd_sparse.wire`), which has a checksum of its own, or nothing where k
+is 0; of HELLO and STATE, JSON and arrays; of REFUSED, the reason as text; of BUFFERS, float32.
+
+    HELLO      worker -> server  who I am, and what I take the model and the method to be; answered by WELCOME
+    WELCOME    server -> worker  the parameters, dense, and the clock
+    PUSH       worker -> server  an update; answered by REPLY
+    REPLY      server -> worker  what changed: new values, or differences to add, by its form
+    REFUSED    server -> worker  why a message was not heeded
+    BUFFERS    worker -> server  what is no parameter, such as the statistics of batch normalisation
+    ASK        anyone -> server  answered by STATE: parameters, buffers, statistics
+    ALIVE      worker -> server  a sign of life while it computes
+    LEAVE      worker -> server  the last message of a worker; the text says why, if it did not end well
+
+sequence: the number of a worker's push, from 1; its REPLY and its REFUSED have the same. clock: how many pushes a
+server has applied; in a PUSH, of the last REPLY that the worker has applied. incarnation: a worker that starts again
+says HELLO with another one, and what its former life sent no longer counts.
+"""
+
+import enum
+import json
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+MAGIC = 0x50445648  # the bytes "HVDP"
+VERSION = 1
+HEADER = struct.Struct("<IBBBBIIQQQQII")
+HEADER_BYTES = HEADER.size
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    WELCOME = 2
+    PUSH = 3
+    REPLY = 4
+    REFUSED = 5
+    BUFFERS = 6
+    ASK = 7
+    STATE = 8
+    ALIVE = 9
+    LEAVE = 10
+
+
+class Reason(enum.IntEnum):
+    """Why a message was refused, and so what to do: send it again, say HELLO again, give up."""
+
+    NONE = 0
+    DAMAGED = 1
+    STRANGER = 2
+    WRONG = 3
+
+
+class Form(enum.IntEnum):
+    """What the values of a reply are."""
+
+    NONE = 0
+    VALUES = 1
+    DIFFERENCES = 2
+
+
+PAYLOADS = (Kind.PUSH, Kind.REPLY)  # whose bodies have a checksum of their own
+
+
+class Message(NamedTuple):
+    """A message, checked. body: uint8[bytes]."""
+
+    kind: Kind
+    worker: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    clock: int = 0
+    k: int = 0
+    reason: Reason = Reason.NONE
+    form: Form = Form.NONE
+    body: np.ndarray = np.empty(0, np.uint8)
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return bytes(self.body).decode(errors="replace")
+
+
+class DamagedMessage(ValueError):
+    """Bytes that are no message: the sender may send it again."""
+
+
+def encode(message: Message) -> np.ndarray:
+    """Return the bytes of a message, uint8."""
+    body = message.body
+    check = 0 if message.kind in PAYLOADS else zlib.crc32(body)
+    numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k, body.size, check)
+    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers)
+    encoded = np.empty(HEADER_BYTES + body.size, np.uint8)
+    HEADER.pack_into(encoded, 0, *fields, 0)
+    struct.pack_into("<I", encoded, HEADER_BYTES - 4, zlib.crc32(encoded[: HEADER_BYTES - 4]))
+    encoded[HEADER_BYTES:] = body
+    return encoded
+
+
+def decode(data: np.ndarray) -> Message:
+    """Check bytes, uint8, and return the message that they are; DamagedMessage says what is wrong with them.
+
+    The payload of a PUSH or REPLY is checked by who unpacks it.
+    """
+    if data.size < HEADER_BYTES:
+        raise DamagedMessage(f"a message has at least {HEADER_BYTES} bytes, got {data.size}")
+    *fields, check = HEADER.unpack_from(data)
+    magic, version, kind, reason, form, worker, incarnation, sequence, clock, k, size, body_check = fields
+    if magic != MAGIC or zlib.crc32(data[: HEADER_BYTES - 4]) != check:
+        raise DamagedMessage("the header's checksum does not match")
+    if version != VERSION:
+        raise DamagedMessage(f"version {version} of the protocol; this is version {VERSION}: install the same on all")
+    if data.size - HEADER_BYTES != size:
+        raise DamagedMessage(f"a body of {size} bytes was announced, got {data.size - HEADER_BYTES}")
+    try:
+        kind, reason, form = Kind(kind), Reason(reason), Form(form)
+    except ValueError as error:
+        raise DamagedMessage(str(error)) from None
+    body = data[HEADER_BYTES:]
+    if kind not in PAYLOADS and zlib.crc32(body) != body_check:
+        raise DamagedMessage(f"the checksum of the body of a {kind.name} does not match")
+    return Message(kind, worker, incarnation, sequence, clock, k, reason, form, body)
+
+
+def as_body(text: str) -> np.ndarray:
+    """Return text as a body."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def encode_state(description: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return a body of JSON, float32 arrays[n] and float64 behind it; `decode_state` reads it."""
+    table = {name: [str(array.dtype), array.size] for name, array in arrays.items()}
+    head = json.dumps({"description": description, "arrays": table}).encode()
+    parts = [np.frombuffer(struct.pack("<Q", len(head)) + head, np.uint8)]
+    return np.concatenate([*parts, *(np.ascontiguousarray(array).view(np.uint8) for array in arrays.values())])
+
+
+def decode_state(body: np.ndarray) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return what `encode_state` was given; DamagedMessage if it cannot have been."""
+    try:
+        (length,) = struct.unpack_from("<Q", body)
+        head = json.loads(bytes(body[8 : 8 + length]))
+        arrays, at = {}, 8 + length
+        for name, (dtype, size) in head["arrays"].items():
+            end = at + np.dtype(dtype).itemsize * size
+            arrays[name] = body[at:end].copy().view(dtype)
+            at = end
+        if at != body.size or any(arrays[name].size != size for name, (_, size) in head["arrays"].items()):
+            raise ValueError("its arrays have another size than they say")
+        return head["description"], arrays
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DamagedMessage(f"the body of a state cannot be read: {error}") from None

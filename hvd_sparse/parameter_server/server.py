@@ -1,0 +1,264 @@
+"""A server: it holds a part of the parameters, applies what workers push, and answers with what changed (Algorithm 2).
+
+It is a state machine without input or output of its own: `handle` takes a message and returns those to send. So the
+same code serves over MPI, in a thread, and in a simulation.
+"""
+
+import collections
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.protocol import DamagedMessage, Kind, Message, Reason
+from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
+from hvd_sparse.parameter_server.updates import Update, pack, unpack
+
+Outgoing = list[tuple[int, np.ndarray]]
+
+
+@dataclass
+class Record:
+    """What a server knows of a worker that is with it."""
+
+    incarnation: int
+    have: int  # the clock of what it was sent last
+    sequence: int = 0  # of its last push
+    answer: np.ndarray | None = None  # to that, where it cannot be made again
+    seen: float = 0.0
+
+
+@dataclass
+class Statistics:
+    """What a server has done: pushes, messages refused, bytes in and out, how stale pushes were."""
+
+    pushes: int = 0
+    refused: int = 0
+    repeated: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    staleness: collections.Counter = field(default_factory=collections.Counter)
+
+
+class Server:
+    """Holds elements [begin, end) of a model, float32, which it copies from `parameters`, the whole of it.
+
+    workers: how many there may be; `is_finished` when all of them have come and left. silence: seconds without a sign
+    of life after which a worker counts as dead, None: never. keeps_start: `parameters` is kept for other servers, which
+    begin with it and not with their own. now: gives the time.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: tuple[int, int],
+        method: Method,
+        parameters: np.ndarray,
+        workers: int,
+        silence: float | None = None,
+        keeps_start: bool = False,
+        now=time.monotonic,
+    ):
+        self.layout, self.shard, self.method = layout, shard, method
+        self.parameters = parameters[shard[0] : shard[1]].copy()
+        self.clock = 0
+        self.statistics = Statistics()
+        self.buffers = np.empty(0, np.float32)
+        self.departures: dict[int, str] = {}  # who left, and why: nothing if it ended well
+        self._workers, self._silence, self._now, self._started = workers, silence, now, now()
+        self._records: dict[int, Record] = {}
+        self._start = parameters if keeps_start else None
+        pieces = layout.pieces(*shard)
+        self._segments = np.array([(piece.begin - shard[0], 1) for piece in pieces], np.int64)
+        if method.is_mirrored:
+            self._tracker = MirrorTracker(self.parameters, method, pieces, shard[0])
+        else:
+            self._tracker = ChangeTracker(self.parameters)
+
+    @property
+    def numel(self) -> int:
+        """The elements that this server holds."""
+        return self.parameters.size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of parameters and of what is tracked."""
+        answers = sum(record.answer.nbytes for record in self._records.values() if record.answer is not None)
+        return self.parameters.nbytes + self._tracker.nbytes + answers
+
+    @property
+    def is_occupied(self) -> bool:
+        """Whether a worker is here."""
+        return bool(self._records)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all workers have come and left."""
+        return len(self.departures) == self._workers and not self._records
+
+    def handle(self, data: np.ndarray, source: int) -> Outgoing:
+        """Take a message of the rank `source`; return what to send to whom. State stays unless all of it is right."""
+        self.statistics.bytes_in += data.size
+        try:
+            message = protocol.decode(data)
+            if message.kind != Kind.ASK and message.worker != source:
+                raise DamagedMessage(f"it came from rank {source}, and says that it is of {message.worker}")
+            answer = self._answer(message)
+        except DamagedMessage as error:
+            answer = self._refusal(Reason.DAMAGED, 0, str(error))
+        if answer is None:
+            return []
+        encoded = answer if isinstance(answer, np.ndarray) else protocol.encode(answer)
+        self.statistics.bytes_out += encoded.size
+        return [(source, encoded)]
+
+    def _answer(self, message: Message) -> Message | np.ndarray | None:
+        if message.kind == Kind.HELLO:
+            return self._welcome(message)
+        if message.kind == Kind.ASK:
+            return self._tell(message)
+        record = self._records.get(message.worker)
+        if record is None or record.incarnation != message.incarnation:
+            if message.kind in (Kind.ALIVE, Kind.LEAVE):
+                return None
+            return self._refusal(Reason.STRANGER, message.sequence, "say HELLO first: this server does not know you")
+        record.seen = self._now()
+        if message.kind == Kind.PUSH:
+            return self._push(message, record)
+        if message.kind == Kind.BUFFERS:
+            self._average(message)
+        elif message.kind == Kind.LEAVE:
+            self._forget(message.worker, message.text)
+        elif message.kind != Kind.ALIVE:
+            raise DamagedMessage(f"a {message.kind.name} is nothing to send to a server")
+        return None
+
+    def _welcome(self, message: Message) -> Message | None:
+        known = self._records.get(message.worker)
+        if known and known.incarnation == message.incarnation and known.sequence > 0:
+            return None  # the same HELLO a second time
+        differences = differing(message.text.split("\n"), introduction(self.layout, self.method))
+        if differences:
+            return self._refusal(Reason.WRONG, 0, f"worker {message.worker} and this server differ: {differences}")
+        if not 0 <= message.worker < self._workers:
+            return self._refusal(Reason.WRONG, 0, f"there are {self._workers} workers, this one is {message.worker}")
+        self._records[message.worker] = Record(message.incarnation, self.clock, seen=self._now())
+        self.departures.pop(message.worker, None)
+        self._tracker.join(message.worker)
+        return Message(
+            Kind.WELCOME, message.worker, message.incarnation, clock=self.clock, body=self.parameters.view(np.uint8)
+        )
+
+    def _tell(self, message: Message) -> Message:
+        """Answer a question: "statistics", "state", or "start", all parameters that the run began with."""
+        description, arrays = self.state()
+        if message.text == "start" and self._start is not None:
+            arrays = {"parameters": self._start}
+        elif message.text == "statistics":
+            arrays = {}
+        elif message.text != "state":
+            raise DamagedMessage(f"there is no answer to {message.text!r}")
+        return Message(Kind.STATE, message.worker, body=protocol.encode_state(description, arrays))
+
+    def _push(self, message: Message, record: Record) -> Message | np.ndarray:
+        if message.sequence == record.sequence and message.sequence > 0:
+            self.statistics.repeated += 1
+            return self._reply(message) if record.answer is None else record.answer
+        if message.sequence != record.sequence + 1 or message.clock > self.clock:
+            text = f"push {message.sequence} at clock {message.clock} is out of turn: {record.sequence} was the last"
+            return self._refusal(Reason.WRONG, message.sequence, text)
+        update = self._unpack(message)
+        self.statistics.staleness[self.clock - message.clock] += 1
+        self.statistics.pushes += 1
+        self._apply(update)
+        record.sequence, record.answer = message.sequence, None
+        reply = self._reply(message)
+        if self._tracker.form == protocol.Form.DIFFERENCES:
+            record.answer = protocol.encode(reply)
+            return record.answer
+        return reply
+
+    def _unpack(self, message: Message) -> Update:
+        """Return an update that was pushed; DamagedMessage unless all of its bytes are as they should be."""
+        return unpack(message, self.numel, self.method.coding, self.method.values, self._segments)
+
+    def _apply(self, update: Update) -> None:
+        """M <- M - s: the sum of updates and the first parameters are kept as one."""
+        self.clock += 1
+        if update.indices.size == self.numel:
+            self.parameters -= update.values
+        else:
+            self.parameters[update.indices] -= update.values
+        self._tracker.note(update.indices, self.clock)
+
+    def _reply(self, message: Message) -> Message:
+        update = self._tracker.difference(message.worker, message.clock)
+        k, body = pack(update, self.numel, self.method.coding, self.method.pull_values, self._segments)
+        place = (message.worker, message.incarnation, message.sequence, self.clock, k)
+        return Message(Kind.REPLY, *place, form=self._tracker.form, body=body)
+
+    def _average(self, message: Message) -> None:
+        """Move the buffers towards a worker's: by 1/N of the difference, N the workers that are here."""
+        if message.body.size % 4:
+            raise DamagedMessage(f"{message.body.size} bytes are no float32")
+        theirs = message.body.copy().view(np.float32)
+        if self.buffers.size == 0:
+            self.buffers = theirs
+        elif self.buffers.size != theirs.size:
+            raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {self.buffers.size}")
+        else:
+            self.buffers += (theirs - self.buffers) / np.float32(len(self._records))
+
+    def _refusal(self, reason: Reason, sequence: int, text: str) -> Message:
+        self.statistics.refused += 1
+        return Message(Kind.REFUSED, sequence=sequence, reason=reason, body=protocol.as_body(text))
+
+    def _forget(self, worker: int, why: str) -> None:
+        del self._records[worker]
+        self._tracker.leave(worker)
+        self.departures[worker] = why
+
+    def tick(self) -> list[int]:
+        """Free the records of workers that have been silent for too long; return these workers."""
+        if self._silence is None:
+            return []
+        limit = self._now() - self._silence
+        dead = [worker for worker, record in self._records.items() if record.seen < limit]
+        for worker in dead:
+            self._forget(worker, f"no sign of life for {self._silence:g} seconds")
+        return dead
+
+    def state(self) -> tuple[dict, dict[str, np.ndarray]]:
+        """Return a description and arrays: what `restore` takes, and what statistics are made of."""
+        numbers = self.statistics
+        description = {
+            "shard": list(self.shard),
+            "clock": self.clock,
+            "layout": self.layout.digest(),
+            "workers": sorted(self._records),
+            "departures": {str(worker): why for worker, why in self.departures.items()},
+            "memory_bytes": self.nbytes,
+            "seconds": self._now() - self._started,
+            "pushes": numbers.pushes,
+            "refused": numbers.refused,
+            "repeated": numbers.repeated,
+            "bytes_in": numbers.bytes_in,
+            "bytes_out": numbers.bytes_out,
+            "staleness": {str(stale): count for stale, count in sorted(numbers.staleness.items())},
+        }
+        return description, {"parameters": self.parameters, "buffers": self.buffers}
+
+
+def introduction(layout: Layout, method: Method) -> list[str]:
+    """Return one line for each thing that a worker and its servers must agree on."""
+    model = [f"tensors = {len(layout.names)}", f"elements = {layout.numel}", f"layout = {layout.digest()}"]
+    return [*model, *method.describe()]
+
+
+def differing(theirs: list[str], ours: list[str]) -> str:
+    """Return in words where two introductions differ; nothing where they do not."""
+    there = [f"{line} there" for line in theirs if line not in ours]
+    return "; ".join(there + [f"{line} here" for line in ours if line not in theirs])

@@ -1,0 +1,308 @@
+"""A training run on MPI: which rank serves and which works, and what both can do. Frameworks derive from `Session`."""
+
+import atexit
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
+from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.protocol import Kind, Message
+from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.transport import MPIEndpoint
+from hvd_sparse.parameter_server.worker import Worker
+
+COLOCATED = "colocated"
+TIMEOUT, SILENCE = 600.0, 120.0  # seconds
+
+
+class Placement(NamedTuple):
+    """The ranks of workers and of servers; a rank may be both."""
+
+    workers: list[int]
+    servers: list[int]
+
+
+def place(ranks: int, servers: int | str) -> Placement:
+    """Return who does what: the last `servers` ranks serve; or "colocated", all work, and all serve a part.
+
+    Raises ValueError where no rank would be left to work.
+    """
+    if servers == COLOCATED:
+        return Placement(list(range(ranks)), list(range(ranks)))
+    if isinstance(servers, bool) or not isinstance(servers, int) or not 1 <= servers < ranks:
+        raise ValueError(
+            f"servers must be {COLOCATED!r} or a number from 1 to one less than the {ranks} ranks, got {servers!r}: "
+            "with one server and two workers start three ranks, mpirun -np 3"
+        )
+    return Placement(list(range(ranks - servers)), list(range(ranks - servers, ranks)))
+
+
+class Session:
+    """One rank's part in a run. `parameters`: {name: array}; those of the first server are what the run begins with.
+
+    servers: how many ranks do nothing but serve, the last ones; or "colocated". overlap: the answer to a push is taken
+    at the next one, after another gradient has been computed: faster, and one step more stale. restore: a file that
+    `save` wrote, in place of the first server's parameters. timeout: seconds to wait for an answer, or for a worker to
+    come. silence: seconds without a sign of life after which a worker counts as dead; None: never. communicator: of
+    mpi4py, the world if None.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        method: Method,
+        *,
+        servers: int | str = 1,
+        overlap: bool = False,
+        restore: str | None = None,
+        timeout: float = TIMEOUT,
+        silence: float | None = SILENCE,
+        communicator=None,
+    ):
+        from mpi4py import MPI
+
+        self.communicator = communicator or MPI.COMM_WORLD
+        self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
+        self.placement = place(self.communicator.Get_size(), servers)
+        self.layout = Layout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
+        self._server: Server | None = None
+        self._connection: Connection | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._check(MPI)
+        if self.is_server:
+            self._server = self._make_server(parameters, restore)
+            if self.is_worker:
+                self._start_thread()
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank holds a part of the parameters."""
+        return self.rank in self.placement.servers
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank in self.placement.workers
+
+    @property
+    def worker(self) -> Worker:
+        """This rank's worker; RuntimeError on a rank that only serves."""
+        return self._connected().worker
+
+    def serve(self) -> dict[int, str]:
+        """Serve until all workers have left; return why each of them did: nothing if it ended well.
+
+        A co-located rank serves in a thread of its own: there is nothing to do here. Ctrl-C and SIGTERM end it, and
+        tell the workers. RuntimeError on a rank that does not serve.
+        """
+        if self._server is None:
+            raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
+        if self._thread is None:
+            with interrupted_by_sigterm():
+                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
+        for worker, why in self._server.departures.items():
+            if why:
+                print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
+        return dict(self._server.departures)
+
+    def join(self, parameters: dict[str, np.ndarray]) -> None:
+        """Join as a worker whose parameters, {name: float32[n]}, are kept up to date in place."""
+        incarnation = time.time_ns() % 2**31  # another one if this rank is started again
+        worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
+        connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
+        connection.join()
+        self._connection = connection
+        if self._silence is not None:
+            self._heartbeat = Heartbeat(worker, self._endpoint(False), self.placement.servers, self._silence / 4.0)
+        atexit.register(self.close)
+
+    def exchange(self, gradients, lr, weight_decay=None) -> None:
+        """Push, and take an answer: the one to this push, or with `overlap`, the one to the push before."""
+        if self._failure is not None:
+            raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
+        connection = self._connected()
+        if self.overlap:
+            self.synchronize()
+        connection.push(gradients, lr, weight_decay)
+        if not self.overlap:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the answer to the last push, which `overlap` leaves open."""
+        connection = self._connected()
+        connection.wait()
+        changed, connection.worker.changed = connection.worker.changed, set()
+        self.updated(changed)
+
+    def updated(self, names: set[str]) -> None:
+        """Take note that parameters have changed; for frameworks that must copy them."""
+
+    def share(self, buffers: np.ndarray) -> None:
+        """Send this worker's buffers, float32[n], into the average over workers."""
+        self._connected().share(buffers)
+
+    def state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the servers' parameters by name, and the average of buffers, as they are now."""
+        answers = self._answers("state")
+        flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
+        return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
+
+    def save(self, path: str) -> None:
+        """Write the servers' parameters, the average of buffers, and settings to a file, for `restore`."""
+        parameters, buffers = self.state()
+        arrays = {f"parameter/{name}": array for name, array in parameters.items()}
+        settings = {"method": self.method.describe(), "statistics": self.stats()}
+        with open(path, "wb") as file:
+            np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
+
+    def stats(self) -> dict:
+        """Return what this worker and all servers did: bytes, ratios to dense, staleness, updates, memory."""
+        descriptions = [description for description, _ in self._answers("statistics")]
+        return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
+
+    def close(self) -> None:
+        """Leave, saying why if an error is on its way; the servers go on for others. A second call does nothing."""
+        connection, self._connection = self._connection, None
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+        if connection is not None:
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None) or self._failure
+            connection.leave(f"{type(error).__name__}: {error}" if error else "")
+        atexit.unregister(self.close)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self.serve()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _answers(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
+        self.synchronize()
+        return self._connected().ask(what)
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            what = "has left the run" if self.is_worker else "is a server: call serve() on it"
+            raise RuntimeError(f"rank {self.rank} {what}; only workers that have joined train")
+        return self._connection
+
+    def _check(self, mpi) -> None:
+        if self.method.most_workers is not None and len(self.placement.workers) > self.method.most_workers:
+            most = self.method.most_workers
+            raise ValueError(f"{self.method.name} has at most {most} worker, got {len(self.placement.workers)}")
+        if mpi.Query_thread() != mpi.THREAD_MULTIPLE and (
+            self._silence is not None or self.is_worker == self.is_server
+        ):
+            raise RuntimeError(
+                "this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
+                "connect before other libraries start MPI, or pass silence=None and servers=1"
+            )
+
+    def _endpoint(self, is_server: bool) -> MPIEndpoint:
+        return MPIEndpoint(self.communicator, is_server)
+
+    def _make_server(self, parameters, restore: str | None) -> Server:
+        number = self.placement.servers.index(self.rank)
+        if restore is not None:
+            flat, buffers = restored(restore, self.layout)
+        else:
+            flat, buffers = self.layout.flatten(parameters) if number == 0 else self._first_parameters(), None
+        shard = self.layout.shards(len(self.placement.servers))[number]
+        keeps_start = number == 0 and restore is None and len(self.placement.servers) > 1
+        workers = len(self.placement.workers)
+        server = Server(self.layout, shard, self.method, flat, workers, self._silence, keeps_start)
+        if number == 0 and buffers is not None:
+            server.buffers = buffers
+        return server
+
+    def _first_parameters(self) -> np.ndarray:
+        """Return what the first server begins with: whoever loaded a model did so there."""
+        first, end = self.placement.servers[0], self._endpoint(False)
+        end.send(first, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
+        item = end.receive(self._timeout)
+        if item is None:
+            raise TimeoutError(f"rank {first} has not sent its parameters within {self._timeout:g} seconds")
+        return protocol.decode_state(protocol.decode(item[1]).body)[1]["parameters"]
+
+    def _start_thread(self) -> None:
+        def run() -> None:
+            try:
+                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="hvd_sparse server", daemon=True)
+        self._thread.start()
+
+
+def restored(path: str, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat parameters and the buffers of a file of `save`; ValueError if it is of another model."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
+        differing = {name for name in {*arrays, *layout.names} if np.shape(arrays.get(name)) != layout.shapes.get(name)}
+        if differing:
+            raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
+        return layout.flatten(arrays), file["buffers"]
+
+
+def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) -> dict:
+    """Return a worker's traffic and its servers' statistics together."""
+    traffic, staleness = worker.traffic, {}
+    for server in servers[:1]:  # all servers see the same pushes
+        staleness = {int(stale): count for stale, count in server["staleness"].items()}
+    dense = traffic.pushes * worker.dense_bytes
+    longest = max(server["seconds"] for server in servers)
+    return {
+        "pushes": traffic.pushes,
+        "bytes_up": traffic.bytes_up,
+        "bytes_down": traffic.bytes_down,
+        "ratio_up": dense / max(1, traffic.bytes_up),
+        "ratio_down": dense / max(1, traffic.bytes_down - worker.dense_bytes),
+        "density_up": traffic.entries_up / max(1, traffic.pushes * worker.layout.numel),
+        "density_down": traffic.entries_down / max(1, traffic.pushes * worker.layout.numel),
+        "repeated": traffic.repeated,
+        "non_finite": traffic.non_finite,
+        "seconds": seconds,
+        "seconds_waiting": waited,
+        "all": {
+            "pushes": servers[0]["pushes"],
+            "updates_per_second": servers[0]["pushes"] / longest,
+            "staleness": staleness,
+            "server_bytes": sum(server["memory_bytes"] for server in servers),
+            "bytes_in": sum(server["bytes_in"] for server in servers),
+            "bytes_out": sum(server["bytes_out"] for server in servers),
+            "refused": sum(server["refused"] for server in servers),
+            "repeated": sum(server["repeated"] for server in servers),
+            "departures": {int(k): v for server in servers for k, v in server["departures"].items()},
+        },
+    }
+
+
+class interrupted_by_sigterm:
+    """Let SIGTERM, what mpirun sends first, raise KeyboardInterrupt meanwhile; only the main thread can."""
+
+    def __enter__(self):
+        self._old = None
+        if threading.current_thread() is threading.main_thread():
+            self._old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def __exit__(self, *_):
+        if self._old is not None:
+            signal.signal(signal.SIGTERM, self._old)

@@ -1,0 +1,118 @@
+"""Servers and workers in one process, in an order of arrivals that is decided beforehand: tests, and studies of many.
+
+The servers and workers are those that run over MPI, and so are their messages; only who is next is not left to chance.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.transport import Network
+from hvd_sparse.parameter_server.worker import Worker
+
+Gradients = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+
+
+def in_turn(workers: int) -> Iterator[int]:
+    """Yield workers in turn, for ever: each one's update is as stale as the others are many."""
+    return itertools.cycle(range(workers))
+
+
+def by_speed(seconds: Sequence[float], seed: int = 0, jitter: float = 0.2) -> Iterator[int]:
+    """Yield workers as they finish: a step of worker k takes seconds[k], more or less by up to `jitter` of it."""
+    random = np.random.default_rng(seed)
+
+    def step(worker: int) -> float:
+        return seconds[worker] * (1.0 + jitter * random.uniform(-1.0, 1.0))
+
+    queue = [(step(worker), worker) for worker in range(len(seconds))]
+    heapq.heapify(queue)
+    while True:
+        time, worker = heapq.heappop(queue)
+        yield worker
+        heapq.heappush(queue, (time + step(worker), worker))
+
+
+class Simulation:
+    """`workers` workers and their servers. `shapes`, `parameters`: {name: shape}, {name: array} to begin with.
+
+    `step(worker)` computes a gradient at the worker's parameters, pushes it, and applies the answer.
+    """
+
+    def __init__(
+        self, method: Method, parameters: Mapping[str, np.ndarray], workers: int, servers: int = 1, **server_options
+    ):
+        if method.most_workers is not None and workers > method.most_workers:
+            raise ValueError(f"{method.name} has at most {method.most_workers} worker, got workers = {workers}")
+        self.method = method
+        self.layout = Layout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        self._flat = self.layout.flatten(parameters)
+        self.network = Network()
+        self._server_ends = [self.network.endpoint(rank, is_server=True) for rank in range(servers)]
+        self._worker_ends = [self.network.endpoint(rank, is_server=False) for rank in range(workers)]
+        self.servers = [
+            Server(self.layout, shard, method, self._flat, workers, **server_options)
+            for shard in self.layout.shards(servers)
+        ]
+        self.workers: list[Worker | None] = [None] * workers
+        for number in range(workers):
+            self.join(number)
+
+    def join(self, number: int, incarnation: int = 0) -> Worker:
+        """Start a worker, or start it again, and let it join."""
+        copies = {name: array.reshape(-1).copy() for name, array in self.layout.split(self._flat).items()}
+        worker = Worker(number, self.layout, self.method, copies, len(self.servers), incarnation)
+        self.workers[number] = worker
+        self._send(number, worker.hello())
+        self.deliver()
+        return worker
+
+    def step(self, number: int, gradients: Gradients, lr: float, weight_decay: float = 0.0) -> None:
+        """Let a worker do a step: gradients(worker, {name: float32 of its shape})."""
+        worker = self.workers[number]
+        shaped = {name: array.reshape(self.layout.shapes[name]) for name, array in worker.parameters.items()}
+        found = {
+            name: np.ascontiguousarray(array, np.float32).reshape(-1)
+            for name, array in gradients(number, shaped).items()
+        }
+        rates, decays = dict.fromkeys(self.layout.names, lr), dict.fromkeys(self.layout.names, weight_decay)
+        self._send(number, worker.push(found, rates, decays))
+        self.deliver()
+
+    def run(self, arrivals: Iterator[int], steps: int, gradients: Gradients, lr, weight_decay: float = 0.0) -> None:
+        """Let `steps` workers of `arrivals` do a step each. lr: a number, or a function of the steps done."""
+        for done, number in enumerate(itertools.islice(arrivals, steps)):
+            self.step(number, gradients, lr(done) if callable(lr) else lr, weight_decay)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return what the servers hold: views of a copy, by name."""
+        return self.layout.split(np.concatenate([server.parameters for server in self.servers]))
+
+    def deliver(self) -> None:
+        """Hand over messages until there are none."""
+        while self._deliver_once():
+            pass
+
+    def _deliver_once(self) -> bool:
+        moved = False
+        for server, end in zip(self.servers, self._server_ends, strict=True):
+            while (item := end.receive()) is not None:
+                source, data = item
+                for rank, answer in server.handle(data, source):
+                    end.send(rank, answer)
+                moved = True
+        for number, end in enumerate(self._worker_ends):
+            while (item := end.receive()) is not None:
+                rank, data = item
+                self._send(number, self.workers[number].receive(rank, data))
+                moved = True
+        return moved
+
+    def _send(self, number: int, messages: Mapping[int, np.ndarray]) -> None:
+        for server, data in messages.items():
+            self._worker_ends[number].send(server, data)

@@ -1,0 +1,97 @@
+"""What each worker has, and so what an answer must hold: by when elements changed, or by a mirror of each worker.
+
+The paper keeps v_k, what was sent to worker k, for every worker: N times the parameters (section 5.6.2). Unless answers
+are incomplete (secondary compression) or rounded, v_k = M at the worker's last visit (Equation 4): then the time of an
+element's last change says whether the worker has it, one number for all workers, and the answer holds the parameter
+itself. So every worker's parameters are the server's, bit for bit, and an answer may be sent twice.
+"""
+
+import numpy as np
+
+from hvd_sparse.parameter_server.layout import Piece
+from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.protocol import Form
+from hvd_sparse.parameter_server.updates import Update, rounded, select
+
+NO_CLOCK = 2**32 - 1
+
+
+class ChangeTracker:
+    """Remembers when each element changed last: float32 answers that hold all that changed."""
+
+    form = Form.VALUES
+
+    def __init__(self, parameters: np.ndarray):
+        self._parameters = parameters
+        self._changed = np.zeros(parameters.size, np.uint32)
+        self._all_changed = 0  # when all did: a dense update is not worth a pass over memory
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that tracking takes."""
+        return self._changed.nbytes
+
+    def join(self, worker: int) -> None:
+        """There is nothing to remember of a worker."""
+
+    def leave(self, worker: int) -> None:
+        """There is nothing to forget."""
+
+    def note(self, indices: np.ndarray, clock: int) -> None:
+        """Remember that elements changed; ascending indices."""
+        if clock >= NO_CLOCK:
+            raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
+        if indices.size == self._parameters.size:
+            self._all_changed = clock
+        else:
+            self._changed[indices] = clock
+
+    def difference(self, worker: int, have: int) -> Update:
+        """Return the values of what changed after the clock `have`, all of them."""
+        if have < self._all_changed:
+            indices = np.arange(self._parameters.size)
+        else:
+            indices = np.flatnonzero(self._changed > have)
+        return Update(indices, self._parameters[indices])
+
+
+class MirrorTracker:
+    """Keeps for each worker what it has, w_k: answers are the largest differences, rounded to their wire type.
+
+    M - v_k of the paper is the parameters minus w_k, and keeps what was not sent. A worker adds a difference as the
+    mirror does, in float32: both stay equal bit for bit.
+    """
+
+    form = Form.DIFFERENCES
+
+    def __init__(self, parameters: np.ndarray, method: Method, pieces: list[Piece], begin: int):
+        self._parameters, self._method = parameters, method
+        self._mirrors: dict[int, np.ndarray] = {}
+        self._begin, self._pieces = begin, pieces
+        self._density = method.pull_density or 1.0
+        self.segments = np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that tracking takes."""
+        return sum(mirror.nbytes for mirror in self._mirrors.values())
+
+    def join(self, worker: int) -> None:
+        """A worker has been given all parameters."""
+        self._mirrors[worker] = self._parameters.copy()
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker."""
+        self._mirrors.pop(worker, None)
+
+    def note(self, indices: np.ndarray, clock: int) -> None:
+        """Changes show in the parameters."""
+
+    def difference(self, worker: int, have: int) -> Update:
+        """Return the differences to send, and take them as sent."""
+        mirror = self._mirrors[worker]
+        difference = self._parameters - mirror
+        indices = select(difference, self._pieces, self._begin, self._density, self._method)
+        update = rounded(Update(indices, difference[indices]), self._method, self._method.pull_values, self.segments)
+        mirror[update.indices] += update.values
+        return update

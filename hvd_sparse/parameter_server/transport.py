@@ -1,0 +1,104 @@
+"""How messages get from rank to rank: by MPI, or in one process in an order that the caller decides.
+
+MPI is used without collective operations, so that nobody waits for a rank that comes late; and without its blocking
+receive, which in most implementations keeps a core busy: an idle rank looks now and then, and sleeps in between.
+"""
+
+import abc
+import collections
+import time
+
+import numpy as np
+
+TO_SERVERS, TO_WORKERS = 7311, 7312  # tags: a rank may be both
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what an answer may wait for at most, and an idle rank's load
+
+
+class Endpoint(abc.ABC):
+    """One end of the wire: of a server or of a worker."""
+
+    @abc.abstractmethod
+    def send(self, rank: int, data: np.ndarray) -> None:
+        """Send bytes, uint8, to a rank's other kind of end, without waiting; they must not change any more."""
+
+    @abc.abstractmethod
+    def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
+        """Return the rank that a message is of, and its bytes; None if none comes within `timeout` seconds."""
+
+    def close(self, timeout: float) -> None:
+        """Wait until what was sent is on its way, at most `timeout` seconds."""
+
+
+class MPIEndpoint(Endpoint):
+    """An end on an MPI communicator of mpi4py. `is_server`: messages to servers and to workers have different tags."""
+
+    def __init__(self, communicator, is_server: bool):
+        from mpi4py import MPI
+
+        self._mpi, self._communicator = MPI, communicator
+        self._listens, self._sends = (TO_SERVERS, TO_WORKERS) if is_server else (TO_WORKERS, TO_SERVERS)
+        self._pending: list = []  # (request, data): data must live until the request is done
+
+    def send(self, rank: int, data: np.ndarray) -> None:
+        """Send without waiting."""
+        self._reap()
+        self._pending.append((self._communicator.Isend([data, self._mpi.BYTE], rank, self._sends), data))
+
+    def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
+        """Look for a message now and then."""
+        end, nap = time.monotonic() + timeout, SHORTEST_NAP
+        status = self._mpi.Status()
+        while True:
+            message = self._communicator.Improbe(self._mpi.ANY_SOURCE, self._listens, status)
+            if message is not None:
+                data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+                message.Recv([data, self._mpi.BYTE])
+                return status.Get_source(), data
+            self._reap()
+            if time.monotonic() >= end:
+                return None
+            time.sleep(nap)
+            nap = min(1.5 * nap, LONGEST_NAP)
+
+    def close(self, timeout: float) -> None:
+        """Wait for what was sent; what nobody takes any more is given up."""
+        end = time.monotonic() + timeout
+        while self._pending and time.monotonic() < end:
+            self._reap()
+            time.sleep(SHORTEST_NAP)
+        for request, _ in self._pending:
+            request.Cancel()
+            request.Free()
+        self._pending.clear()
+
+    def _reap(self) -> None:
+        self._pending = [(request, data) for request, data in self._pending if not request.Test()]
+
+
+class Network:
+    """Ends of all ranks in one process; messages are delivered when they are received, in the order they were sent."""
+
+    def __init__(self):
+        self._queues: dict[tuple[int, bool], collections.deque] = collections.defaultdict(collections.deque)
+
+    def endpoint(self, rank: int, is_server: bool) -> "InProcessEndpoint":
+        """Return an end of a rank."""
+        return InProcessEndpoint(self._queues, rank, is_server)
+
+
+class InProcessEndpoint(Endpoint):
+    """An end on a `Network`. `damage`, if set, is called with every message sent, and returns those that arrive."""
+
+    def __init__(self, queues, rank: int, is_server: bool):
+        self._queues, self._rank, self._is_server = queues, rank, is_server
+        self.damage = None
+
+    def send(self, rank: int, data: np.ndarray) -> None:
+        """Put a copy into the other end's queue."""
+        arriving = [data.copy()] if self.damage is None else self.damage(data)
+        self._queues[rank, not self._is_server].extend((self._rank, message) for message in arriving)
+
+    def receive(self, timeout: float = 0.0) -> tuple[int, np.ndarray] | None:
+        """Return the first message of the queue; there is nothing to wait for."""
+        queue = self._queues[self._rank, self._is_server]
+        return queue.popleft() if queue else None

@@ -1,0 +1,294 @@
+"""A worker: it accumulates gradients, pushes the largest updates, and applies what comes back (Algorithms 1 and 3).
+
+Like the server it is a state machine without input or output of its own. Parameters are arrays that the caller reads
+gradients at, and that change in place when an answer arrives.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_sparse import native
+from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason
+from hvd_sparse.parameter_server.server import introduction
+from hvd_sparse.parameter_server.updates import Update, joined, rounded, unpack
+from hvd_sparse.parameter_server.updates import pack as pack_update
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.wire import top_k_count
+
+Messages = dict[int, np.ndarray]
+TRIES = 10  # a message that always arrives damaged is no accident
+
+
+class ServerRefused(RuntimeError):
+    """A server does not heed this worker; the text says why, and what differs."""
+
+
+@dataclass
+class Traffic:
+    """Bytes and counts of a worker: messages with their headers."""
+
+    pushes: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    entries_up: int = 0
+    entries_down: int = 0
+    repeated: int = 0
+    non_finite: int = 0
+
+
+class Worker:
+    """Worker `number`, of a model whose parameters, {name: float32[n]}, it keeps up to date in place.
+
+    servers: how many share the model. incarnation: another one after a restart, so that servers can tell.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: Layout,
+        method: Method,
+        parameters: Mapping[str, np.ndarray],
+        servers: int = 1,
+        incarnation: int = 0,
+    ):
+        self.number, self.layout, self.method, self.incarnation = number, layout, method, incarnation
+        self.parameters = dict(parameters)
+        self.shards = layout.shards(servers)
+        self.residual = np.zeros(layout.numel, np.float32)
+        self.velocity = np.zeros(layout.numel, np.float32) if method.has_velocity else None
+        self.traffic = Traffic()
+        self.sequence = 0
+        self.changed: set[str] = set()  # tensors that answers have written to; whoever copies them clears it
+        self._pieces = layout.tensors()
+        self._segments = np.array([(piece.begin, 1) for piece in self._pieces], np.int64)
+        self._cuts = [self._shard_segments(shard) for shard in self.shards]
+        self._clocks = [0] * servers
+        self._joined: set[int] = set()
+        self._waiting: set[int] = set()  # servers whose answer to the last message is not there yet
+        self._sent: Messages = {}
+        self._tries = self._rejoins = 0
+        self._pushed: Update | None = None
+        self._lost: tuple[Update, set[int]] | None = None  # an update, and the servers that have not applied it
+        self._hints = {piece.name: ThresholdHint() for piece in self._pieces}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a server has not answered yet."""
+        return bool(self._waiting)
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of all parameters: what a dense push is, and a dense answer."""
+        return 4 * self.layout.numel
+
+    def part(self, name: str) -> slice:
+        """Return where a tensor lies in the memory."""
+        piece = next(piece for piece in self._pieces if piece.name == name)
+        return slice(piece.begin, piece.end)
+
+    def memory(self) -> dict[str, np.ndarray]:
+        """Return what this worker remembers, float32[numel] each: the residual, the velocity if it has one."""
+        return {"residual": self.residual} | ({} if self.velocity is None else {"velocity": self.velocity})
+
+    def hello(self) -> Messages:
+        """Return what to say to each server first; its answer brings the parameters."""
+        body = protocol.as_body("\n".join(introduction(self.layout, self.method)))
+        self._joined.clear()
+        return self._send({server: self._encoded(Kind.HELLO, body=body) for server in range(len(self.shards))})
+
+    def push(
+        self,
+        gradients: Mapping[str, np.ndarray],
+        lr: Mapping[str, float],
+        weight_decay: Mapping[str, float] | None = None,
+    ) -> Messages:
+        """Accumulate gradients, {name: float32[n]}, and return what to send to each server.
+
+        What a tensor without a gradient remembers stays as it is, and takes part in the selection. lr, weight_decay: of
+        each tensor. What is not finite counts as zero. Raises RuntimeError while an answer is missing.
+        """
+        if self._waiting or len(self._joined) < len(self.shards):
+            raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
+        decay = weight_decay or {}
+        for piece in self._pieces:
+            if gradients.get(piece.name) is not None:
+                self._accumulate(piece, gradients[piece.name], lr[piece.name], decay.get(piece.name, 0.0))
+        update = self._select(self.method.density_at(self.sequence))
+        self._take(update)
+        self.sequence += 1
+        self.traffic.pushes += 1
+        self.traffic.entries_up += update.indices.size
+        self._pushed = update
+        return self._send(self._cut(update, set(range(len(self.shards)))))
+
+    def receive(self, server: int, data: np.ndarray) -> Messages:
+        """Take what a server sent; return what to send again, if it did not arrive as it should.
+
+        Raises ServerRefused where there is no use in trying again.
+        """
+        self.traffic.bytes_down += data.size
+        try:
+            message = protocol.decode(data)
+            if message.kind == Kind.REFUSED:
+                return self._refused(server, message)
+            if message.incarnation != self.incarnation:
+                return {}  # an answer to a former life
+            if message.kind == Kind.WELCOME:
+                return self._welcomed(server, message)
+            if message.kind == Kind.REPLY:
+                self._replied(server, message)
+            return {}
+        except DamagedMessage as error:
+            return self._again(server, str(error))
+
+    def alive(self) -> Messages:
+        """Return a sign of life for each server."""
+        return {server: self._encoded(Kind.ALIVE) for server in range(len(self.shards))}
+
+    def share(self, buffers: np.ndarray) -> Messages:
+        """Return what brings float32 buffers to the first server, which averages them over workers."""
+        return self._counted({0: self._encoded(Kind.BUFFERS, body=buffers.view(np.uint8))})
+
+    def ask(self, what: str) -> Messages:
+        """Return what to ask each server; `Server.handle` says what there is to ask for."""
+        return {server: self._encoded(Kind.ASK, body=protocol.as_body(what)) for server in range(len(self.shards))}
+
+    def leave(self, why: str = "") -> Messages:
+        """Return the last message to each server."""
+        self._waiting.clear()
+        return {server: self._encoded(Kind.LEAVE, body=protocol.as_body(why)) for server in range(len(self.shards))}
+
+    def _accumulate(self, piece, gradient, lr, decay) -> None:
+        part = slice(piece.begin, piece.end)
+        velocity = None if self.velocity is None else self.velocity[part]
+        parameter = self.parameters[piece.name] if decay else None
+        rule = {"momentum": self.method.momentum if self.method.has_velocity else 0.0, "nesterov": self.method.nesterov}
+        finite = native.accumulate(
+            gradient, self.residual[part], velocity, parameter, factor=lr, weight_decay=lr * decay, **rule
+        )
+        self.traffic.non_finite += not finite
+
+    def _select(self, density: float) -> Update:
+        """Return the largest of the residual, as they survive the wire."""
+        groups = [(piece.begin, piece.end, piece.is_dense) for piece in self._pieces]
+        names = [piece.name for piece in self._pieces]
+        if self.method.scope == "model":
+            groups = joined(groups)
+        found = []
+        for name, (begin, end, is_dense) in zip(names, groups, strict=False):
+            k = end - begin if is_dense else top_k_count(end - begin, density)
+            if k == end - begin:
+                found.append(np.arange(begin, end))
+                continue
+            hint = self._hints[name]
+            indices, _, (threshold, passed) = native.select_top_k(
+                self.residual[begin:end], k, self.method.seed, hint.value(k)
+            )
+            hint.update(k, threshold, int(passed))
+            found.append(begin + indices)
+        indices = np.concatenate(found)
+        return rounded(Update(indices, self.residual[indices]), self.method, self.method.values, self._segments)
+
+    def _take(self, update: Update) -> None:
+        """Take what is sent out of the memory: all of it, or for SAMomentum, what the momentum leaves."""
+        left = self.residual[update.indices] - update.values
+        self.residual[update.indices] = left + np.float32(self.method.kept) * update.values
+        if self.method.masks_velocity:
+            self.velocity[update.indices] = 0.0
+
+    def _cut(self, update: Update, servers: set[int]) -> Messages:
+        """Return a push for each server: to `servers`, of the entries that lie in their shards; of none to others."""
+        messages = {}
+        for server, (begin, end) in enumerate(self.shards):
+            first, last = np.searchsorted(update.indices, (begin, end if server in servers else begin))
+            part = Update(update.indices[first:last] - begin, update.values[first:last])
+            k, body = pack_update(part, end - begin, self.method.coding, self.method.values, self._cuts[server])
+            messages[server] = self._encoded(Kind.PUSH, clock=self._clocks[server], k=k, body=body)
+        return messages
+
+    def _encoded(self, kind: Kind, **fields) -> np.ndarray:
+        return protocol.encode(Message(kind, self.number, self.incarnation, self.sequence, **fields))
+
+    def _counted(self, messages: Messages) -> Messages:
+        self.traffic.bytes_up += sum(message.size for message in messages.values())
+        return messages
+
+    def _send(self, messages: Messages) -> Messages:
+        """Keep what must be answered, to send it again where it got lost."""
+        self._sent, self._waiting, self._tries = messages, set(messages), 0
+        return self._counted(dict(messages))
+
+    def _again(self, server: int, why: str) -> Messages:
+        if server not in self._waiting:
+            return {}
+        self._tries += 1
+        if self._tries > TRIES * len(self.shards):
+            raise ServerRefused(f"server {server}: nothing arrives undamaged after {TRIES} tries: {why}")
+        self.traffic.repeated += 1
+        return self._counted({server: self._sent[server]})
+
+    def _refused(self, server: int, message: Message) -> Messages:
+        if message.reason == Reason.DAMAGED:
+            return self._again(server, message.text)
+        if message.reason == Reason.STRANGER and message.sequence == self.sequence and server in self._waiting:
+            return self._rejoin(server, message.text)
+        raise ServerRefused(f"server {server}: {message.text}")
+
+    def _rejoin(self, server: int, why: str) -> Messages:
+        """Begin anew with all servers: one has forgotten this worker. What was not applied yet is pushed again."""
+        self._rejoins += 1
+        if self._rejoins > TRIES:
+            raise ServerRefused(f"server {server}, after {TRIES} attempts to join again: {why}")
+        if self._lost is None:
+            self._lost = (self._pushed, set(self._waiting))
+        self.incarnation += 1
+        self.sequence = 0
+        return self.hello()
+
+    def _welcomed(self, server: int, message: Message) -> Messages:
+        begin, end = self.shards[server]
+        if self.sequence > 1 or message.body.size != 4 * (end - begin):
+            return {}
+        self._write(begin, Update(np.arange(end - begin), message.body.copy().view(np.float32)), Form.VALUES)
+        self._clocks[server] = message.clock
+        self._joined.add(server)
+        if self.sequence > 0:
+            return {}
+        self._waiting.discard(server)
+        if self._waiting or self._lost is None:
+            return {}
+        (update, servers), self._lost = self._lost, None
+        self.sequence = 1
+        return self._send(self._cut(update, servers))
+
+    def _replied(self, server: int, message: Message) -> None:
+        if message.sequence != self.sequence or server not in self._waiting:
+            return  # an answer that has already been applied
+        begin, end = self.shards[server]
+        update = unpack(message, end - begin, self.method.coding, self.method.pull_values, self._cuts[server])
+        self.traffic.entries_down += update.indices.size
+        self._write(begin, update, message.form)
+        self._clocks[server] = message.clock
+        self._waiting.discard(server)
+
+    def _write(self, offset: int, update: Update, form: Form) -> None:
+        """Set the parameters at indices behind an offset, or add to them."""
+        indices = update.indices + offset
+        for piece in self._pieces:
+            first, last = np.searchsorted(indices, (piece.begin, piece.end))
+            if first == last:
+                continue
+            target, at = self.parameters[piece.name], indices[first:last] - piece.begin
+            if form == Form.VALUES:
+                target[at] = update.values[first:last]
+            else:
+                target[at] += update.values[first:last]
+            self.changed.add(piece.name)
+
+    def _shard_segments(self, shard: tuple[int, int]) -> np.ndarray:
+        return np.array([(piece.begin - shard[0], 1) for piece in self.layout.pieces(*shard)], np.int64)

@@ -1,0 +1,182 @@
+"""Asynchronous training for PyTorch (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
+
+    session = connect(model, DGS(density=0.01, momentum=0.7))
+    if session.is_server:
+        session.serve()
+    else:
+        optimizer = session.optimizer(lr=0.1)
+        ...                                      # an ordinary loop
+        session.close()
+
+Buffers, such as the running statistics of batch normalisation, are each worker's own; the first server keeps their
+average, moved towards a worker's by 1 / workers whenever that shares them, and `global_state_dict` has it. Buffers of
+integers, such as batch counts, are those of the worker that asks.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.session import Session
+
+__all__ = [
+    "ASGD",
+    "DGS",
+    "METHODS",
+    "MSGD",
+    "AsynchronousOptimizer",
+    "DGCAsync",
+    "GradientDroppingAsync",
+    "Method",
+    "TorchSession",
+    "connect",
+]
+
+Named = Iterable[tuple[str, torch.nn.Parameter]]
+SHARE_EVERY = 10  # steps: buffers are a few per cent of a push
+
+
+def connect(model: torch.nn.Module | Named, method: Method, **options) -> "TorchSession":
+    """Take part in a run with this rank's model, or its named parameters; on every rank.
+
+    Workers wait here until the servers have sent them the parameters. options: those of
+    `hvd_sparse.parameter_server.session.Session`: servers, overlap, restore, timeout, silence, communicator.
+    Parameters that need no gradient are left alone. Raises ValueError where the ranks differ in model or method,
+    TimeoutError where servers do not answer.
+    """
+    return TorchSession(model, method, **options)
+
+
+class TorchSession(Session):
+    """A rank's part in a run; see `connect`."""
+
+    def __init__(self, model: torch.nn.Module | Named, method: Method, **options):
+        self.model = model if isinstance(model, torch.nn.Module) else None
+        named = model.named_parameters() if self.model else model
+        self.tensors = {name: parameter for name, parameter in named if parameter.requires_grad}
+        for name, parameter in self.tensors.items():
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
+        super().__init__({name: _as_array(parameter) for name, parameter in self.tensors.items()}, method, **options)
+        if self.is_worker:
+            self.join({name: _as_array(parameter).reshape(-1) for name, parameter in self.tensors.items()})
+            self.synchronize()
+
+    def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
+        """Return the optimizer of a worker. params: parameters or groups of them, as of `torch.optim`; None: all."""
+        return AsynchronousOptimizer(self, params, lr, weight_decay)
+
+    def updated(self, names: set[str]) -> None:
+        """Copy what has changed into the parameters that do not share memory with the worker."""
+        with torch.no_grad():
+            for name in names:
+                parameter, array = self.tensors[name], self.worker.parameters[name]
+                if parameter.data_ptr() != array.ctypes.data:
+                    parameter.copy_(torch.from_numpy(array).view(parameter.shape))
+
+    def share_buffers(self) -> None:
+        """Send this worker's buffers of real numbers into the average over workers."""
+        buffers = self._buffers()
+        if buffers:
+            self.share(np.concatenate([_as_array(buffer).reshape(-1) for buffer in buffers.values()]))
+
+    def global_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the servers' model as it is now: for evaluation, and for a checkpoint of the model.
+
+        Of a module, all that its `state_dict` has, the average of buffers among it; of parameters, these.
+        """
+        if self.model is not None:
+            self.share_buffers()
+        arrays, averages = self.state()
+        tensors = {name: torch.from_numpy(array).to(self.tensors[name].dtype) for name, array in arrays.items()}
+        if self.model is None:
+            return tensors
+        buffers = self._buffers()
+        parts = np.split(averages, np.cumsum([buffer.numel() for buffer in buffers.values()])[:-1])
+        for (name, buffer), part in zip(buffers.items(), parts, strict=bool(buffers)):
+            tensors[name] = torch.from_numpy(part.copy()).to(buffer.dtype).view(buffer.shape)
+        by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **buffers}.items()}
+        whole = self.model.state_dict(keep_vars=True)  # a shared parameter has several names there
+        return {
+            name: by_tensor[id(value)] if id(value) in by_tensor else value.detach().clone()
+            for name, value in whole.items()
+        }
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        if self.model is None:
+            return {}
+        return {name: buffer for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
+
+
+class AsynchronousOptimizer(torch.optim.Optimizer):
+    """Pushes an update in `step`, and takes the servers' answer; learning-rate schedulers work on it as on any other.
+
+    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. What the worker
+    remembers, residual and velocity, is in `state_dict`. Gradients of any type and device are brought to float32 on the
+    CPU; one that is not finite somewhere counts as zero there, see `TorchSession.stats`.
+    """
+
+    def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0.0 <= float(value):
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
+        super().__init__(
+            list(session.tensors.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
+        )
+        self.session = session
+        self._names = {id(parameter): name for name, parameter in session.tensors.items()}
+        self._steps = 0
+        strange = [tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) not in self._names]
+        if strange:
+            raise ValueError(f"params must be among those that were connected; of others, the shapes are {strange}")
+        self._expose()
+
+    def step(self, closure: Callable | None = None):
+        """Push the gradients' update, and apply the servers' answer, or with overlap the one before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients, lr, weight_decay = {}, dict.fromkeys(self.session.tensors, 0.0), {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
+                if parameter.grad is not None:
+                    gradients[name] = _as_array(parameter.grad).reshape(-1)
+        self.session.exchange(gradients, lr, weight_decay)
+        self._steps += 1
+        if self._steps % SHARE_EVERY == 0:
+            self.session.share_buffers()
+        return loss
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over groups, and what a worker remembered; of a worker of the same model."""
+        super().load_state_dict(state_dict)
+        kept = [state_dict["state"].get(i) for group in state_dict["param_groups"] for i in group["params"]]
+        worker = self.session.worker
+        for parameter, memory in zip(self._parameters(), kept, strict=True):
+            part = worker.part(self._names[id(parameter)])
+            for kind, flat in worker.memory().items():
+                flat[part] = 0.0 if not memory else _as_array(memory[kind]).reshape(-1)
+        self._expose()
+
+    def _expose(self) -> None:
+        """Show the worker's memory as the state of the parameters, in place."""
+        worker = self.session.worker
+        for parameter in self._parameters():
+            part = worker.part(self._names[id(parameter)])
+            self.state[parameter] = {kind: torch.from_numpy(flat[part]) for kind, flat in worker.memory().items()}
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as float32 on the CPU, in row-major order: its own memory where it is that already."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor.to("cpu", torch.float32).contiguous().numpy()

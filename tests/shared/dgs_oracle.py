@@ -1,0 +1,88 @@
+"""DGS and its baselines (Yan et al., 2020, Algorithms 1 to 3) in float64, with M, v_k and magnified momentum.
+
+One flat vector a layer; nothing of hvd_sparse is used. Where the paper's line 14 of Algorithm 2 prints v - G, Equations
+4 and 6b hold: v + G.
+"""
+
+import numpy as np
+
+
+class DgsOracle:
+    """theta_0: {layer: array[n]}. method: "dgs", "dgc_async", "gd_async", "asgd", "msgd"."""
+
+    def __init__(self, method, theta, workers, density=1.0, momentum=0.0, pull_density=None, dense_below=0):
+        self.method, self.density, self.m, self.pull = method, density, momentum, pull_density
+        self.dense_below = dense_below
+        self.theta_0 = {j: np.array(layer, np.float64).reshape(-1) for j, layer in theta.items()}
+        self.M = self.zeros()
+        self.v = [self.zeros() for _ in range(workers)]
+        self.u = [self.zeros() for _ in range(workers)]
+        self.r = [self.zeros() for _ in range(workers)]
+        self.gap = np.inf  # smallest relative distance between what was selected and what was not
+        self.sent = []  # how many entries each push had
+
+    def zeros(self):
+        return {j: np.zeros(layer.size) for j, layer in self.theta_0.items()}
+
+    def theta(self, k):
+        """Equation 5: what worker k computes its gradient at."""
+        return {j: self.theta_0[j] + self.v[k][j] for j in self.theta_0}
+
+    def model(self):
+        return {j: self.theta_0[j] + self.M[j] for j in self.theta_0}
+
+    def step(self, k, gradient, lr, weight_decay=0.0):
+        """Worker k, at line 5 of Algorithm 3, with its gradient {layer: array[n]} at theta(k)."""
+        theta, count = self.theta(k), 0
+        for j, layer in gradient.items():
+            g = lr * (np.asarray(layer, np.float64).reshape(-1) + weight_decay * theta[j])
+            sent = getattr(self, self.method)(k, j, g)
+            count += np.count_nonzero(sent)
+            self.M[j] = self.M[j] - sent
+        self.sent.append(count)
+        for j in self.theta_0:
+            G = self.M[j] - self.v[k][j]
+            if self.pull is not None:
+                G = G * self.mask(G, self.pull)
+            self.v[k][j] = self.v[k][j] + G
+
+    def mask(self, layer, density):
+        if layer.size < self.dense_below or density >= 1.0:
+            return np.ones(layer.size, bool)
+        keep = max(1, int(np.floor(density * layer.size + 0.5)))
+        order = np.argsort(-np.abs(layer), kind="stable")
+        if keep < layer.size and layer[order[keep - 1]] != 0:
+            edge, below = np.abs(layer[order[keep - 1]]), np.abs(layer[order[keep]])
+            self.gap = min(self.gap, (edge - below) / edge)
+        mask = np.zeros(layer.size, bool)
+        mask[order[:keep]] = True
+        return mask
+
+    def dgs(self, k, j, g):
+        """Algorithm 3, lines 6 to 11; a layer that is sent whole has ordinary momentum."""
+        u = self.m * self.u[k][j] + g
+        mask = self.mask(u, self.density)
+        self.u[k][j] = u + (1.0 / self.m - 1.0) * u * ~mask
+        return u * mask
+
+    def gd_async(self, k, j, g):
+        """Algorithm 1, lines 6 to 12."""
+        r = self.r[k][j] + g
+        mask = self.mask(r, self.density)
+        self.r[k][j] = r * ~mask
+        return r * mask
+
+    def dgc_async(self, k, j, g):
+        """Deep Gradient Compression, Algorithm 3, lines 11 to 16."""
+        self.u[k][j] = self.m * self.u[k][j] + g
+        v = self.r[k][j] + self.u[k][j]
+        mask = self.mask(v, self.density)
+        self.r[k][j], self.u[k][j] = v * ~mask, self.u[k][j] * ~mask
+        return v * mask
+
+    def asgd(self, k, j, g):
+        return g
+
+    def msgd(self, k, j, g):
+        self.u[k][j] = self.m * self.u[k][j] + g
+        return self.u[k][j]

@@ -1,0 +1,106 @@
+"""Servers and workers in one process, in decided orders of arrival, against the paper's algorithms in NumPy."""
+
+import itertools
+
+import numpy as np
+import pytest
+from dgs_oracle import DgsOracle
+
+from hvd_sparse.parameter_server import METHODS, Simulation, by_speed, in_turn
+
+SHAPES = {"body.weight": (40, 30), "body.bias": (30,), "head": (501,)}
+ARRIVALS = {
+    "in turn": lambda workers: in_turn(workers),
+    "one is slow": lambda workers: by_speed([5.0] + [1.0] * (workers - 1), seed=3),
+}
+
+
+def start(seed=0):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def gradients_of(targets, noise, step):
+    """A quadratic with another minimum for each worker, and noise: it depends on where the worker is."""
+
+    def gradients(worker, theta):
+        random = np.random.default_rng([noise, step[0], worker])
+        return {
+            name: np.asarray(theta[name] - targets[worker][name], np.float32)
+            + random.standard_normal(theta[name].shape, np.float32)
+            for name in theta
+        }
+
+    return gradients
+
+
+def flat(arrays):
+    return {name: np.asarray(array, np.float64).reshape(-1) for name, array in arrays.items()}
+
+
+def run_both(method, oracle_options, workers, *, arrivals, steps, servers=1, weight_decay=0.0, lr=0.05, seed=0):
+    """Run the simulation and the oracle side by side; the oracle takes the gradients that the workers computed."""
+    theta = start()
+    simulation = Simulation(method, theta, workers, servers)
+    oracle = DgsOracle(method.name, theta, workers, dense_below=method.min_numel, **oracle_options)
+    targets, step = [start(100 + k) for k in range(workers)], [0]
+    gradients = gradients_of(targets, seed, step)
+    for number in itertools.islice(arrivals, steps):
+        here = {name: array.reshape(SHAPES[name]) for name, array in simulation.workers[number].parameters.items()}
+        oracle.step(number, gradients(number, here), lr, weight_decay)
+        simulation.step(number, gradients, lr, weight_decay)
+        step[0] += 1
+    return simulation, oracle
+
+
+def run_without_ties(*arguments, arrivals, **options):
+    """Run both on the first data of which float32 and float64 must select alike."""
+    for seed in range(20):
+        simulation, oracle = run_both(*arguments, arrivals=arrivals(), seed=seed, **options)
+        if oracle.gap > 2e-6:
+            return simulation, oracle
+    raise AssertionError("no data without near-ties among 20 seeds")
+
+
+def check(simulation, oracle):
+    for name, expected in oracle.model().items():
+        np.testing.assert_allclose(flat(simulation.parameters())[name], expected, rtol=2e-5, atol=2e-5, err_msg=name)
+    for k, worker in enumerate(simulation.workers):
+        for name, expected in oracle.theta(k).items():
+            np.testing.assert_allclose(worker.parameters[name], expected, rtol=2e-5, atol=2e-5, err_msg=f"{k} {name}")
+
+
+CASES = {
+    "dgs": ({"momentum": 0.7}, {"density": 0.05}),
+    "dgc_async": ({"momentum": 0.7}, {"density": 0.05}),
+    "gd_async": ({}, {"density": 0.05}),
+    "asgd": ({}, {"density": 1.0}),
+}
+
+
+# With secondary compression, a tensor cut by servers is selected from in its parts: not what the paper does.
+@pytest.mark.parametrize(("pull_density", "servers"), [(None, 1), (None, 3), (0.08, 1)])
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+@pytest.mark.parametrize("name", CASES)
+def test_methods_are_those_of_the_paper(name, pull_density, arrivals, servers):
+    momentum, density = CASES[name]
+    method = METHODS[name](pull_density=pull_density, min_numel=100, **momentum, **density)
+    options = {**momentum, **density, "pull_density": pull_density}
+    simulation, oracle = run_without_ties(
+        method, options, 4, arrivals=lambda: ARRIVALS[arrivals](4), steps=120, servers=servers, weight_decay=0.01
+    )
+    check(simulation, oracle)
+    assert simulation.workers[0].traffic.entries_up <= sum(oracle.sent)
+    if name == "dgs":
+        for k, worker in enumerate(simulation.workers):
+            for piece in simulation.layout.tensors():
+                expected = 0.7 * oracle.u[k][piece.name]
+                np.testing.assert_allclose(worker.residual[piece.begin : piece.end], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_msgd_is_momentum_sgd_on_one_worker():
+    method = METHODS["msgd"](momentum=0.9)
+    simulation, oracle = run_both(method, {"momentum": 0.9}, 1, arrivals=in_turn(1), steps=60)
+    check(simulation, oracle)
+    with pytest.raises(ValueError, match="at most 1 worker"):
+        Simulation(method, start(), 2)
