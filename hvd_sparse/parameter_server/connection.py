@@ -105,8 +105,8 @@ class Connection:
         item = self._end.receive(max(0.0, start + self._timeout - time.monotonic()))
         if item is None:
             raise TimeoutError(
-                f"no answer from the servers, ranks {self._ranks}, within {self._timeout:g} seconds: have they stopped, "
-                "or not called serve()? To wait longer: connect(timeout=...)"
+                f"no answer from the servers, ranks {self._ranks}, within {self._timeout:g} seconds: have they "
+                "stopped, or not called serve()? To wait longer: connect(timeout=...)"
             )
         rank, data = item
         return self._server_of[rank], data

@@ -5,8 +5,8 @@ A message is a header and a body, little-endian:
     header 56: u32 magic "HVDP", u8 version, u8 kind, u8 reason, u8 form, u32 worker, u32 incarnation, u64 sequence,
                u64 clock, u64 k, u64 bytes of the body, u32 CRC-32 of the body, u32 CRC-32 of the 52 bytes before
 
-Body: of PUSH and REPLY a payload of k entries (`hvd_sparse.wire`), which has a checksum of its own, or nothing where k
-is 0; of HELLO and STATE, JSON and arrays; of REFUSED, the reason as text; of BUFFERS, float32.
+Body: of PUSH and REPLY a payload of k of n entries (`hvd_sparse.wire`), nothing where k is 0, and float32[n] where k is
+n and values are float32; of WELCOME and BUFFERS, float32; of STATE, JSON and arrays; else text.
 
     HELLO      worker -> server  who I am, and what I take the model and the method to be; answered by WELCOME
     WELCOME    server -> worker  the parameters, dense, and the clock
@@ -69,9 +69,6 @@ class Form(enum.IntEnum):
     DIFFERENCES = 2
 
 
-PAYLOADS = (Kind.PUSH, Kind.REPLY)  # whose bodies have a checksum of their own
-
-
 class Message(NamedTuple):
     """A message, checked. body: uint8[bytes]."""
 
@@ -98,9 +95,8 @@ class DamagedMessage(ValueError):
 def encode(message: Message) -> np.ndarray:
     """Return the bytes of a message, uint8."""
     body = message.body
-    check = 0 if message.kind in PAYLOADS else zlib.crc32(body)
-    numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k, body.size, check)
-    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers)
+    numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k, body.size)
+    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, zlib.crc32(body))
     encoded = np.empty(HEADER_BYTES + body.size, np.uint8)
     HEADER.pack_into(encoded, 0, *fields, 0)
     struct.pack_into("<I", encoded, HEADER_BYTES - 4, zlib.crc32(encoded[: HEADER_BYTES - 4]))
@@ -109,10 +105,7 @@ def encode(message: Message) -> np.ndarray:
 
 
 def decode(data: np.ndarray) -> Message:
-    """Check bytes, uint8, and return the message that they are; DamagedMessage says what is wrong with them.
-
-    The payload of a PUSH or REPLY is checked by who unpacks it.
-    """
+    """Check bytes, uint8, and return the message that they are; DamagedMessage says what is wrong with them."""
     if data.size < HEADER_BYTES:
         raise DamagedMessage(f"a message has at least {HEADER_BYTES} bytes, got {data.size}")
     *fields, check = HEADER.unpack_from(data)
@@ -128,7 +121,7 @@ def decode(data: np.ndarray) -> Message:
     except ValueError as error:
         raise DamagedMessage(str(error)) from None
     body = data[HEADER_BYTES:]
-    if kind not in PAYLOADS and zlib.crc32(body) != body_check:
+    if zlib.crc32(body) != body_check:
         raise DamagedMessage(f"the checksum of the body of a {kind.name} does not match")
     return Message(kind, worker, incarnation, sequence, clock, k, reason, form, body)
 

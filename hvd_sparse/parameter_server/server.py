@@ -15,7 +15,7 @@ from hvd_sparse.parameter_server.layout import Layout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
-from hvd_sparse.parameter_server.updates import Update, pack, unpack
+from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
 
 Outgoing = list[tuple[int, np.ndarray]]
 
@@ -72,7 +72,7 @@ class Server:
         self._records: dict[int, Record] = {}
         self._start = parameters if keeps_start else None
         pieces = layout.pieces(*shard)
-        self._segments = np.array([(piece.begin - shard[0], 1) for piece in pieces], np.int64)
+        self._segments = segments_of(pieces, shard[0])
         if method.is_mirrored:
             self._tracker = MirrorTracker(self.parameters, method, pieces, shard[0])
         else:
@@ -188,11 +188,8 @@ class Server:
     def _apply(self, update: Update) -> None:
         """M <- M - s: the sum of updates and the first parameters are kept as one."""
         self.clock += 1
-        if update.indices.size == self.numel:
-            self.parameters -= update.values
-        else:
-            self.parameters[update.indices] -= update.values
-        self._tracker.note(update.indices, self.clock)
+        self.parameters[update.at] -= update.values
+        self._tracker.note(update, self.clock)
 
     def _reply(self, message: Message) -> Message:
         update = self._tracker.difference(message.worker, message.clock)

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form
-from hvd_sparse.parameter_server.updates import Update, rounded, select
+from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, select
 
 NO_CLOCK = 2**32 - 1
 
@@ -37,21 +37,20 @@ class ChangeTracker:
     def leave(self, worker: int) -> None:
         """There is nothing to forget."""
 
-    def note(self, indices: np.ndarray, clock: int) -> None:
-        """Remember that elements changed; ascending indices."""
+    def note(self, update: Update, clock: int) -> None:
+        """Remember that elements changed."""
         if clock >= NO_CLOCK:
             raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
-        if indices.size == self._parameters.size:
+        if update.indices is None:
             self._all_changed = clock
         else:
-            self._changed[indices] = clock
+            self._changed[update.indices] = clock
 
     def difference(self, worker: int, have: int) -> Update:
         """Return the values of what changed after the clock `have`, all of them."""
         if have < self._all_changed:
-            indices = np.arange(self._parameters.size)
-        else:
-            indices = np.flatnonzero(self._changed > have)
+            return Update(None, self._parameters)
+        indices = np.flatnonzero(self._changed > have)
         return Update(indices, self._parameters[indices])
 
 
@@ -67,9 +66,9 @@ class MirrorTracker:
     def __init__(self, parameters: np.ndarray, method: Method, pieces: list[Piece], begin: int):
         self._parameters, self._method = parameters, method
         self._mirrors: dict[int, np.ndarray] = {}
-        self._begin, self._pieces = begin, pieces
+        self._groups = groups_of(pieces, begin, method)
         self._density = method.pull_density or 1.0
-        self.segments = np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
+        self._segments = segments_of(pieces, begin)
 
     @property
     def nbytes(self) -> int:
@@ -84,14 +83,15 @@ class MirrorTracker:
         """Forget a worker."""
         self._mirrors.pop(worker, None)
 
-    def note(self, indices: np.ndarray, clock: int) -> None:
+    def note(self, update: Update, clock: int) -> None:
         """Changes show in the parameters."""
 
     def difference(self, worker: int, have: int) -> Update:
         """Return the differences to send, and take them as sent."""
         mirror = self._mirrors[worker]
         difference = self._parameters - mirror
-        indices = select(difference, self._pieces, self._begin, self._density, self._method)
-        update = rounded(Update(indices, difference[indices]), self._method, self._method.pull_values, self.segments)
-        mirror[update.indices] += update.values
+        chosen = Update(select(difference, self._groups, self._density), difference)
+        chosen = Update(chosen.indices, difference[chosen.at])
+        update = rounded(chosen, self._method, self._method.pull_values, self._segments)
+        mirror[update.at] += update.values
         return update

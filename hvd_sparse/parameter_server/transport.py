@@ -25,6 +25,7 @@ class Endpoint(abc.ABC):
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Return the rank that a message is of, and its bytes; None if none comes within `timeout` seconds."""
 
+    @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """Wait until what was sent is on its way, at most `timeout` seconds."""
 
@@ -102,3 +103,6 @@ class InProcessEndpoint(Endpoint):
         """Return the first message of the queue; there is nothing to wait for."""
         queue = self._queues[self._rank, self._is_server]
         return queue.popleft() if queue else None
+
+    def close(self, timeout: float) -> None:
+        """There is nothing to wait for."""

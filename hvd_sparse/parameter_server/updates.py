@@ -1,5 +1,7 @@
 """Updates, a few elements of a vector: selected, rounded, packed, and unpacked with every byte checked."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -8,55 +10,91 @@ from hvd_sparse import native
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Message
+from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
 class Update(NamedTuple):
-    """Elements of a vector. indices: int64[k], ascending; values: float32[k]."""
+    """Elements of a vector. indices: int64[k], ascending, or None: all elements; values: float32[k]."""
 
-    indices: np.ndarray
+    indices: np.ndarray | None
     values: np.ndarray
 
+    @property
+    def at(self) -> np.ndarray | slice:
+        """What to index a vector with."""
+        return slice(None) if self.indices is None else self.indices
 
-def select(values: np.ndarray, pieces: list[Piece], begin: int, density: float, method: Method) -> np.ndarray:
-    """Return the ascending indices of the largest of values, float32[n], the elements of pieces from `begin` on.
+    def part(self, begin: int, end: int) -> "Update":
+        """Return what lies in [begin, end), counted from there."""
+        if self.indices is None:
+            return Update(None, self.values[begin:end])
+        first, last = np.searchsorted(self.indices, (begin, end))
+        return Update(self.indices[first:last] - begin, self.values[first:last])
 
-    k = round(density * n) of each piece, or of all that are not dense together; all of those that are.
-    """
-    groups = [(piece.begin - begin, piece.end - begin, piece.is_dense) for piece in pieces]
+
+class Group:
+    """Elements [begin, end) of a vector that share a selection, of k = round(density * n): a tensor, or several."""
+
+    def __init__(self, begin: int, end: int, is_dense: bool, seed: int):
+        self.begin, self.end, self._is_dense, self._seed = begin, end, is_dense, seed
+        self._hint = ThresholdHint()
+
+    def count(self, density: float) -> int:
+        """Return k; all elements of what always travels whole."""
+        size = self.end - self.begin
+        return size if self._is_dense else top_k_count(size, density)
+
+    def select(self, k: int, select: Callable[..., tuple]) -> np.ndarray:
+        """Return the ascending indices of the k largest. select(k=, seed=, threshold_hint=): a native function."""
+        if k == self.end - self.begin:
+            return np.arange(self.begin, self.end)
+        indices, _, (threshold, passed), *_ = select(k=k, seed=self._seed, threshold_hint=self._hint.value(k))
+        self._hint.update(k, threshold, int(passed))
+        return self.begin + indices
+
+
+def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
+    """Return the groups of pieces, counted from `begin`: one each; for scope "model" one, and one of what is dense."""
+    places = [(piece.begin - begin, piece.end - begin, piece.is_dense) for piece in pieces]
     if method.scope == "model":
-        groups = joined(groups)
-    found = []
-    for first, last, is_dense in groups:
-        if is_dense or density >= 1.0:
-            found.append(np.arange(first, last))
-        else:
-            k = top_k_count(last - first, density)
-            found.append(first + native.select_top_k(values[first:last], k, method.seed)[0])
-    return np.concatenate(found)
+        ends = {is_dense: end for _, end, is_dense in places}
+        begins = {is_dense: begin for begin, _, is_dense in reversed(places)}
+        places = [(begins[kind], ends[kind], kind) for kind in (False, True) if kind in ends]
+    return [Group(*place, method.seed) for place in places]
 
 
-def joined(groups: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """Return groups (begin, end, is_dense), those that are not dense first, with each kind as one."""
-    ends = {is_dense: end for _, end, is_dense in groups}
-    begins = {is_dense: begin for begin, _, is_dense in reversed(groups)}
-    return [(begins[kind], ends[kind], kind) for kind in (False, True) if kind in ends]
+def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarray | None:
+    """Return the ascending indices of the largest of values, float32[n]; None: all."""
+    if density >= 1.0:
+        return None
+    return np.concatenate(
+        [
+            group.select(group.count(density), partial(native.select_top_k, values[group.begin : group.end]))
+            for group in groups
+        ]
+    )
 
 
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:
-    """Return an update as it survives the wire, without its zeros. segments: a group of centres each."""
+    """Return an update as it survives the wire, without its zeros unless it is dense. segments: of centres."""
     indices, numbers = update
+    if values == "float32" and indices is None:
+        return update
     if values != "float32":
+        indices = np.arange(numbers.size) if indices is None else indices
         numbers = native.quantize(numbers, values, method.centre, indices, low_bit_segments(values, segments))
     sent = numbers != 0.0
-    return update if sent.all() and numbers is update.values else Update(indices[sent], numbers[sent])
+    return Update(indices, numbers) if sent.all() else Update(indices[sent], numbers[sent])
 
 
 def pack(update: Update, n: int, coding: str, values: str, segments: np.ndarray) -> tuple[int, np.ndarray]:
     """Return k and a payload of an update of n elements; 0 and no bytes where nothing is sent."""
-    k = update.indices.size
+    k = update.values.size
     if k == 0:
         return 0, np.empty(0, np.uint8)
+    if k == n and values == "float32":
+        return n, np.ascontiguousarray(update.values).view(np.uint8)
     form = (n, k, "dense" if k == n else coding, values, low_bit_segments(values, segments))
     return k, native.pack(update.indices, update.values, *form)
 
@@ -66,6 +104,8 @@ def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndar
     k = message.k
     if k == 0 and message.body.size == 0:
         return Update(np.empty(0, np.int64), np.empty(0, np.float32))
+    if k == n and values == "float32" and message.body.size == 4 * n:
+        return finite(Update(None, message.body.copy().view(np.float32)))
     if not 1 <= k <= n:
         raise DamagedMessage(f"{k} entries of {n} elements, in {message.body.size} bytes")
     form = (n, k, "dense" if k == n else coding, values, low_bit_segments(values, segments))
@@ -75,9 +115,21 @@ def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndar
         update = Update(*native.unpack(message.body, *form))
     except ValueError as error:
         raise DamagedMessage(str(error)) from None
-    if update.indices.size != k or not np.isfinite(update.values).all():
-        raise DamagedMessage(f"{k} finite values were announced")
+    if update.values.size != k:
+        raise DamagedMessage(f"{k} entries were announced, got {update.values.size}")
+    return finite(update)
+
+
+def finite(update: Update) -> Update:
+    """Return the update; DamagedMessage unless all its values are finite."""
+    if not np.isfinite(update.values).all():
+        raise DamagedMessage("not all values are finite")
     return update
+
+
+def segments_of(pieces: list[Piece], begin: int) -> np.ndarray:
+    """Return what tells the centres of pieces apart, counted from `begin`: int64[pieces, 2], one group each."""
+    return np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
 
 
 def low_bit_segments(values: str, segments: np.ndarray) -> np.ndarray | None:

@@ -6,19 +6,18 @@ gradients at, and that change in place when an answer arrives.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hvd_sparse import native
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.layout import Layout, Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason
 from hvd_sparse.parameter_server.server import introduction
-from hvd_sparse.parameter_server.updates import Update, joined, rounded, unpack
+from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, select, unpack
 from hvd_sparse.parameter_server.updates import pack as pack_update
-from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.wire import top_k_count
 
 Messages = dict[int, np.ndarray]
 TRIES = 10  # a message that always arrives damaged is no accident
@@ -65,8 +64,10 @@ class Worker:
         self.sequence = 0
         self.changed: set[str] = set()  # tensors that answers have written to; whoever copies them clears it
         self._pieces = layout.tensors()
-        self._segments = np.array([(piece.begin, 1) for piece in self._pieces], np.int64)
-        self._cuts = [self._shard_segments(shard) for shard in self.shards]
+        self._segments = segments_of(self._pieces, 0)
+        self._parts = {piece.name: slice(piece.begin, piece.end) for piece in self._pieces}
+        self._shard_pieces = [layout.pieces(*shard) for shard in self.shards]
+        self._shard_segments = [segments_of(pieces, pieces[0].begin) for pieces in self._shard_pieces]
         self._clocks = [0] * servers
         self._joined: set[int] = set()
         self._waiting: set[int] = set()  # servers whose answer to the last message is not there yet
@@ -74,7 +75,10 @@ class Worker:
         self._tries = self._rejoins = 0
         self._pushed: Update | None = None
         self._lost: tuple[Update, set[int]] | None = None  # an update, and the servers that have not applied it
-        self._hints = {piece.name: ThresholdHint() for piece in self._pieces}
+        self._groups = groups_of(self._pieces, 0, method)
+        # Where each tensor is selected from on its own, that is done while its gradient is accumulated.
+        is_alone = method.scope == "tensor"
+        self._own_groups = dict(zip(self._parts, self._groups, strict=True)) if is_alone else {}
 
     @property
     def is_waiting(self) -> bool:
@@ -88,8 +92,7 @@ class Worker:
 
     def part(self, name: str) -> slice:
         """Return where a tensor lies in the memory."""
-        piece = next(piece for piece in self._pieces if piece.name == name)
-        return slice(piece.begin, piece.end)
+        return self._parts[name]
 
     def memory(self) -> dict[str, np.ndarray]:
         """Return what this worker remembers, float32[numel] each: the residual, the velocity if it has one."""
@@ -115,14 +118,13 @@ class Worker:
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
         decay = weight_decay or {}
-        for piece in self._pieces:
-            if gradients.get(piece.name) is not None:
-                self._accumulate(piece, gradients[piece.name], lr[piece.name], decay.get(piece.name, 0.0))
-        update = self._select(self.method.density_at(self.sequence))
+        density = self.method.density_at(self.sequence)
+        found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]
+        update = self._selected(found, density)
         self._take(update)
         self.sequence += 1
         self.traffic.pushes += 1
-        self.traffic.entries_up += update.indices.size
+        self.traffic.entries_up += update.values.size
         self._pushed = update
         return self._send(self._cut(update, set(range(len(self.shards)))))
 
@@ -163,51 +165,53 @@ class Worker:
         self._waiting.clear()
         return {server: self._encoded(Kind.LEAVE, body=protocol.as_body(why)) for server in range(len(self.shards))}
 
-    def _accumulate(self, piece, gradient, lr, decay) -> None:
-        part = slice(piece.begin, piece.end)
-        velocity = None if self.velocity is None else self.velocity[part]
-        parameter = self.parameters[piece.name] if decay else None
-        rule = {"momentum": self.method.momentum if self.method.has_velocity else 0.0, "nesterov": self.method.nesterov}
-        finite = native.accumulate(
-            gradient, self.residual[part], velocity, parameter, factor=lr, weight_decay=lr * decay, **rule
-        )
-        self.traffic.non_finite += not finite
+    def _accumulate(self, piece: Piece, gradient, lr, weight_decay, density: float) -> np.ndarray | None:
+        """Bring a tensor's gradient, if any, into the memory; return what is selected of it, if it is on its own."""
+        part, group = slice(piece.begin, piece.end), self._own_groups.get(piece.name)
+        residual = self.residual[part]
+        is_alone = group is not None and density < 1.0
+        if gradient is None:
+            return group.select(group.count(density), partial(native.select_top_k, residual)) if is_alone else None
+        rate, decay = lr[piece.name], lr[piece.name] * weight_decay.get(piece.name, 0.0)
+        memory = (gradient, residual, None if self.velocity is None else self.velocity[part])
+        rule = {"factor": rate, "weight_decay": decay, "parameter": self.parameters[piece.name] if decay else None}
+        if self.method.has_velocity:
+            rule |= {"momentum": self.method.momentum, "nesterov": self.method.nesterov}
+        if is_alone and (k := group.count(density)) < residual.size:
+            return group.select(k, partial(self._accumulate_top_k, *memory, **rule))
+        self.traffic.non_finite += not native.accumulate(*memory, **rule)
+        return np.arange(piece.begin, piece.end) if is_alone else None
 
-    def _select(self, density: float) -> Update:
-        """Return the largest of the residual, as they survive the wire."""
-        groups = [(piece.begin, piece.end, piece.is_dense) for piece in self._pieces]
-        names = [piece.name for piece in self._pieces]
-        if self.method.scope == "model":
-            groups = joined(groups)
-        found = []
-        for name, (begin, end, is_dense) in zip(names, groups, strict=False):
-            k = end - begin if is_dense else top_k_count(end - begin, density)
-            if k == end - begin:
-                found.append(np.arange(begin, end))
-                continue
-            hint = self._hints[name]
-            indices, _, (threshold, passed) = native.select_top_k(
-                self.residual[begin:end], k, self.method.seed, hint.value(k)
-            )
-            hint.update(k, threshold, int(passed))
-            found.append(begin + indices)
-        indices = np.concatenate(found)
-        return rounded(Update(indices, self.residual[indices]), self.method, self.method.values, self._segments)
+    def _accumulate_top_k(self, *memory, **rule) -> tuple:
+        *selected, is_finite = native.accumulate_top_k(*memory, **rule)
+        self.traffic.non_finite += not is_finite
+        return tuple(selected)
+
+    def _selected(self, found: list[np.ndarray] | None, density: float) -> Update:
+        """Return what was selected of the residual, as it survives the wire. found: of each tensor, if each is alone."""
+        if density >= 1.0:
+            update = Update(None, self.residual.copy())
+        else:
+            indices = np.concatenate(found) if self._own_groups else select(self.residual, self._groups, density)
+            update = Update(indices, self.residual[indices])
+        return rounded(update, self.method, self.method.values, self._segments)
 
     def _take(self, update: Update) -> None:
         """Take what is sent out of the memory: all of it, or for SAMomentum, what the momentum leaves."""
-        left = self.residual[update.indices] - update.values
-        self.residual[update.indices] = left + np.float32(self.method.kept) * update.values
+        self.residual[update.at] -= update.values
+        if self.method.kept:
+            self.residual[update.at] += np.float32(self.method.kept) * update.values
         if self.method.masks_velocity:
-            self.velocity[update.indices] = 0.0
+            self.velocity[update.at] = 0.0
 
     def _cut(self, update: Update, servers: set[int]) -> Messages:
         """Return a push for each server: to `servers`, of the entries that lie in their shards; of none to others."""
         messages = {}
         for server, (begin, end) in enumerate(self.shards):
-            first, last = np.searchsorted(update.indices, (begin, end if server in servers else begin))
-            part = Update(update.indices[first:last] - begin, update.values[first:last])
-            k, body = pack_update(part, end - begin, self.method.coding, self.method.values, self._cuts[server])
+            part = update.part(begin, end) if server in servers else Update(np.empty(0, np.int64), update.values[:0])
+            k, body = pack_update(
+                part, end - begin, self.method.coding, self.method.values, self._shard_segments[server]
+            )
             messages[server] = self._encoded(Kind.PUSH, clock=self._clocks[server], k=k, body=body)
         return messages
 
@@ -254,7 +258,7 @@ class Worker:
         begin, end = self.shards[server]
         if self.sequence > 1 or message.body.size != 4 * (end - begin):
             return {}
-        self._write(begin, Update(np.arange(end - begin), message.body.copy().view(np.float32)), Form.VALUES)
+        self._write(server, Update(None, message.body.copy().view(np.float32)), Form.VALUES)
         self._clocks[server] = message.clock
         self._joined.add(server)
         if self.sequence > 0:
@@ -270,25 +274,23 @@ class Worker:
         if message.sequence != self.sequence or server not in self._waiting:
             return  # an answer that has already been applied
         begin, end = self.shards[server]
-        update = unpack(message, end - begin, self.method.coding, self.method.pull_values, self._cuts[server])
-        self.traffic.entries_down += update.indices.size
-        self._write(begin, update, message.form)
+        update = unpack(message, end - begin, self.method.coding, self.method.pull_values, self._shard_segments[server])
+        self.traffic.entries_down += update.values.size
+        self._write(server, update, message.form)
         self._clocks[server] = message.clock
         self._waiting.discard(server)
 
-    def _write(self, offset: int, update: Update, form: Form) -> None:
-        """Set the parameters at indices behind an offset, or add to them."""
-        indices = update.indices + offset
-        for piece in self._pieces:
-            first, last = np.searchsorted(indices, (piece.begin, piece.end))
-            if first == last:
+    def _write(self, server: int, update: Update, form: Form) -> None:
+        """Set the parameters of a server's shard, or add to them."""
+        begin = self.shards[server][0]
+        for piece in self._shard_pieces[server]:
+            part = update.part(piece.begin - begin, piece.end - begin)
+            if part.values.size == 0:
                 continue
-            target, at = self.parameters[piece.name], indices[first:last] - piece.begin
+            first = self.part(piece.name).start
+            target = self.parameters[piece.name][piece.begin - first : piece.end - first]
             if form == Form.VALUES:
-                target[at] = update.values[first:last]
+                target[part.at] = part.values
             else:
-                target[at] += update.values[first:last]
+                target[part.at] += part.values
             self.changed.add(piece.name)
-
-    def _shard_segments(self, shard: tuple[int, int]) -> np.ndarray:
-        return np.array([(piece.begin - shard[0], 1) for piece in self.layout.pieces(*shard)], np.int64)

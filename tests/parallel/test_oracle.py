@@ -104,13 +104,13 @@ def test_gradient_dropping_is_that_of_the_paper():
                     f"{scope}.{min_numel}",
                     Method(**settings),
                     lambda named, settings=settings: Compression.gradient_dropping(named, **settings),
-                    steps=60,
+                    steps=100,
                     # a single element is always sent whole, and has no edge
                     shapes={name: shape for name, shape in SHAPES.items() if shape or min_numel},
                     average=False,
                 )
             )
-    run(trials, 60)
+    run(trials, 100)
 
 
 def test_warm_up_follows_the_papers_densities():

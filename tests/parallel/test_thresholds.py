@@ -66,13 +66,13 @@ def test_sidco_is_that_of_the_paper(distribution):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_topk_is_exact(scope):
     settings = {"density": 0.02, "scope": scope, "min_numel": 100}
-    run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), 50)], 50)
+    run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), 100)], 100)
 
 
 def test_cltk_sends_what_the_leader_selects():
     settings = {"density": 0.02, "min_numel": 100}
     method = Method(scope="model", cyclic=True, **settings)
-    run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), 60)], 60)
+    run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), 100)], 100)
 
 
 def test_random_k_sends_the_same_few_of_all_in_turn():

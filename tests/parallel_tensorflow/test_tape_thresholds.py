@@ -57,19 +57,19 @@ def test_they_are_those_of_the_papers():
             f"lifespan.{lifespan}",
             Method(lifespan=lifespan, **DCT),
             functools.partial(Compression.dct, lifespan=lifespan, **DCT),
-            60,
+            100,
         )
         for lifespan in (1, 10, 1000)
     ]
     hard = functools.partial(Compression.hard_threshold, value=2.5, min_numel=100)
-    trials.append(Trial("hard", Method(value=2.5), hard, 60))
+    trials.append(Trial("hard", Method(value=2.5), hard, 100))
     for scope in SCOPES:
         settings = {"density": 0.02, "scope": scope, "min_numel": 100}
-        trials.append(Trial(f"topk.{scope}", Method(**settings), functools.partial(Compression.topk, **settings), 60))
+        trials.append(Trial(f"topk.{scope}", Method(**settings), functools.partial(Compression.topk, **settings), 100))
     settings = {"density": 0.02, "min_numel": 100}
     cltk = functools.partial(Compression.cltk, **settings)
-    trials.append(Trial("cltk", Method(scope="model", cyclic=True, **settings), cltk, 60))
-    run(trials, 60)
+    trials.append(Trial("cltk", Method(scope="model", cyclic=True, **settings), cltk, 100))
+    run(trials, 100)
 
 
 def test_sidco_is_that_of_the_paper():
