@@ -188,7 +188,7 @@ class Worker:
         return tuple(selected)
 
     def _selected(self, found: list[np.ndarray] | None, density: float) -> Update:
-        """Return what was selected of the residual, as it survives the wire. found: of each tensor, if each is alone."""
+        """Return what was selected of the residual, as it survives the wire. found: of each tensor, if alone."""
         if density >= 1.0:
             update = Update(None, self.residual.copy())
         else:
