@@ -14,6 +14,7 @@ DEFAULT_DENSITY = {
     "fp16": 1.0,
     "dgc": 0.001,
     "gradient_dropping": 0.01,
+    "samomentum": 0.01,
     "dct": 0.01,
     "micro": 0.001,
     "topk": 0.001,
@@ -56,8 +57,8 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument(
         "--density",
         type=density,
-        help="share of each gradient that is sent (default: 0.01 for gradient_dropping and dct, else 0.001); "
-        "the dense methods and hard_threshold ignore it",
+        help="share of each gradient that is sent (default: 0.01 for gradient_dropping, samomentum and dct, else "
+        "0.001); the dense methods and hard_threshold ignore it",
     )
     group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
     group.add_argument(
@@ -70,7 +71,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         "--scope",
         choices=("tensor", "model"),
         default="tensor",
-        help="of dgc, gradient_dropping and topk: select per tensor or over the whole model (default: tensor)",
+        help="of dgc, samomentum, gradient_dropping and topk: select per tensor or in all of it (default: tensor)",
     )
     group.add_argument(
         "--values",
@@ -109,6 +110,8 @@ def parse_arguments(parser, hvd):
     args = parser.parse_args()
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
+    if args.nesterov and args.method == "samomentum":
+        parser.error("--nesterov is none of samomentum's: use dgc")
     if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
         args.density = DEFAULT_DENSITY[args.method]
     hvd.init()
@@ -124,7 +127,7 @@ def compresses(args):
 
 def compresses_momentum(args):
     """Tell whether the compressor does momentum, weight decay and clipping."""
-    return args.method == "dgc" and compresses(args)
+    return args.method in ("dgc", "samomentum") and compresses(args)
 
 
 def compression_settings(args, warmup_steps):
@@ -139,9 +142,10 @@ def compression_settings(args, warmup_steps):
         return settings
     settings["scope"] = args.scope
     if args.method == "dgc":
+        settings["nesterov"] = args.nesterov
+    if args.method in ("dgc", "samomentum"):
         settings |= {
             "momentum": args.momentum,
-            "nesterov": args.nesterov,
             "weight_decay": args.weight_decay,
             # The paper bounds the sum over ranks; --clip-norm bounds their average, as the other methods do.
             "clip_norm": args.clip_norm * args.size or None,

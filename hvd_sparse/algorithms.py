@@ -241,27 +241,20 @@ class HardThreshold(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepGradientCompression(AtDensity):
-    """Deep Gradient Compression (Lin et al., 2018): Algorithm 3, and Algorithm 4 with nesterov.
+class LocalMomentum(AtDensity):
+    """What the methods share whose momentum lives at the ranks, before the selection: outside there is plain SGD.
 
-    momentum: of the local velocity (momentum correction, section 3.2). nesterov: Appendix B. weight_decay: added to
-    the gradient before the accumulation. clip_norm: the L2 threshold of the aggregated gradient; each of N ranks clips
-    its own at clip_norm / sqrt(N) before the accumulation (section 3.2, Appendix C). clip_scope: "tensor" clips each
-    tensor by its own norm, "model" all by the norm of the whole local gradient, which only scope="model" knows.
-    factor_masking: clear the velocity of what was sent (section 3.3).
-    Differences from the paper: the threshold is exact (exactly k entries); run lengths are per block of 65,536.
+    momentum: in [0, 1). weight_decay: added to the gradient before the accumulation. clip_norm: the L2 threshold of the
+    aggregated gradient; each of N ranks clips its own at clip_norm / sqrt(N) before the accumulation (Deep Gradient
+    Compression, section 3.2, Appendix C). clip_scope: "tensor" clips each tensor by its own norm, "model" all by the
+    norm of the whole local gradient, which only scope="model" knows.
     """
 
-    density: float | Schedule = 0.001
     scope: str = "tensor"
-    momentum: float = 0.9
-    nesterov: bool = False
+    momentum: float
     weight_decay: float = 0.0
     clip_norm: float | None = None
     clip_scope: str = "tensor"
-    factor_masking: bool = True
-
-    name: ClassVar[str] = "dgc"
 
     def __post_init__(self):
         super().__post_init__()
@@ -270,16 +263,51 @@ class DeepGradientCompression(AtDensity):
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "above 0, or None for no clipping", lambda value: value > 0.0)
         check_choice("clip_scope", self.clip_scope, SCOPES)
-        for name in ("nesterov", "factor_masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.nesterov and self.momentum == 0.0:
-            raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
         if self.clip_scope == "model" and self.scope != "model":
             raise ValueError(
                 'clip_scope="model" needs scope="model", got scope="tensor": the norm of the whole gradient is not '
                 "known while single tensors are sent"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepGradientCompression(LocalMomentum):
+    """Deep Gradient Compression (Lin et al., 2018): Algorithm 3, and Algorithm 4 with nesterov.
+
+    momentum: of the local velocity (momentum correction, section 3.2). nesterov: Appendix B. factor_masking: clear the
+    velocity of what was sent (section 3.3).
+    Differences from the paper: the threshold is exact (exactly k entries); run lengths are per block of 65,536.
+    """
+
+    density: float | Schedule = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    factor_masking: bool = True
+
+    name: ClassVar[str] = "dgc"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("nesterov", "factor_masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsificationAwareMomentum(LocalMomentum):
+    """SAMomentum (DGS: Yan et al., 2020, Algorithm 3 and section 4.3.2) for synchronous training, its future work.
+
+    u <- m*u + g; the largest of u are sent and stay in u; the others are magnified by 1/m, so that an element that
+    waits T steps has m*u_0 plus the sum of its T gradients (Equation 16). One buffer, where DGC has two.
+    Differences from the paper: synchronous, without the learning rate in u; what is kept is m*u, the numbers are equal.
+    """
+
+    density: float | Schedule = 0.01
+    momentum: float = 0.7
+
+    name: ClassVar[str] = "samomentum"
 
 
 def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:

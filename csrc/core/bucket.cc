@@ -50,7 +50,8 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return Pack(format, indices.data(), sent, format.k, payload);
 }
 
-Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices) {
+Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
+                 float kept) {
   int64_t size = 0;
   PayloadView view;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
@@ -64,7 +65,9 @@ Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std:
     if (slice == slices.end()) break;
     if (index < slice->begin) continue;
     float* residual = slice->memory.residual + (index - slice->begin);
-    *residual = format.dtype == DType::kFloat32 ? 0.0f : *residual - ValueAt(view, format.dtype, j);
+    const float sent = ValueAt(view, format.dtype, j);
+    *residual = format.dtype == DType::kFloat32 ? 0.0f : *residual - sent;
+    if (kept != 0) *residual += kept * sent;
     if (slice->memory.velocity != nullptr) slice->memory.velocity[index - slice->begin] = 0.0f;
   }
   return Status::Ok();

@@ -28,7 +28,9 @@ struct MemorySlice {
 };
 
 // Takes what a payload of the rank's own says out of the residuals, and sets the velocities, if there are any, to zero
-// there. Nothing is left of float32 values; of others, what rounding kept back. The slices ascend and do not overlap.
-Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices);
+// there. Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is
+// added. The slices ascend and do not overlap.
+Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
+                 float kept = 0);
 
 }  // namespace hvd_sparse

@@ -1,6 +1,7 @@
 // The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework: call, report. Sizes and
-// types of arrays are the caller's business; coding, value type and centre are numbers of the wire, which it has checked.
-// Each returns 0, 1 for a bad argument or 2 for a damaged payload, and then writes why into message[kMessageBytes].
+// types of arrays are the caller's business; coding, value type and centre are numbers of the wire, which it has
+// checked. Each returns 0, 1 for a bad argument or 2 for a damaged payload, and then writes why into
+// message[kMessageBytes].
 #include <algorithm>
 #include <cstring>
 
@@ -53,7 +54,7 @@ namespace {
 
 hvd_sparse::AccumulateParams ParamsOf(const HvdSparseRule& rule, const float* parameter, const float* velocity) {
   hvd_sparse::AccumulateParams params;
-  params.rule = !velocity      ? hvd_sparse::AccumulateRule::kResidual
+  params.rule = !velocity       ? hvd_sparse::AccumulateRule::kResidual
                 : rule.nesterov ? hvd_sparse::AccumulateRule::kNesterov
                                 : hvd_sparse::AccumulateRule::kMomentum;
   params.factor = rule.factor;
@@ -99,9 +100,9 @@ HVD_SPARSE_API int hvd_sparse_accumulate_top_k(const float* gradient, int64_t n,
                                                int32_t* finite, char* message) {
   hvd_sparse::Selection selection;
   bool is_finite = true;
-  const hvd_sparse::Status status = hvd_sparse::AccumulateTopK(
-      {gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity), {k, hint, seed}, SerialFor,
-      {residual, velocity}, &is_finite, &selection);
+  const hvd_sparse::Status status =
+      hvd_sparse::AccumulateTopK({gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity), {k, hint, seed},
+                                 SerialFor, {residual, velocity}, &is_finite, &selection);
   *finite = is_finite;
   return Select(status, selection, indices, info, message);
 }
@@ -123,8 +124,8 @@ HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t centre
     return 0;
   }
   const auto kind = static_cast<hvd_sparse::Centre>(centre);
-  return Report(
-      hvd_sparse::QuantizeLowBit(values, indices, format.k, format.dtype, kind, format.segments, result), message);
+  return Report(hvd_sparse::QuantizeLowBit(values, indices, format.k, format.dtype, kind, format.segments, result),
+                message);
 }
 
 // payload: as many bytes as `hvd_sparse.wire.payload_size` says.

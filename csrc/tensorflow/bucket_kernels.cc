@@ -152,6 +152,7 @@ class ClearBucketKernel : public Kernel {
  public:
   explicit ClearBucketKernel(OpKernelConstruction* construction) : Kernel(construction, "clear_bucket") {
     OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, construction->GetAttr("kept", &kept_));
   }
 
  protected:
@@ -190,13 +191,14 @@ class ClearBucketKernel : public Kernel {
         const int64_t begin = selection.begins[i - static_cast<size_t>(selection.first)];
         slices.push_back({begin, sizes[i], {buffers[i].data(), velocity}});
       }
-      TF_RETURN_IF_ERROR(call.Report(ClearSent(selection.format, message + selection.offset, slices)));
+      TF_RETURN_IF_ERROR(call.Report(ClearSent(selection.format, message + selection.offset, slices, kept_)));
     }
     return absl::OkStatus();
   }
 
  private:
   BucketLayout layout_;
+  float kept_ = 0;
 };
 
 class ReduceBucketKernel : public Kernel {

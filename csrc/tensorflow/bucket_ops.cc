@@ -83,11 +83,12 @@ REGISTER_OP("HvdSparseClearBucket")
     .Attr("V: int >= 0 = 0")
     .Attr("columns: list(int) = []")
     .Attr("joint: bool = false")
+    .Attr("kept: float = 0.0")
     .Attr(kCoding)
     .Attr(kValueDType)
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Takes what a rank's own message says out of its memory, unless void.");
+    .Doc("Takes what a rank's own message says out of its memory, but for a part that is kept, unless void.");
 
 REGISTER_OP("HvdSparseReduceBucket")
     .Input("gathered: uint8")

@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
 
 void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef ns, IntArrayRef ks,
                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins, const std::string& coding,
-                   const std::string& value_dtype, const OptionalTensors& segments) {
+                   const std::string& value_dtype, const OptionalTensors& segments, double kept) {
   const char* op = "clear_bucket";
   const size_t members = residuals.size();
   Layout layout(op, ns, ks, offsets, selections, begins, coding, value_dtype, segments);
@@ -137,7 +137,7 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
                         {MemoryData(op, "residual", residual, size),
                          velocity ? MemoryData(op, "velocity", *velocity, size) : nullptr}});
     });
-    Raise(op, ClearSent(layout.formats()[s], layout.PayloadIn(s, message), slices));
+    Raise(op, ClearSent(layout.formats()[s], layout.PayloadIn(s, message), slices, static_cast<float>(kept)));
   }
 }
 
@@ -172,7 +172,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
       "str centre, Tensor?[] segments) -> (Tensor, Tensor)");
   m.def(
       "clear_bucket(Tensor message, Tensor(a!)[] residuals, Tensor(b!)[] velocities, int[] ns, int[] ks, "
-      "int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments) -> ()");
+      "int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments, float kept) "
+      "-> ()");
   m.def(
       "reduce_bucket(Tensor gathered, Tensor(a!)[] outs, float scale, int[] ns, int[] ks, int[] offsets, "
       "int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments) -> ()");

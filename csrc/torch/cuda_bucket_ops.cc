@@ -177,8 +177,9 @@ std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, Tensor
 
 void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef ns, IntArrayRef ks,
                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins, const std::string& coding,
-                   const std::string& value_dtype, const OptionalTensors& segments) {
+                   const std::string& value_dtype, const OptionalTensors& segments, double kept) {
   const CudaCall call("clear_bucket", "message", message);
+  TORCH_CHECK_VALUE(kept == 0, "hvd_sparse.clear_bucket: on CUDA devices kept must be 0, got ", kept);
   CheckOwnSelections(call, residuals, ns, selections, begins);
   const size_t members = residuals.size();
   CheckMembers(call, members,

@@ -65,7 +65,8 @@ class BucketScope(Scope):
                 entry.decode = lambda total=total: total
             cleared = [entry.memory.cleared() for entry in message.entries]
             buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
-            done.append(ops.clear_bucket(message.payloads, message.counts, step.void, *buffers, **message.form))
+            form = {**message.form, "kept": message.entries[0].memory.kept}
+            done.append(ops.clear_bucket(message.payloads, message.counts, step.void, *buffers, **form))
         return done
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ that a change of it is an operation in a graph, which has to be tied to what fol
 
 import tensorflow as tf
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
 from hvd_sparse.tensorflow import ops
 
 
@@ -18,6 +18,7 @@ class ResidualMemory(tf.Module):
     """
 
     BUFFERS = ("residual",)
+    kept = 0.0  # what part of a value stays in the residual when it is sent
 
     def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str):
         super().__init__()
@@ -27,7 +28,7 @@ class ResidualMemory(tf.Module):
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
             for kind in self.BUFFERS
-            if kind != "residual" or self.size >= algorithm.min_numel
+            if kind != "residual" or self.size >= algorithm.min_numel or self.kept > 0.0
         }
 
     @property
@@ -36,8 +37,14 @@ class ResidualMemory(tf.Module):
         return self.buffers["residual"]
 
     def clip_factor(self, gradient: tf.Tensor, ranks: int) -> tf.Tensor | None:
-        """Return what to scale this variable's gradient with before it is accumulated, None for 1."""
-        return None
+        """Return what to scale this variable's gradient with before it is accumulated, None for 1.
+
+        clip_norm / sqrt(ranks) over its own L2 norm, at most 1 (Deep Gradient Compression, section 3.2, Appendix C).
+        """
+        algorithm = self.algorithm
+        if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
+            return None
+        return clip_factor(algorithm, ranks, [gradient])
 
     def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None, is_active: bool | tf.Tensor) -> tf.Tensor:
         """Bring a gradient, scaled by `factor`, into the memory if active; return whether it was finite everywhere.
@@ -77,6 +84,15 @@ class ResidualMemory(tf.Module):
         """Return what the buffers hold at `indices` once these were sent; `left` is what rounding kept back."""
         return {"residual": left}
 
+    def _local(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+        """Return the gradient, float32[n], clipped and with weight decay, of methods with a momentum."""
+        local = tf.reshape(tf.cast(gradient, tf.float32), [-1])
+        if factor is not None:
+            local *= factor
+        if self.algorithm.weight_decay != 0.0:
+            local += flat_parameter(self.variable) * self.algorithm.weight_decay
+        return local
+
     def _empty_residual(self) -> dict[str, tf.Tensor]:
         return {"residual": tf.zeros([self.size])} if "residual" in self.buffers else {}
 
@@ -97,15 +113,13 @@ class MomentumMemory(ResidualMemory):
         """The local momentum, float32[n]."""
         return self.buffers["velocity"]
 
-    def clip_factor(self, gradient: tf.Tensor, ranks: int) -> tf.Tensor | None:
-        """Return clip_norm / sqrt(ranks) over the variable's own L2 norm, at most 1 (section 3.2, Appendix C)."""
-        if self.algorithm.clip_norm is None or self.algorithm.clip_scope != "tensor":
-            return None
-        return clip_factor(self.algorithm, ranks, [gradient])
-
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
-        return self.residual, self.velocity, None if self.algorithm.weight_decay == 0.0 else self._flat_parameter()
+        return (
+            self.residual,
+            self.velocity,
+            None if self.algorithm.weight_decay == 0.0 else flat_parameter(self.variable),
+        )
 
     def rule(self) -> dict:
         """Return momentum, nesterov and weight_decay."""
@@ -137,18 +151,6 @@ class MomentumMemory(ResidualMemory):
         after = super().after_sending(indices, left)
         return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
 
-    def _local(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-        """Return the gradient, float32[n], clipped and with weight decay."""
-        local = tf.reshape(tf.cast(gradient, tf.float32), [-1])
-        if factor is not None:
-            local *= factor
-        if self.algorithm.weight_decay != 0.0:
-            local += self._flat_parameter() * self.algorithm.weight_decay
-        return local
-
-    def _flat_parameter(self) -> tf.Tensor:
-        return tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1])
-
     def _advance(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the next velocity, and the terms that the residual grows by."""
         local = self._local(gradient, factor)
@@ -160,10 +162,50 @@ class MomentumMemory(ResidualMemory):
         return velocity, [velocity]
 
 
+class SparsificationAwareMemory(ResidualMemory):
+    """SAMomentum's memory of one variable: m * u of DGS, Algorithm 3, to which the next gradient is added.
+
+    What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
+    """
+
+    algorithm: SparsificationAwareMomentum
+
+    @property
+    def kept(self) -> float:
+        """The momentum."""
+        return self.algorithm.momentum
+
+    def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
+        """Return the residual, no velocity, and the parameter that decays."""
+        return self.residual, None, None if self.algorithm.weight_decay == 0.0 else flat_parameter(self.variable)
+
+    def rule(self) -> dict:
+        """Return weight_decay."""
+        return {"weight_decay": self.algorithm.weight_decay}
+
+    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
+        """Return the type that a dense gradient travels in: that of the residual."""
+        return tf.float32
+
+    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Return what a variable that travels dense sends: all it remembers, which is momentum SGD."""
+        local = self._local(gradient, factor)
+        sent = self.residual.read_value() + local if "residual" in self.buffers else local
+        after = {"residual": sent * self.kept} if "residual" in self.buffers else {}
+        return tf.reshape(sent, self.variable.shape), after
+
+
+MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
+
+
 def make_memory(algorithm: Algorithm, variable: tf.Variable, name: str) -> ResidualMemory:
     """Return the memory that an algorithm keeps of a variable."""
-    kind = MomentumMemory if isinstance(algorithm, DeepGradientCompression) else ResidualMemory
-    return kind(algorithm, variable, name)
+    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, variable, name)
+
+
+def flat_parameter(variable: tf.Variable) -> tf.Tensor:
+    """Return a variable as float32[n]."""
+    return tf.reshape(tf.cast(variable.read_value(), tf.float32), [-1])
 
 
 def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value: float = 0) -> tf.Variable:

@@ -292,13 +292,15 @@ def clear_bucket(
     value_dtype: str = "float32",
     columns: Sequence[int] = (),
     joint: bool = False,
+    kept: float = 0.0,
 ) -> tf.Operation:
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
-    Nothing is left of float32 values; of others, what rounding kept back. Nothing is done if void.
+    Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is added.
+    Nothing is done if void.
     """
     buffers = ([one.handle for one in residuals], [one.handle for one in velocities])
-    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint}
+    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint, "kept": kept}
     return _ops.hvd_sparse_clear_bucket(message, ks, is_void, *buffers, **form)
 
 

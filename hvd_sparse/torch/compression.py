@@ -24,6 +24,7 @@ from hvd_sparse.algorithms import (
     MiCRO,
     RandomK,
     SIDCo,
+    SparsificationAwareMomentum,
     TopK,
     check_number,
     density_of,
@@ -327,3 +328,8 @@ class Compression:
     def sidco(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
         """SIDCo (Abdelmoniem et al., 2021), a baseline; see `SIDCo`. Momentum stays in the optimizer."""
         return SparseCompressor(SIDCo(density=density, **settings), named_parameters, process_set)
+
+    @staticmethod
+    def samomentum(named_parameters, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
+        """SAMomentum of DGS (Yan et al., 2020); see `SparsificationAwareMomentum`. Momentum moves in here."""
+        return SparseCompressor(SparsificationAwareMomentum(density=density, **settings), named_parameters, process_set)

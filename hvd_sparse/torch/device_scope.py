@@ -6,7 +6,7 @@ tensors, as for any gradient on a GPU. The token, which has nothing to do with t
 
 import torch
 
-from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.algorithms import Algorithm, SparsificationAwareMomentum
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.scope import Entry
@@ -63,6 +63,8 @@ def device_layout(algorithm: Algorithm) -> type[DeviceTensorScope]:
             "on CUDA devices there are dgc, gradient_dropping and topk with scope='tensor' so far; got "
             f"{algorithm.name} laid out by {algorithm.layout}"
         )
+    if isinstance(algorithm, SparsificationAwareMomentum):
+        raise ValueError(f"on CUDA devices {algorithm.name} has no kernels yet: dgc has a momentum there")
     if algorithm.values in LOW_BITS:
         raise ValueError(f"on CUDA devices values are float32, float16 or bfloat16 so far, got {algorithm.values}")
     return DeviceTensorScope

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
 from hvd_sparse.torch import ops
 
 
@@ -18,6 +18,7 @@ class ResidualMemory:
     """Gradient Dropping's memory of one tensor: r <- r + g; what is sent leaves it (section 3)."""
 
     BUFFERS = ("residual",)
+    kept = 0.0  # what part of a value stays in the residual when it is sent
 
     def __init__(self, algorithm: Algorithm, parameter: torch.Tensor):
         self.algorithm = algorithm
@@ -49,8 +50,14 @@ class ResidualMemory:
         self.buffers[name] = storage
 
     def clip_factor(self, gradient: torch.Tensor, ranks: int) -> float:
-        """Return what to scale this tensor's gradient with before it is accumulated."""
-        return 1.0
+        """Return what to scale this tensor's gradient with before it is accumulated.
+
+        clip_norm / sqrt(ranks) over its own L2 norm, at most 1 (Deep Gradient Compression, section 3.2, Appendix C).
+        """
+        algorithm = self.algorithm
+        if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
+            return 1.0
+        return clip_factor(algorithm.clip_norm, ranks, _norm(gradient))
 
     def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> bool:
         """Bring a gradient, scaled by `factor`, into the memory; return whether it was finite everywhere.
@@ -114,12 +121,6 @@ class MomentumMemory(ResidualMemory):
         """The local momentum, float32[n]."""
         return self.buffer("velocity")
 
-    def clip_factor(self, gradient: torch.Tensor, ranks: int) -> float:
-        """Return clip_norm / sqrt(ranks) over the tensor's own L2 norm, at most 1 (section 3.2, Appendix C)."""
-        if self.algorithm.clip_norm is None or self.algorithm.clip_scope != "tensor":
-            return 1.0
-        return clip_factor(self.algorithm.clip_norm, ranks, _norm(gradient))
-
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
         decays = self.algorithm.weight_decay != 0.0
@@ -165,10 +166,50 @@ class MomentumMemory(ResidualMemory):
             self.velocity.index_fill_(0, indices, 0.0)
 
 
+class SparsificationAwareMemory(ResidualMemory):
+    """SAMomentum's memory of one tensor: m * u of DGS, Algorithm 3, to which the next gradient is added.
+
+    What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
+    """
+
+    algorithm: SparsificationAwareMomentum
+
+    @property
+    def kept(self) -> float:
+        """The momentum."""
+        return self.algorithm.momentum
+
+    def destination(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the residual, no velocity, and the parameter that decays."""
+        return self.residual, None, _flat(self.parameter).contiguous() if self.algorithm.weight_decay else None
+
+    def rule(self) -> dict:
+        """Return weight_decay."""
+        return {"weight_decay": self.algorithm.weight_decay}
+
+    def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+        """Return the type that a dense tensor travels in: that of the residual."""
+        return torch.float32
+
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return what a tensor that travels dense sends: all it remembers, which is momentum SGD."""
+        sent = self.residual.clone()
+        ops.accumulate(gradient, sent, None, self.destination()[-1], factor=factor, **self.rule())
+
+        def commit() -> None:
+            """Make the change, as the step counts; what is sent may have been reduced in place."""
+            self.residual.copy_(decayed)
+
+        decayed = sent * self.kept
+        return sent.view(gradient.shape), commit
+
+
+MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
+
+
 def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory:
     """Return the memory that an algorithm keeps of a tensor."""
-    kind = MomentumMemory if isinstance(algorithm, DeepGradientCompression) else ResidualMemory
-    return kind(algorithm, parameter)
+    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter)
 
 
 def destinations(memories: Iterable[ResidualMemory]) -> list[list[torch.Tensor]]:

@@ -214,7 +214,7 @@ class ModelScope(Scope):
             gathered = group.gathered.wait()
         residual, *velocity = group.memory.cleared()
         whole = self._layout(group, group.sparse)._replace(selections=[0], begins=[0])
-        ops.clear_bucket(group.buffer, [residual], velocity, layout=whole, **self._form())
+        ops.clear_bucket(group.buffer, [residual], velocity, layout=whole, kept=group.memory.kept, **self._form())
         group.sums = {name: place_of(self.entries[name].gradient) for name in group.sparse}
         ranks, outs = gathered.view(self.exchange.size(), -1), list(group.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=self._layout(group, group.sparse), **self._form())

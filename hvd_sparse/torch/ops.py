@@ -319,13 +319,14 @@ def clear_bucket(
     layout: Layout,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    kept: float = 0.0,
 ) -> None:
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
-    Nothing is left of float32 values; of others, what rounding kept back.
+    Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is added.
     """
     ns, ks, offsets, segments, *places = layout
-    form = (ns, ks, offsets, *places, coding, value_dtype, segments)
+    form = (ns, ks, offsets, *places, coding, value_dtype, segments, kept)
     _ops.clear_bucket(message, list(residuals), list(velocities), *form)
 
 

@@ -206,7 +206,8 @@ class TensorScope(Scope):
         memories = [self.memories[name] for name in entries]
         cleared = [memory.cleared() for memory in memories]
         residuals, velocities = [own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]]
-        ops.clear_bucket(message.buffer, residuals, velocities, layout=self._layout(message, entries), **self._form())
+        form = {**self._form(), "kept": memories[0].kept} if memories else self._form()
+        ops.clear_bucket(message.buffer, residuals, velocities, layout=self._layout(message, entries), **form)
 
     def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
         """Sum the payloads of all ranks for all members that have a gradient here."""

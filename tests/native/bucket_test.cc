@@ -256,8 +256,9 @@ struct Slices {
   std::vector<MemorySlice> get;
 };
 
-void CheckCleared(const Shape& shape, const PayloadFormat& format, bool has_velocities, bool is_empty) {
-  const std::string where = std::string(shape.name) + ", " + Name(format.dtype) + ", k = " + std::to_string(format.k);
+void CheckCleared(const Shape& shape, const PayloadFormat& format, bool has_velocities, bool is_empty, float kept = 0) {
+  const std::string where = std::string(shape.name) + ", " + Name(format.dtype) + ", k = " + std::to_string(format.k) +
+                            ", kept = " + std::to_string(kept);
   const auto indices = is_empty ? std::vector<int64_t>{} : ChooseIndices(format.n, format.k, 1);
   const Content content = MakeContent(format, indices, 2);
   const Bytes bytes = BuildPayload(format, content);
@@ -267,9 +268,10 @@ void CheckCleared(const Shape& shape, const PayloadFormat& format, bool has_velo
     const auto at = static_cast<size_t>(indices[j]);
     const auto sent = static_cast<float>(Decode(format.dtype, content.values[j]));
     residual[at] = format.dtype == DType::kFloat32 ? 0.0f : residual[at] - sent;
+    if (kept > 0) residual[at] += kept * sent;
     if (has_velocities) velocity[at] = 0.0f;
   }
-  EXPECT_STATUS(StatusKind::kOk, ClearSent(format, Exact(bytes).get(), slices.get), where);
+  EXPECT_STATUS(StatusKind::kOk, ClearSent(format, Exact(bytes).get(), slices.get, kept), where);
   slices.residuals.ExpectEqual(residual, where);
   slices.velocities.ExpectEqual(velocity, where);
 }
@@ -282,6 +284,7 @@ TEST(ClearsWhatWasSent) {
           for (const bool has_velocities : {false, true}) {
             for (const bool is_empty : {false, true}) {
               CheckCleared(shape, {shape.n, k, coding, dtype}, has_velocities, is_empty);
+              CheckCleared(shape, {shape.n, k, coding, dtype}, has_velocities, is_empty, 0.7f);
             }
           }
         }

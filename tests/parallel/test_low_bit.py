@@ -49,6 +49,7 @@ def test_what_is_sent_is_signs_and_the_papers_centres(values, centre_scope):
             ("gradient_dropping", {"scope": "tensor"}, {}),
             ("gradient_dropping", {"scope": "model", "centre": "min"}, {}),
             ("dgc", {"scope": "tensor", "momentum": 0.9, "weight_decay": 0.01}, {}),
+            ("samomentum", {"scope": "tensor", "momentum": 0.7}, {"samomentum": True}),
             ("dgc", {"scope": "model", "momentum": 0.7, "nesterov": True, "centre": "min"}, {}),
             ("topk", {"scope": "model"}, {}),
             ("dct", {"lifespan": 7}, {}),

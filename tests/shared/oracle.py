@@ -26,6 +26,7 @@ class Method:
     clip_norm: float | None = None
     clip_scope: str = "tensor"
     factor_masking: bool = True
+    samomentum: bool = False  # DGS, Algorithm 3: u alone, magnified where it was not sent
     lifespan: int | None = None  # DCT's, for thresholds that are kept
     value: float | None = None  # a hard threshold's
     stages: int | None = None  # SIDCo's, to begin with
@@ -72,6 +73,8 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
                     gap = min(gap, here)
                 reduced[name] += sent
                 v[k][name] = v[k][name] - sent
+                if method.samomentum:  # v holds u: it stays where it was sent, and is magnified where not
+                    v[k][name] = v[k][name] / method.momentum + sent
                 if method.factor_masking and not is_dense(method, step, v[k][name]):
                     u[k][name] = u[k][name] * ~mask
         for name in theta:
@@ -91,9 +94,11 @@ def clip(method, ranks, local):
 
 
 def accumulate(method, u, v, local):
-    """Lines 11 and 12 of Algorithm 3 (momentum SGD) and of Algorithm 4 (Nesterov)."""
+    """Lines 11 and 12 of Algorithm 3 (momentum SGD) and of Algorithm 4 (Nesterov); line 6 of DGS's Algorithm 3."""
     for name, gradient in local.items():
-        if method.nesterov:
+        if method.samomentum:
+            v[name] = method.momentum * v[name] + gradient
+        elif method.nesterov:
             u[name] = method.momentum * (u[name] + gradient)
             v[name] = v[name] + u[name] + gradient
         else:

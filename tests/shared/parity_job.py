@@ -22,6 +22,7 @@ CASES = {
     for method, variants in {
         "gradient_dropping": [{}, {"values": "bfloat16"}],
         "dgc": [{}, {**DGC, "nesterov": True}, {**DGC, "factor_masking": False}],
+        "samomentum": [{}, {"momentum": 0.3, "weight_decay": 1e-3, "values": "float16"}],
     }.items()
     for number, options in enumerate(variants)
 } | {

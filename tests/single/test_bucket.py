@@ -78,17 +78,21 @@ def form(request):
     return FORMS[request.param]
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype):
+def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, kept):
     bucket, single = Bucket(rule, form, dtype=dtype), Bucket(rule, form, dtype=dtype)
     info, finite = bucket.accumulate()
     payloads, infos, lefts = single.one_by_one()
     assert torch.equal(bucket.out, payloads) and torch.equal(info, infos[:, :2]) and bool(finite.all())
     for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
         assert torch.equal(ours, theirs)
-    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
+    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire, kept=kept)
     for i, (indices, left) in enumerate(lefts):
-        assert torch.equal(bucket.residuals[i], single.residuals[i].index_copy(0, indices, left))
+        left = left + kept * (single.residuals[i][indices] - left)
+        torch.testing.assert_close(
+            bucket.residuals[i], single.residuals[i].index_copy(0, indices, left), rtol=1e-6 if kept else 0.0, atol=0.0
+        )
         if rule:
             assert torch.equal(bucket.velocities[i], single.velocities[i].index_fill(0, indices, 0.0))
     gathered = torch.stack([bucket.out, bucket.out])
@@ -161,7 +165,8 @@ def test_opcheck():
     message = torch.empty(size, dtype=torch.uint8)
     ops.pack(torch.arange(k), torch.ones(k), n, k, message)
     layout = ([n], [k], *places, *form, [None])
-    torch.library.opcheck(torch.ops.hvd_sparse.clear_bucket, (message, [torch.randn(n)], [torch.randn(n)], *layout))
+    memory = ([torch.randn(n)], [torch.randn(n)])
+    torch.library.opcheck(torch.ops.hvd_sparse.clear_bucket, (message, *memory, *layout, 0.7))
     torch.library.opcheck(torch.ops.hvd_sparse.reduce_bucket, (message[None], [torch.empty(n)], 1.0, *layout))
 
 

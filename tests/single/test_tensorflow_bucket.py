@@ -14,6 +14,7 @@ from test_tensorflow_ops import Invalid, from_torch
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
+KEPT = 0.7  # of what was sent, in the residual
 COLUMNS = [1 + n // 100 for n in SIZES]  # as in the buckets of torch
 
 
@@ -89,7 +90,7 @@ class Variables:
         self.call(call, (message, tf.uint8), (self.ks, tf.int64), (is_void, tf.bool))
 
     def _clear(self, message, ks, is_void):
-        return ops.clear_bucket(message, ks, is_void, self.residuals, self.velocities, **self.wire)
+        return ops.clear_bucket(message, ks, is_void, self.residuals, self.velocities, **self.wire, kept=KEPT)
 
     def reduce(self, gathered, ranks, scale):
         def call(gathered, ranks, ks, scale):
@@ -126,7 +127,8 @@ def test_payloads_memories_and_sums_are_those_of_torch(rule, form, joint, traced
             same_as_torch(found, wanted)
         variables.check_memory(bucket)
         variables.clear(message)
-        torch_ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
+        memory = (bucket.residuals, bucket.velocities)
+        torch_ops.clear_bucket(bucket.out, *memory, layout=bucket.layout, **bucket.wire, kept=KEPT)
         variables.check_memory(bucket)
     outs = [torch.full((n,), 9.0) for n in SIZES]
     torch_ops.reduce_bucket(torch.stack([bucket.out] * 3), outs, 0.5, layout=bucket.layout, **bucket.wire)
