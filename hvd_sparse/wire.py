@@ -35,6 +35,7 @@ Difference from Deep Gradient Compression (section 3.1), which names 32-bit valu
 blocks with counts (for parallel decoding and no filler entries), a header and a checksum.
 """
 
+import functools
 import math
 import numbers
 import operator
@@ -129,6 +130,7 @@ def positions_size(coding: str, n: int, k: int) -> int:
     return -(-n // 8) if coding == "bitmap" else 0
 
 
+@functools.lru_cache(maxsize=4096)
 def elias_fano_low_bits(n: int, k: int) -> int:
     """Return how many low bits make the code of k of n shortest, k * low + ((n - 1) >> low) + k bits: the fewest."""
     return min(range((n - 1).bit_length() + 1), key=lambda low: k * low + ((n - 1) >> low))

@@ -1,0 +1,47 @@
+"""Batches a second when one of four workers is five times slower: asynchronous training against synchronous Horovod.
+
+    make bench-stragglers      or: python benchmarks/stragglers.py
+
+A gradient takes 40 ms, slept, so that the cores of this machine do not matter; the slow worker's takes 200 ms. 99,000
+parameters. Modes take turns for several rounds; the figures are medians. Last line: one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).resolve().parent / "straggler_worker.py"
+MODES = ("synchronous:dense", "synchronous:dgc", "asynchronous:asgd", "asynchronous:dgs")
+
+
+def measure(mode: str, workers: int, seconds: float) -> float:
+    """Return the batches a second of all workers together."""
+    command = ["mpirun", "-np", str(workers + 1), sys.executable, str(WORKER), mode, str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60 + 10 * seconds)
+    return json.loads(done.stdout.strip().splitlines()[-1])["batches_per_second"]
+
+
+def main() -> None:
+    """Measure all modes in turn, and print them over Horovod's dense steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4, help="one of them slow (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    args = parser.parse_args()
+    found = {mode: [] for mode in MODES}
+    for number in range(args.rounds):
+        for mode in MODES:
+            found[mode].append(measure(mode, args.workers, args.seconds))
+            print(f"round {number + 1}: {mode:20} {found[mode][-1]:7.1f} batches a second", flush=True)
+    rates = {mode: statistics.median(values) for mode, values in found.items()}
+    over = {mode: rate / rates[MODES[0]] for mode, rate in rates.items()}
+    for mode, rate in rates.items():
+        print(f"{mode:20} {rate:7.1f} batches a second, {over[mode]:.2f} x Horovod's dense steps")
+    print(json.dumps({"benchmark": "stragglers", "workers": args.workers, "over_synchronous_dense": over}))
+
+
+if __name__ == "__main__":
+    main()
