@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-steps bench-lifespan compare results clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-steps bench-lifespan bench-stragglers compare results results-asynchronous clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -95,11 +95,17 @@ bench-steps: setup  ## time whole steps of models of many tensors against Horovo
 bench-lifespan: setup  ## time DCT's steps with and without a refresh of the threshold
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/lifespan.py
 
+bench-stragglers: setup  ## batches a second with one slow worker, asynchronous against Horovod
+	@$(RUN) python benchmarks/stragglers.py
+
 compare: setup  ## train one model with every method; table and plots in comparison/
 	@$(RUN) mpirun -np 4 python examples/compare_methods.py --framework $(FRAMEWORK)
 
 results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
 	@$(RUN) python benchmarks/convergence.py
+
+results-asynchronous: setup  ## train with 1 to 32 simulated asynchronous workers over seeds (half an hour)
+	@$(RUN) python benchmarks/asynchronous.py
 
 clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
 	rm -rf $(VENV) .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
