@@ -20,7 +20,11 @@ n and values are float32; of WELCOME and BUFFERS, float32; of STATE, JSON and ar
 
 sequence: the number of a worker's push, from 1; its REPLY and its REFUSED have the same. clock: how many pushes a
 server has applied; in a PUSH, of the last REPLY that the worker has applied. incarnation: a worker that starts again
-says HELLO with another one, and what its former life sent no longer counts.
+says HELLO with another one, and what its former life sent no longer counts. k, but for payloads: of an ASK, a number
+that its STATE repeats; of a REFUSED by a server that has forgotten the worker, the last push that was applied.
+
+Messages arrive in order. Nothing sends again what gets lost without a trace, which MPI does not do; what is damaged is
+sent again, and copies that come at any time do no harm.
 """
 
 import enum
@@ -146,11 +150,13 @@ def decode_state(body: np.ndarray) -> tuple[dict, dict[str, np.ndarray]]:
         head = json.loads(bytes(body[8 : 8 + length]))
         arrays, at = {}, 8 + length
         for name, (dtype, size) in head["arrays"].items():
+            if dtype not in ("float32", "float64"):
+                raise ValueError(f"{name} is of {dtype}")
             end = at + np.dtype(dtype).itemsize * size
             arrays[name] = body[at:end].copy().view(dtype)
             at = end
         if at != body.size or any(arrays[name].size != size for name, (_, size) in head["arrays"].items()):
             raise ValueError("its arrays have another size than they say")
         return head["description"], arrays
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise DamagedMessage(f"the body of a state cannot be read: {error}") from None
