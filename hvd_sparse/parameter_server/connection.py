@@ -76,15 +76,8 @@ class Connection:
         """Return each server's answer to a question; see `Server.state`."""
         self.wait()
         self._send(self.worker.ask(what))
-        answers, start = {}, time.monotonic()
-        while len(answers) < len(self._ranks):
-            server, data = self._receive(start)
-            message = protocol.decode(data)
-            if message.kind == Kind.STATE:
-                answers[server] = protocol.decode_state(message.body)
-            else:
-                self._send(self.worker.receive(server, data))
-        return [answers[server] for server in range(len(self._ranks))]
+        self.wait()
+        return [self.worker.answers[server] for server in range(len(self._ranks))]
 
     def share(self, buffers: np.ndarray) -> None:
         """Send buffers, float32, to the server that averages them."""

@@ -25,7 +25,6 @@ class Record:
     """What a server knows of a worker that is with it."""
 
     incarnation: int
-    have: int  # the clock of what it was sent last
     sequence: int = 0  # of its last push
     answer: np.ndarray | None = None  # to that, where it cannot be made again
     seen: float = 0.0
@@ -70,6 +69,7 @@ class Server:
         self.departures: dict[int, str] = {}  # who left, and why: nothing if it ended well
         self._workers, self._silence, self._now, self._started = workers, silence, now, now()
         self._records: dict[int, Record] = {}
+        self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers whose record is gone
         self._start = parameters if keeps_start else None
         pieces = layout.pieces(*shard)
         self._segments = segments_of(pieces, shard[0])
@@ -108,7 +108,7 @@ class Server:
                 raise DamagedMessage(f"it came from rank {source}, and says that it is of {message.worker}")
             answer = self._answer(message)
         except DamagedMessage as error:
-            answer = self._refusal(Reason.DAMAGED, 0, str(error))
+            answer = self._refusal(Reason.DAMAGED, Message(Kind.REFUSED), str(error))
         if answer is None:
             return []
         encoded = answer if isinstance(answer, np.ndarray) else protocol.encode(answer)
@@ -124,7 +124,7 @@ class Server:
         if record is None or record.incarnation != message.incarnation:
             if message.kind in (Kind.ALIVE, Kind.LEAVE):
                 return None
-            return self._refusal(Reason.STRANGER, message.sequence, "say HELLO first: this server does not know you")
+            return self._refusal(Reason.STRANGER, message, "say HELLO first: this server does not know you")
         record.seen = self._now()
         if message.kind == Kind.PUSH:
             return self._push(message, record)
@@ -138,14 +138,20 @@ class Server:
 
     def _welcome(self, message: Message) -> Message | None:
         known = self._records.get(message.worker)
-        if known and known.incarnation == message.incarnation and known.sequence > 0:
+        last = (known.incarnation, known.sequence) if known else self._last.get(message.worker, (0, 0))
+        if last[0] == message.incarnation and last[1] > 0:
             return None  # the same HELLO a second time
         differences = differing(message.text.split("\n"), introduction(self.layout, self.method))
-        if differences:
-            return self._refusal(Reason.WRONG, 0, f"worker {message.worker} and this server differ: {differences}")
         if not 0 <= message.worker < self._workers:
-            return self._refusal(Reason.WRONG, 0, f"there are {self._workers} workers, this one is {message.worker}")
-        self._records[message.worker] = Record(message.incarnation, self.clock, seen=self._now())
+            return self._refusal(Reason.WRONG, message, f"there are {self._workers} workers, not {message.worker}")
+        if differences:
+            text = f"worker {message.worker} and this server differ: {differences}"
+            if known is None:
+                self.departures[message.worker] = text  # nobody waits for it any more
+            return self._refusal(Reason.WRONG, message, text)
+        if known and known.incarnation != message.incarnation:
+            self._last[message.worker] = (known.incarnation, known.sequence)
+        self._records[message.worker] = Record(message.incarnation, seen=self._now())
         self.departures.pop(message.worker, None)
         self._tracker.join(message.worker)
         return Message(
@@ -161,15 +167,19 @@ class Server:
             arrays = {}
         elif message.text != "state":
             raise DamagedMessage(f"there is no answer to {message.text!r}")
-        return Message(Kind.STATE, message.worker, body=protocol.encode_state(description, arrays))
+        place = (message.worker, message.incarnation, message.sequence, self.clock, message.k)
+        return Message(Kind.STATE, *place, body=protocol.encode_state(description, arrays))
 
-    def _push(self, message: Message, record: Record) -> Message | np.ndarray:
+    def _push(self, message: Message, record: Record) -> Message | np.ndarray | None:
         if message.sequence == record.sequence and message.sequence > 0:
             self.statistics.repeated += 1
             return self._reply(message) if record.answer is None else record.answer
+        if 0 < message.sequence < record.sequence:
+            self.statistics.repeated += 1
+            return None  # its worker has had the answer, or it would not have gone on
         if message.sequence != record.sequence + 1 or message.clock > self.clock:
             text = f"push {message.sequence} at clock {message.clock} is out of turn: {record.sequence} was the last"
-            return self._refusal(Reason.WRONG, message.sequence, text)
+            return self._refusal(Reason.WRONG, message, text)
         update = self._unpack(message)
         self.statistics.staleness[self.clock - message.clock] += 1
         self.statistics.pushes += 1
@@ -202,6 +212,8 @@ class Server:
         if message.body.size % 4:
             raise DamagedMessage(f"{message.body.size} bytes are no float32")
         theirs = message.body.copy().view(np.float32)
+        if not np.isfinite(theirs).all():
+            raise DamagedMessage("not all buffers are finite")
         if self.buffers.size == 0:
             self.buffers = theirs
         elif self.buffers.size != theirs.size:
@@ -209,12 +221,17 @@ class Server:
         else:
             self.buffers += (theirs - self.buffers) / np.float32(len(self._records))
 
-    def _refusal(self, reason: Reason, sequence: int, text: str) -> Message:
+    def _refusal(self, reason: Reason, message: Message, text: str) -> Message:
+        """Return a refusal; of a worker that this server has known, it says in k which push was the last applied."""
         self.statistics.refused += 1
-        return Message(Kind.REFUSED, sequence=sequence, reason=reason, body=protocol.as_body(text))
+        incarnation, last = self._last.get(message.worker, (0, 0))
+        applied = last if incarnation == message.incarnation else 0
+        place = (message.worker, message.incarnation, message.sequence, self.clock, applied)
+        return Message(Kind.REFUSED, *place, reason=reason, body=protocol.as_body(text))
 
     def _forget(self, worker: int, why: str) -> None:
-        del self._records[worker]
+        record = self._records.pop(worker)
+        self._last[worker] = (record.incarnation, record.sequence)
         self._tracker.leave(worker)
         self.departures[worker] = why
 

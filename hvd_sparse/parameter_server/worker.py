@@ -72,9 +72,12 @@ class Worker:
         self._joined: set[int] = set()
         self._waiting: set[int] = set()  # servers whose answer to the last message is not there yet
         self._sent: Messages = {}
-        self._tries = self._rejoins = 0
-        self._pushed: Update | None = None
-        self._lost: tuple[Update, set[int]] | None = None  # an update, and the servers that have not applied it
+        self._awaited = Kind.HELLO  # the kind of what was sent
+        self._tries = self._rejoins = self._questions = 0
+        self._strangers: set[int] = set()  # servers that have forgotten this worker, and have not applied its push
+        # The last update, and the servers that it is for: after joining again, those that have not applied it.
+        self._pushed: tuple[Update, set[int]] | None = None
+        self.answers: dict[int, tuple[dict, dict[str, np.ndarray]]] = {}  # to the last question
         self._groups = groups_of(self._pieces, 0, method)
         # Where each tensor is selected from on its own, that is done while its gradient is accumulated.
         is_alone = method.scope == "tensor"
@@ -102,7 +105,10 @@ class Worker:
         """Return what to say to each server first; its answer brings the parameters."""
         body = protocol.as_body("\n".join(introduction(self.layout, self.method)))
         self._joined.clear()
-        return self._send({server: self._encoded(Kind.HELLO, body=body) for server in range(len(self.shards))})
+        self._strangers.clear()
+        self._clocks = [0] * len(self.shards)
+        hello = self._encoded(Kind.HELLO, body=body)
+        return self._send(Kind.HELLO, dict.fromkeys(range(len(self.shards)), hello))
 
     def push(
         self,
@@ -118,33 +124,33 @@ class Worker:
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
         decay = weight_decay or {}
-        density = self.method.density_at(self.sequence)
+        density = self.method.density_at(self.traffic.pushes)
         found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]
         update = self._selected(found, density)
         self._take(update)
         self.sequence += 1
         self.traffic.pushes += 1
         self.traffic.entries_up += update.values.size
-        self._pushed = update
-        return self._send(self._cut(update, set(range(len(self.shards)))))
+        self._pushed = (update, set(range(len(self.shards))))
+        return self._send(Kind.PUSH, self._cut(*self._pushed))
 
     def receive(self, server: int, data: np.ndarray) -> Messages:
         """Take what a server sent; return what to send again, if it did not arrive as it should.
 
         Raises ServerRefused where there is no use in trying again.
         """
-        self.traffic.bytes_down += data.size
         try:
             message = protocol.decode(data)
-            if message.kind == Kind.REFUSED:
+            if message.kind == Kind.STATE:
+                return self._told(server, message)
+            self.traffic.bytes_down += data.size
+            if message.kind == Kind.REFUSED and message.incarnation in (0, self.incarnation):
                 return self._refused(server, message)
             if message.incarnation != self.incarnation:
                 return {}  # an answer to a former life
             if message.kind == Kind.WELCOME:
                 return self._welcomed(server, message)
-            if message.kind == Kind.REPLY:
-                self._replied(server, message)
-            return {}
+            return self._replied(server, message) if message.kind == Kind.REPLY else {}
         except DamagedMessage as error:
             return self._again(server, str(error))
 
@@ -157,8 +163,10 @@ class Worker:
         return self._counted({0: self._encoded(Kind.BUFFERS, body=buffers.view(np.uint8))})
 
     def ask(self, what: str) -> Messages:
-        """Return what to ask each server; `Server.handle` says what there is to ask for."""
-        return {server: self._encoded(Kind.ASK, body=protocol.as_body(what)) for server in range(len(self.shards))}
+        """Return what to ask each server, "state" or "statistics"; `answers` has what they say, once all have."""
+        self._questions, self.answers = self._questions + 1, {}
+        question = self._encoded(Kind.ASK, k=self._questions, body=protocol.as_body(what))
+        return self._await(Kind.ASK, dict.fromkeys(range(len(self.shards)), question))
 
     def leave(self, why: str = "") -> Messages:
         """Return the last message to each server."""
@@ -222,10 +230,13 @@ class Worker:
         self.traffic.bytes_up += sum(message.size for message in messages.values())
         return messages
 
-    def _send(self, messages: Messages) -> Messages:
-        """Keep what must be answered, to send it again where it got lost."""
-        self._sent, self._waiting, self._tries = messages, set(messages), 0
-        return self._counted(dict(messages))
+    def _send(self, kind: Kind, messages: Messages) -> Messages:
+        return self._counted(self._await(kind, messages))
+
+    def _await(self, kind: Kind, messages: Messages) -> Messages:
+        """Keep what must be answered, to send it again where it was damaged."""
+        self._awaited, self._sent, self._waiting, self._tries = kind, messages, set(messages), 0
+        return dict(messages)
 
     def _again(self, server: int, why: str) -> Messages:
         if server not in self._waiting:
@@ -239,46 +250,72 @@ class Worker:
     def _refused(self, server: int, message: Message) -> Messages:
         if message.reason == Reason.DAMAGED:
             return self._again(server, message.text)
-        if message.reason == Reason.STRANGER and message.sequence == self.sequence and server in self._waiting:
-            return self._rejoin(server, message.text)
+        if message.reason == Reason.STRANGER:
+            return self._forgotten(server, message)
         raise ServerRefused(f"server {server}: {message.text}")
 
-    def _rejoin(self, server: int, why: str) -> Messages:
-        """Begin anew with all servers: one has forgotten this worker. What was not applied yet is pushed again."""
+    def _forgotten(self, server: int, message: Message) -> Messages:
+        """Take note that a server has forgotten this worker; join again when all others have answered.
+
+        Not before: of an answer on its way nobody could say any more whether it is to an update that was applied.
+        """
+        if message.incarnation != self.incarnation or not self._is_of_push(server, message):
+            return {}  # to what needs no answer, or to what had one
+        update, servers = self._pushed
+        self._pushed = (update, servers - {server} if message.k == self.sequence else servers)
+        self._strangers.add(server)
+        return self._rejoin(message.text)
+
+    def _rejoin(self, why: str) -> Messages:
+        """Begin anew with all servers, if no answer is open; what was not applied yet is pushed again."""
+        if self._waiting != self._strangers:
+            return {}
         self._rejoins += 1
         if self._rejoins > TRIES:
-            raise ServerRefused(f"server {server}, after {TRIES} attempts to join again: {why}")
-        if self._lost is None:
-            self._lost = (self._pushed, set(self._waiting))
+            raise ServerRefused(f"servers {sorted(self._strangers)}, after {TRIES} attempts to join again: {why}")
+        self._pushed = (self._pushed[0], self._pushed[1] & self._strangers)
         self.incarnation += 1
         self.sequence = 0
         return self.hello()
 
     def _welcomed(self, server: int, message: Message) -> Messages:
         begin, end = self.shards[server]
-        if self.sequence > 1 or message.body.size != 4 * (end - begin):
+        is_late = self.sequence > 0 and not (self.sequence == 1 and server in self._waiting)
+        if is_late or message.clock < self._clocks[server] or message.body.size != 4 * (end - begin):
             return {}
         self._write(server, Update(None, message.body.copy().view(np.float32)), Form.VALUES)
         self._clocks[server] = message.clock
+        if server in self._joined:
+            return {}  # it has answered a HELLO that came twice
         self._joined.add(server)
-        if self.sequence > 0:
-            return {}
         self._waiting.discard(server)
-        if self._waiting or self._lost is None:
+        if self._waiting or self._pushed is None:
             return {}
-        (update, servers), self._lost = self._lost, None
         self.sequence = 1
-        return self._send(self._cut(update, servers))
+        return self._send(Kind.PUSH, self._cut(*self._pushed))
 
-    def _replied(self, server: int, message: Message) -> None:
-        if message.sequence != self.sequence or server not in self._waiting:
-            return  # an answer that has already been applied
+    def _told(self, server: int, message: Message) -> Messages:
+        if self._awaited == Kind.ASK and message.k == self._questions and message.incarnation == self.incarnation:
+            self.answers[server] = protocol.decode_state(message.body)
+            self._waiting.discard(server)
+        return {}
+
+    def _replied(self, server: int, message: Message) -> Messages:
+        if not self._is_of_push(server, message):
+            return {}  # an answer that has already been applied
         begin, end = self.shards[server]
         update = unpack(message, end - begin, self.method.coding, self.method.pull_values, self._shard_segments[server])
         self.traffic.entries_down += update.values.size
         self._write(server, update, message.form)
         self._clocks[server] = message.clock
         self._waiting.discard(server)
+        if not self._waiting:
+            self._rejoins = 0
+        return self._rejoin("forgotten") if self._strangers else {}
+
+    def _is_of_push(self, server: int, message: Message) -> bool:
+        """Whether a message is the first answer to the push that is open."""
+        return self._awaited == Kind.PUSH and message.sequence == self.sequence and server in self._waiting
 
     def _write(self, server: int, update: Update, form: Form) -> None:
         """Set the parameters of a server's shard, or add to them."""
