@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,14 +16,19 @@ from hvd_sparse.parameter_server.worker import Worker
 TICK = 0.25  # seconds between two looks at what is not a message
 
 
-def serve(server: Server, end: Endpoint, ranks: list[int], timeout: float, stop: threading.Event | None = None) -> None:
+def serve(
+    server: Server, end: Endpoint, ranks: list[int], timeout: float, failure: Callable[[], str] = lambda: ""
+) -> None:
     """Serve until all workers, `ranks`, have come and left; tell them if this ends otherwise.
 
-    Raises TimeoutError when no worker is there, and some have not come within `timeout` seconds.
+    Raises TimeoutError when no worker is there, and some have not come within `timeout` seconds; RuntimeError when
+    `failure` says that there was one on this rank.
     """
     last = time.monotonic()
     try:
-        while not server.is_finished and not (stop and stop.is_set()):
+        while not server.is_finished:
+            if why := failure():
+                raise RuntimeError(why)
             item = end.receive(TICK)
             for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)

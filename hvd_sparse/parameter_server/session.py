@@ -79,7 +79,8 @@ class Session:
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # of the server's thread
+        self._failed = ""  # what went wrong where this rank joined
         self._check(MPI)
         if self.is_server:
             self._server = self._make_server(parameters, restore)
@@ -122,7 +123,14 @@ class Session:
         incarnation = time.time_ns() % 2**31  # another one if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
         connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
-        connection.join()
+        try:
+            connection.join()
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            connection.leave(self._failed)  # some servers may know it already
+            if self._thread is not None:
+                self._thread.join()
+            raise
         self._connection = connection
         if self._silence is not None:
             self._heartbeat = Heartbeat(worker, self._endpoint(False), self.placement.servers, self._silence / 4.0)
@@ -223,7 +231,8 @@ class Session:
         if restore is not None:
             flat, buffers = restored(restore, self.layout)
         else:
-            flat, buffers = self.layout.flatten(parameters) if number == 0 else self._first_parameters(), None
+            flat, buffers = self.layout.flatten(parameters), None
+            flat = flat if number == 0 else self._first_parameters(flat)
         shard = self.layout.shards(len(self.placement.servers))[number]
         keeps_start = number == 0 and restore is None and len(self.placement.servers) > 1
         workers = len(self.placement.workers)
@@ -232,19 +241,28 @@ class Session:
             server.buffers = buffers
         return server
 
-    def _first_parameters(self) -> np.ndarray:
-        """Return what the first server begins with: whoever loaded a model did so there."""
+    def _first_parameters(self, ours: np.ndarray) -> np.ndarray:
+        """Return what the first server begins with: whoever loaded a model did so there.
+
+        If that is of another model, return `ours`: one of the two servers then refuses every worker, and says why.
+        """
         first, end = self.placement.servers[0], self._endpoint(False)
         end.send(first, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
         item = end.receive(self._timeout)
         if item is None:
             raise TimeoutError(f"rank {first} has not sent its parameters within {self._timeout:g} seconds")
-        return protocol.decode_state(protocol.decode(item[1]).body)[1]["parameters"]
+        message = protocol.decode(item[1])
+        if message.kind != Kind.STATE:
+            raise RuntimeError(
+                f"rank {first} has not sent its parameters; restore= must be equal on all: {message.text}"
+            )
+        description, arrays = protocol.decode_state(message.body)
+        return arrays["parameters"] if description["layout"] == self.layout.digest() else ours
 
     def _start_thread(self) -> None:
         def run() -> None:
             try:
-                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
+                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout, lambda: self._failed)
             except BaseException as error:
                 self._failure = error
 

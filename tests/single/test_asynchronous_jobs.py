@@ -1,0 +1,343 @@
+"""Asynchronous runs on MPI: that they train, and how they end when something goes wrong: never in a hang."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import launching
+import numpy as np
+import pytest
+from asynchronous_job import LR, SHAPES, dgs, gradients, loss_of, numbers
+from launching import launch, mpirun
+
+from hvd_sparse.parameter_server import Simulation, in_turn
+
+pytestmark = launching.MARKS
+PREAMBLE = "import os, signal, subprocess, sys, time\nfrom asynchronous_job import *\n"
+SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared")
+
+
+@pytest.fixture
+def run_job(tmp_path, monkeypatch):
+    """Return run(script, ranks): (exit code, what ranks and mpirun wrote). A hang is a failure."""
+    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
+    output = tmp_path / "output"
+    output.mkdir()
+
+    def run(script, ranks=3, environment=()):
+        command = [*mpirun(ranks), sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
+        here = {"JOB_OUTPUT": str(output), "PYTHONPATH": SHARED, **dict(environment)}
+        start = time.monotonic()
+        code, printed = launch(command, here)
+        print(f"{time.monotonic() - start:.1f} seconds")
+        return code, "".join(file.read_text() for file in sorted(output.iterdir())) + printed
+
+    return run
+
+
+def losses(output):
+    return [float(number) for number in re.findall(r"loss ([\d.]+) rank", output)]
+
+
+@pytest.fixture(scope="module")
+def expected_loss():
+    """Of 600 steps with two workers in turn, in one process."""
+    randoms = [np.random.default_rng(100 + worker) for worker in range(2)]
+    simulation = Simulation(dgs(), numbers(2), 2)
+    simulation.run(in_turn(2), 600, lambda worker, theta: gradients(theta, randoms[worker]), LR)
+    return loss_of(simulation.parameters())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, "servers=1"),
+        (3, "servers=1, overlap=True"),
+        (3, "servers='colocated', silence=20.0"),
+        (5, "servers=2"),
+        (5, "servers=2, overlap=True, method=dgs(pull_density=0.2, values='int2')"),
+        (5, "servers='colocated', overlap=True"),
+    ],
+)
+def test_quality_is_that_of_a_deterministic_run(run_job, expected_loss, ranks, options):
+    workers = ranks if "colocated" in options else ranks - int(options[8])
+    code, output = run_job(f"run({600 // workers}, {options})", ranks)
+    assert code == 0, output
+    found = losses(output)
+    assert len(found) == workers and output.count("ended") == ranks, output
+    assert min(found) < expected_loss + 0.1, output  # the last one's, when all have been heard; it began at 40
+
+
+def test_one_worker_is_the_simulation_bit_for_bit(run_job):
+    code, output = run_job(
+        """
+        session = Job(dgs(pull_density=0.3))
+        if session.is_server:
+            session.serve()
+        else:
+            from hvd_sparse.parameter_server import Simulation
+            twin, random = Simulation(session.method, numbers(1), 1), np.random.default_rng(100)
+            session.train(60)
+            for _ in range(60):
+                twin.step(0, lambda worker, theta: gradients(theta, random), LR)
+            theirs = session.state()[0]
+            same = [(theirs[name] == array).all() for name, array in twin.parameters().items()]
+            same += [(session.worker.parameters[name] == array).all()
+                     for name, array in twin.workers[0].parameters.items()]
+            print("same", all(same), len(same))
+            session.close()
+        """,
+        ranks=2,
+    )
+    assert code == 0 and "same True 4" in output, output
+
+
+def test_slow_early_and_late_workers(run_job, expected_loss):
+    """One is five times slower, one leaves early, one joins three seconds late."""
+    code, output = run_job(
+        """
+        if RANK == 2:
+            time.sleep(3.0)
+        pause = [0.05, 0.01, 0.01, 0.01, 0.0][RANK]
+        run(steps=[100, 20, 200, 300, 0][RANK], before=lambda step: time.sleep(pause))
+        """,
+        ranks=5,
+    )
+    assert code == 0, output
+    assert len(losses(output)) == 4 and "departures [(0, ''), (1, ''), (2, ''), (3, '')]" in output, output
+    assert min(losses(output)) < expected_loss + 0.1
+
+
+def test_a_worker_that_raises_does_not_stop_the_others(run_job):
+    code, output = run_job(
+        """
+        def before(step):
+            if RANK == 1 and step == 5:
+                raise ArithmeticError("what went wrong")
+        run(before=before)
+        """
+    )
+    assert code != 0
+    assert "ArithmeticError: what went wrong" in output and "worker 1 left early: ArithmeticError: what" in output
+    assert len(losses(output)) == 1 and "ended 2" in output, output
+
+
+def test_without_a_with_statement_too(run_job):
+    code, output = run_job(
+        """
+        session = Job(servers="colocated")
+        session.train(5)
+        if RANK == 1:
+            raise ArithmeticError("what went wrong")
+        """
+    )
+    assert code != 0
+    assert "worker 1 left early: ArithmeticError: what went wrong" in output, output
+
+
+def test_a_killed_rank_ends_the_job(run_job):
+    code, output = run_job(
+        "run(before=lambda step: os.kill(os.getpid(), signal.SIGKILL) if RANK + step == 6 else None)"
+    )
+    assert code != 0 and re.search("exited on signal 9|noticed that process rank", output), output
+
+
+def test_interrupting_mpirun_ends_all_ranks(tmp_path):
+    script = PREAMBLE + "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "JOB_OUTPUT": str(tmp_path)}
+    job = subprocess.Popen(
+        [*mpirun(3), sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **environment, "PYTHONPATH": SHARED},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while sum("pid" in file.read_text() for file in tmp_path.iterdir()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1.0)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=20)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0
+    pids = [pid for file in tmp_path.iterdir() for pid in re.findall(r"pid (\d+)", file.read_text())]
+    assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid):
+    """Whether a process does anything: one that nobody has waited for is still listed."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+WIDER = "session = Job(shapes={'weight': (20, 5 + RANK // %d)})\nsession.serve()"
+DIFFERING = {  # ranks, script, what is said
+    "method": (3, "run(method=dgs(momentum=0.1 * RANK))", "momentum = 0.1"),
+    "model": (3, WIDER % 2, "elements = 120 here"),
+    "co-located": (3, "run(method=dgs(density=0.1 + 0.1 * RANK), servers='colocated')", "density = "),
+    "second server": (4, WIDER.replace("})", "}, servers=2)") % 3, "elements = 120 here"),
+    "first server": (4, WIDER.replace("RANK // %d", "RANK %% 3 // %d").replace("})", "}, servers=2)") % 2, "120 here"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERING)
+def test_ranks_that_differ_say_in_what(run_job, what):
+    """Nobody waits for workers that were refused."""
+    ranks, script, difference = DIFFERING[what]
+    code, output = run_job(script, ranks)
+    assert code != 0 and "ServerRefused" in output and difference in output and "differ" in output, output
+
+
+def test_one_worker_that_differs_is_left_out(run_job):
+    code, output = run_job("run(method=dgs(density=0.2 if RANK == 1 else 0.1))")
+    assert code != 0 and "ServerRefused" in output
+    assert len(losses(output)) == 1 and "worker 1 left early: worker 1 and this server differ: density" in output
+
+
+def test_servers_that_do_not_serve(run_job):
+    code, output = run_job(
+        """
+        Job(timeout=2.0)
+        """
+    )
+    assert code != 0 and "TimeoutError: no answer from the servers, ranks [2]" in output, output
+
+
+def test_workers_that_do_not_come(run_job):
+    code, output = run_job(
+        """
+        if RANK == 1:
+            sys.exit(0)
+        if RANK == 0:
+            run(steps=3)
+        else:
+            run(timeout=2.0)
+        """
+    )
+    assert code != 0 and "TimeoutError: workers [1] have not joined for 2 seconds" in output, output
+
+
+def test_an_idle_server_costs_little(run_job):
+    code, output = run_job(
+        """
+        import resource
+        def used():
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            return usage.ru_utime + usage.ru_stime
+        session = Job()
+        if session.is_server:
+            before = used()
+            session.serve()
+            print("server used", used() - before)
+        else:
+            session.train(3)
+            time.sleep(3.0)
+            session.close()
+        """,
+        ranks=2,
+    )
+    assert code == 0, output
+    assert float(re.search(r"server used ([\d.]+)", output)[1]) < 0.3, output
+
+
+RESTORED = """
+session = Job(restore={restore!r}, servers={servers!r})
+if session.is_worker:
+    if {restore!r}:
+        with np.load({restore!r}) as file:
+            same = [(file[f"parameter/{{name}}"] == theta).all() for name, theta in session.theta.items()]
+            print("as saved", all(same))
+    # no worker pushes before all have looked
+    MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(session.placement.workers)).Barrier()
+    session.train(20)
+    if RANK == 0:
+        session.save({path!r})
+    session.close()
+else:
+    session.serve()
+"""
+
+
+def test_saved_and_restored_with_other_numbers(run_job, tmp_path):
+    """Two workers and one server go on as one worker and three servers, then as three co-located ranks."""
+    paths, losses_there = [str(tmp_path / f"{number}.npz") for number in range(3)], []
+    for path, (ranks, servers, restore) in zip(
+        paths, [(3, 1, None), (4, 3, paths[0]), (3, "colocated", paths[1])], strict=True
+    ):
+        code, output = run_job(RESTORED.format(restore=restore, servers=servers, path=path), ranks)
+        assert code == 0 and "as saved False" not in output, output
+        with np.load(path) as file:
+            losses_there.append(loss_of({name: file[f"parameter/{name}"] for name in SHAPES}))
+        expected = 0 if restore is None else ranks if servers == "colocated" else ranks - servers
+        assert output.count("as saved True") == expected, output
+    assert losses_there == sorted(losses_there, reverse=True)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_worker_that_was_silent_comes_back(run_job, servers):
+    """Stopped for longer than `silence`, it is dropped; it then joins again by itself. Each push counts once."""
+    code, output = run_job(
+        f"""
+        def before(step):
+            time.sleep(0.02)
+            if RANK == 1 and step == 20:  # somebody else stops this process, and lets it go on
+                subprocess.Popen(["sh", "-c", f"kill -STOP {{os.getpid()}}; sleep 3; kill -CONT {{os.getpid()}}"])
+                time.sleep(0.5)
+        session = Job(servers={servers}, silence=1.0)
+        if session.is_worker:
+            with session:
+                session.train(40 if RANK == 1 else 250, before)
+                print("incarnations", session.worker._rejoins, "pushes", session.worker.traffic.pushes)
+                if RANK == 0:
+                    time.sleep(2.0)
+                    print("servers", [(d["pushes"], d["refused"]) for d, _ in session._answers("statistics")])
+        else:
+            print("departures", session.serve())
+        """,
+        ranks=2 + servers,
+    )
+    assert code == 0, output
+    assert "worker 1 is gone: no sign of life for 1 seconds" in output, output
+    found = re.search(r"servers \[(.*)\]", output)[1]
+    # a push that met one forgetful server of two is empty at the other, the second time
+    for pushes, refused in re.findall(r"\((\d+), (\d+)\)", found):
+        assert int(pushes) in range(290, 290 + servers) and int(refused) == 1, output
+
+
+def test_horovod_and_a_session_in_one_process(run_job):
+    code, output = run_job(
+        """
+        import horovod.torch as hvd
+        import torch
+        from hvd_sparse.torch.asynchronous import connect
+        hvd.init()
+        model = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.BatchNorm1d(4))
+        session = connect(model, dgs(), timeout=30.0)
+        assert hvd.rank() == RANK and session.rank == RANK
+        if session.is_worker:
+            optimizer = session.optimizer(lr=0.1)
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.randn(8, 10)).square().sum().backward()
+                optimizer.step()
+            model.load_state_dict(session.global_state_dict())
+            session.close()
+        else:
+            session.serve()
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+        print("sum", total.tolist())
+        hvd.shutdown()
+        """
+    )
+    assert code == 0 and output.count("sum [3.0, 3.0, 3.0]") == 3, output
