@@ -77,17 +77,17 @@ def _address(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def _changed(name: str, array: np.ndarray | None, size: int) -> np.ndarray | None:
-    if array is not None and not _checked(name, array, np.float32, size).flags.writeable:
+def _check_changed(name: str, array: np.ndarray, size: int) -> None:
+    if not _checked(name, array, np.float32, size).flags.writeable:
         raise ValueError(f"{name} is changed in place, got an array that is read-only")
-    return array
 
 
 def _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay):
     """Return what the functions that accumulate share."""
     n = _checked("gradient", gradient, np.float32).size
-    _changed("residual", residual, n)
-    _changed("velocity", velocity, n)
+    _check_changed("residual", residual, n)
+    if velocity is not None:
+        _check_changed("velocity", velocity, n)
     if weight_decay == 0.0:
         parameter = None
     elif parameter is None:
@@ -166,7 +166,7 @@ def quantize(
 ) -> np.ndarray:
     """Return the float32 values that survive the wire as `value_dtype`; see `hvd_sparse.wire` for segments."""
     k = _checked("values", values, np.float32).size
-    if segments is not None:
+    if segments is not None and len(segments) > 0:
         _checked("indices", indices, np.int64, k)
     if centre not in CENTRES:
         raise ValueError(f"centre must be one of {', '.join(CENTRES)}; got {centre!r}")
@@ -225,7 +225,9 @@ def _values_type(value_dtype: str) -> type:
 def _form(n: int, k: int, coding: str, value_dtype: str, segments: Segments) -> _Form:
     if value_dtype not in VALUE_DTYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
-    rows = np.ascontiguousarray([] if segments is None else segments, np.int64)
+    rows = np.ascontiguousarray(np.empty((0, 2)) if segments is None or len(segments) == 0 else segments, np.int64)
+    if rows.ndim != 2 or rows.shape[1] != 2:
+        raise ValueError(f"segments must be pairs of begin and columns, got an array of shape {list(rows.shape)}")
     form = _Form(n, k, CODINGS[resolve_coding(coding, n, k)], VALUE_DTYPES[value_dtype], _address(rows), rows.size // 2)
     form.rows = rows  # keeps the memory alive
     return form
