@@ -302,7 +302,7 @@ from hvd_sparse.parameter_server import DGS, Simulation, in_turn
 start = {"a": np.ones((50, 40), np.float32)}
 for settings in ({}, {"values": "int2", "pull_density": 0.1, "pull_values": "float16"}):
     simulation = Simulation(DGS(density=0.1, min_numel=0, **settings), start, 2)
-    simulation.run(in_turn(2), 40, lambda worker, theta: theta, lr=0.1)
+    simulation.run(in_turn(2), 40, lambda worker, theta: theta, lr=0.01)
     assert np.abs(simulation.parameters()["a"]).mean() < 1.0
 print("worked", [name for name in ("torch", "tensorflow", "horovod", "mpi4py") if sys.modules[name] is not None])
 """
