@@ -123,7 +123,7 @@ def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndar
 def finite(update: Update) -> Update:
     """Return the update; DamagedMessage unless all its values are finite."""
     if not np.isfinite(update.values).all():
-        raise DamagedMessage("not all values are finite")
+        raise DamagedMessage("not all values are finite: has training diverged?")
     return update
 
 
