@@ -1,4 +1,4 @@
-"""The variables of a compressor, by name."""
+"""The variables of a compressor or a session, by name."""
 
 import contextlib
 from collections.abc import Iterable
@@ -29,11 +29,11 @@ class Variables:
         """Ask for the variables, once; ValueError if there are none."""
         if self._by_name:
             return
-        for variable in _resolve(self._source):
-            variable = _checked(variable)
+        for variable in resolve(self._source):
+            variable = checked(variable)
             if id(variable) in self._name_of:  # a tied weight
                 continue
-            name = unique_name(_plain_name(variable), self._by_name)
+            name = unique_name(plain_name(variable), self._by_name)
             self._by_name[name] = variable
             self._name_of[id(variable)] = name
         if not self._by_name:
@@ -57,7 +57,7 @@ class Variables:
 
     def name_of(self, variable) -> str:
         """Return the name of a variable, or raise ValueError."""
-        variable = _unwrapped(variable)
+        variable = unwrapped(variable)
         if id(variable) not in self._name_of:
             raise ValueError(
                 f"the gradient of {getattr(variable, 'name', variable)!r} belongs to none of the {len(self._by_name)} "
@@ -76,18 +76,54 @@ def unique_name(name: str, taken) -> str:
     return result
 
 
-def _has_variables(source) -> bool:
-    return hasattr(type(source), "trainable_variables")  # asking the object itself may fail while it is not built
+def trained_and_buffers(source) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
+    """Return {name: variable} of what is trained, and of a model's buffers, in its order; all names differ.
+
+    source: as for `Variables`. Names are paths where there are any (Keras 3), else names, numbered where they are not
+    unique. Buffers are real numbers that are not trained, but not those of frozen layers. Raises ValueError where
+    nothing is trained.
+    """
+    trained = _named([variable for variable in resolve(source) if getattr(variable, "trainable", True)], {})
+    if not trained:
+        raise ValueError(
+            "there must be variables to train, got none: build the model first, with an Input or by a call on a batch"
+        )
+    if not has_variables(source):
+        return trained, {}
+    layers = getattr(source, "_flatten_layers", list)()
+    frozen = {id(unwrapped(weight)) for layer in layers if not layer.trainable for weight in layer.weights}
+    name = "non_trainable_weights" if hasattr(source, "non_trainable_weights") else "non_trainable_variables"
+    others = [variable for variable in getattr(source, name) if id(unwrapped(variable)) not in frozen]
+    return trained, _named([variable for variable in others if unwrapped(variable).dtype.is_floating], trained)
+
+
+def _named(variables: list, taken: dict) -> dict[str, tf.Variable]:
+    """Return {name: variable}, tied ones once, of names that are not in `taken`."""
+    names: dict[int, str] = {}
+    found: dict[str, tf.Variable] = {}
+    for outer in variables:
+        variable = checked(outer)
+        if id(variable) not in names:
+            name = unique_name(getattr(outer, "path", None) or plain_name(variable), {**taken, **found})
+            names[id(variable)] = name
+            found[name] = variable
+    return found
+
+
+def has_variables(source) -> bool:
+    """Return whether this is a model: asked of its type, as the model itself may fail while it is not built."""
+    return hasattr(type(source), "trainable_variables")
 
 
 def _may_come_late(source) -> bool:
-    return _has_variables(source) or callable(source)
+    return has_variables(source) or callable(source)
 
 
-def _resolve(source) -> list:
+def resolve(source) -> list:
+    """Return the variables that are trained; TypeError if that is no list."""
     if isinstance(source, tf.Variable):
         raise TypeError("variables must be a list of variables, got a single one; pass [variable]")
-    if _has_variables(source):
+    if has_variables(source):
         source = source.trainable_variables
     if callable(source):
         source = source()
@@ -96,18 +132,20 @@ def _resolve(source) -> list:
     return list(source)
 
 
-def _unwrapped(variable):
+def unwrapped(variable):
     """Return the tf.Variable inside a variable of Keras 3."""
     inner = getattr(variable, "value", None)
     return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
 
 
-def _plain_name(variable: tf.Variable) -> str:
+def plain_name(variable: tf.Variable) -> str:
+    """Return the name without the number of an output."""
     return variable.name.removesuffix(":0")
 
 
-def _checked(variable) -> tf.Variable:
-    variable = _unwrapped(variable)
+def checked(variable) -> tf.Variable:
+    """Return the tf.Variable inside; TypeError or ValueError if its type or shape will not do."""
+    variable = unwrapped(variable)
     if not isinstance(variable, tf.Variable):
         raise TypeError(f"variables must be tf.Variable, got {type(variable).__name__}")
     if variable.dtype not in DTYPES:

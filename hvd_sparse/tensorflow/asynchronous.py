@@ -1,0 +1,293 @@
+"""Asynchronous training for TensorFlow (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
+
+    session = connect(model, DGS(density=0.01, momentum=0.7))
+    if session.is_server:
+        session.serve()
+    else:
+        optimizer = session.optimizer(learning_rate=0.1)
+        ...                                      # an ordinary loop, with tape.gradient and optimizer.apply_gradients
+        session.close()
+
+The model is one of Keras 3, of Keras 2 (tf_keras) that is built, a tf.Module, or a list of variables. Steps run eagerly
+or in a `tf.function`; not under jit_compile, nor in Keras' own `fit`.
+
+Buffers, weights of real numbers that are not trained such as the moving statistics of batch normalisation, are each
+worker's own; the first server keeps their average, moved towards a worker's by 1 / workers whenever that shares them,
+and `global_variables` has it. Frozen layers are left alone.
+
+Difference from the PyTorch twin: variables do not share memory with the worker, which keeps float32 arrays; those that
+an answer changed are assigned. So variables of 16 bits lose nothing over the steps.
+"""
+
+import io
+from collections.abc import Iterable
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.session import Session
+from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
+
+__all__ = [
+    "ASGD",
+    "DGS",
+    "METHODS",
+    "MSGD",
+    "AsynchronousOptimizer",
+    "DGCAsync",
+    "GradientDroppingAsync",
+    "Method",
+    "TensorFlowSession",
+    "connect",
+]
+
+SHARE_EVERY = 10  # steps: buffers are a few per cent of a push
+
+
+def connect(model, method: Method, **options) -> "TensorFlowSession":
+    """Take part in a run with this rank's model, which must be built, or its variables; on every rank.
+
+    Workers wait here until the servers have sent them the parameters. options: those of
+    `hvd_sparse.parameter_server.session.Session`: servers, overlap, restore, timeout, silence, communicator.
+    Variables are known by path (Keras 3) or name, with a number where several have the same: list them in the same
+    order on all ranks. Those that are not trainable are left alone. Raises ValueError where the ranks differ in model
+    or method, TypeError for variables that are not of real numbers, TimeoutError where servers do not answer.
+    """
+    return TensorFlowSession(model, method, **options)
+
+
+class TensorFlowSession(Session):
+    """A rank's part in a run; see `connect`. `tensors`: {name: tf.Variable}, those that are trained."""
+
+    def __init__(self, model, method: Method, **options):
+        self.tensors, self.buffers = trained_and_buffers(model)
+        arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
+        super().__init__(arrays, method, **options)
+        if self.is_worker:
+            self.join({name: array.reshape(-1) for name, array in arrays.items()})
+            self.synchronize()
+
+    def optimizer(self, learning_rate, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
+        """Return the optimizer of a worker. learning_rate: see `AsynchronousOptimizer`."""
+        return AsynchronousOptimizer(self, learning_rate, weight_decay)
+
+    def updated(self, names: set[str]) -> None:
+        """Assign what has changed."""
+        for name in names:
+            variable, array = self.tensors[name], self.worker.parameters[name]
+            # astype copies: a tensor may keep the memory of the array that it is made of
+            variable.assign(array.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape))
+
+    def share_buffers(self) -> None:
+        """Send this worker's buffers into the average over workers."""
+        if self.buffers:
+            self.share(np.concatenate([_as_array(buffer).reshape(-1) for buffer in self.buffers.values()]))
+
+    def global_variables(self) -> dict[str, np.ndarray]:
+        """Return the servers' parameters as they are now, by name, of the variables' types and shapes.
+
+        Of a model, the average of its buffers too.
+        """
+        self.share_buffers()
+        arrays, averages = self.state()
+        ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])[:-1]
+        arrays |= dict(zip(self.buffers, np.split(averages, ends), strict=True)) if self.buffers else {}
+        variables = {**self.tensors, **self.buffers}
+        return {
+            name: array.astype(variables[name].dtype.as_numpy_dtype).reshape(variables[name].shape)
+            for name, array in arrays.items()
+        }
+
+    def load_global(self, model=None) -> None:
+        """Assign the servers' model as it is now to a model, or variables, like the one that was connected: by order.
+
+        None: to this worker's own, to evaluate or save it; the next step goes on from what the worker had. What is
+        neither trained nor a buffer is left as it is. Raises ValueError where the variables differ.
+        """
+        arrays = self.global_variables()
+        ours = {**self.tensors, **self.buffers}
+        theirs = ours
+        if model is not None:
+            tensors, buffers = trained_and_buffers(model)
+            theirs = {**tensors, **buffers}
+        shapes, others = ([tuple(v.shape) for v in variables.values()] for variables in (ours, theirs))
+        if shapes != others:
+            raise ValueError(f"model must be like the one that was connected, with shapes {shapes}; got {others}")
+        for name, variable in zip(ours, theirs.values(), strict=True):
+            variable.assign(arrays[name])
+            if variable is self.tensors.get(name):
+                self.worker.changed.add(name)
+
+
+class WorkerMemory(tf.train.experimental.PythonState):
+    """What a worker remembers, residual and velocity, as a part of a `tf.train.Checkpoint`."""
+
+    def __init__(self, session: TensorFlowSession):
+        self._session = session
+
+    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return {variable: {"residual": float32[n], "velocity": float32[n]}}, the latter if the method has one."""
+        worker = self._session.worker
+        return {
+            name: {kind: flat[worker.part(name)].copy() for kind, flat in worker.memory().items()}
+            for name in self._session.tensors
+        }
+
+    def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+        """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
+        expected = {(name, kind): part.size for name, kinds in self.arrays().items() for kind, part in kinds.items()}
+        found = {(name, kind): np.size(part) for name, kinds in arrays.items() for kind, part in kinds.items()}
+        differing = sorted(" of ".join(key[::-1]) for key in {*expected, *found} if expected.get(key) != found.get(key))
+        if differing:
+            raise ValueError(
+                f"the state must be of a worker of the same model and method; missing there or here, or of another "
+                f"size: {', '.join(differing)}"
+            )
+        worker = self._session.worker
+        for name, kinds in arrays.items():
+            for kind, part in kinds.items():
+                worker.memory()[kind][worker.part(name)] = np.reshape(part, -1)
+
+    def serialize(self) -> bytes:
+        """Return the memory as the bytes of an .npz file."""
+        file = io.BytesIO()
+        np.savez(
+            file, **{f"{kind}/{name}": part for name, kinds in self.arrays().items() for kind, part in kinds.items()}
+        )
+        return file.getvalue()
+
+    def deserialize(self, value: bytes) -> None:
+        """Take over what `serialize` returned."""
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        with np.load(io.BytesIO(value), allow_pickle=False) as file:
+            for key in file.files:
+                kind, name = key.split("/", 1)
+                arrays.setdefault(name, {})[kind] = file[key]
+        self.load(arrays)
+
+
+class AsynchronousOptimizer(tf.Module):
+    """Pushes an update in `apply_gradients`, and takes the servers' answer. Momentum is the method's.
+
+    learning_rate: a number; a variable; a schedule of Keras, called with `iterations`; or any function of them, an int.
+    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: a number, times the
+    parameters added to gradients. `iterations`: int64, the steps of this worker.
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
+    `state_dict` and `load_state_dict`. Errors within a step in a `tf.function` arrive as tf.errors.UnknownError.
+    """
+
+    def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: float):
+        super().__init__(name="asynchronous_optimizer")
+        self.session, self.memory = session, WorkerMemory(session)
+        self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
+        self.learning_rate, self.weight_decay = learning_rate, _checked_number("weight_decay", weight_decay)
+        self._names = {id(variable): name for name, variable in session.tensors.items()}
+        session.worker  # noqa: B018, a server has none, and says so
+
+    @property
+    def learning_rate(self):
+        """What was set."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value) -> None:
+        if not callable(value) and not isinstance(unwrapped(value), tf.Variable):
+            value = _checked_number("learning_rate", value)
+        self._learning_rate = value
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> tf.Variable:
+        """Push the gradients' update, and apply the servers' answer, or with overlap the one before.
+
+        grads_and_vars: pairs of a gradient, Tensor or IndexedSlices of real numbers, or None, and its variable. One
+        that is not finite somewhere counts as zero there, see `Session.stats`. Returns `iterations`. Raises ValueError
+        for variables that were not connected, or twice, for other shapes, and where there is no gradient at all;
+        TypeError for integers.
+        """
+        gradients = {}
+        for gradient, variable in grads_and_vars:
+            name = self._name_of(variable)
+            if name in gradients:
+                raise ValueError(f"grads_and_vars must have a variable once, got {name} again: add its gradients")
+            if gradient is not None:
+                gradients[name] = _dense(name, gradient, self.session.tensors[name])
+        if not gradients:
+            raise ValueError("grads_and_vars must have a gradient, got none: does the loss depend on the variables?")
+        if tf.executing_eagerly():
+            self._step(list(gradients), *gradients.values())
+            return self.iterations
+        if not tf.inside_function():
+            raise RuntimeError("apply_gradients must be called eagerly or in a tf.function, not in a graph of TF 1")
+        handles = [variable.handle for variable in self._touched()]
+        # The handles are for the order: what reads or writes these variables before in the graph is done before.
+        tf.py_function(
+            lambda *values: self._step(list(gradients), *values[len(handles) :]), [*handles, *gradients.values()], []
+        )
+        return self.iterations
+
+    def state_dict(self) -> dict:
+        """Return {"iterations": int, "memory": {variable: {"residual": float32[n], ...}}}, copies."""
+        return {"iterations": int(self.iterations.numpy()), "memory": self.memory.arrays()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict` returned; ValueError if it is of another model or method."""
+        self.memory.load(state["memory"])
+        self.iterations.assign(state["iterations"])
+
+    def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
+        step, session = int(self.iterations.numpy()), self.session
+        lr = dict.fromkeys(session.tensors, self._rate(step))
+        decay = dict.fromkeys(session.tensors, float(self.weight_decay))
+        session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, decay)
+        self.iterations.assign_add(1)
+        if (step + 1) % SHARE_EVERY == 0:
+            session.share_buffers()
+
+    def _rate(self, step: int) -> float:
+        rate = self._learning_rate
+        if callable(rate):
+            rate = rate(tf.constant(step, tf.int64) if hasattr(rate, "get_config") else step)
+        return _checked_number(f"learning_rate, at step {step},", np.asarray(unwrapped(rate)))
+
+    def _touched(self) -> list[tf.Variable]:
+        """Return the variables that a step reads or writes."""
+        rate = unwrapped(self._learning_rate)
+        rates = [rate] if isinstance(rate, tf.Variable) else []
+        return [self.iterations, *rates, *self.session.tensors.values(), *self.session.buffers.values()]
+
+    def _name_of(self, variable) -> str:
+        name = self._names.get(id(unwrapped(variable)))
+        if name is None:
+            known = ", ".join(self.session.tensors)
+            raise ValueError(
+                f"{getattr(variable, 'name', variable)!r} is none of the variables that were connected: {known}"
+            )
+        return name
+
+
+def _dense(name: str, gradient, variable: tf.Variable) -> tf.Tensor:
+    """Return a gradient as float32[n]; TypeError, ValueError if it cannot be that of the variable."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+    if not values.dtype.is_floating:
+        raise TypeError(f"the gradient of {name} must be of real numbers, got {values.dtype.name}")
+    values = tf.cast(values, tf.float32)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
+    if not values.shape.is_compatible_with(variable.shape):
+        raise ValueError(f"the gradient of {name} must have shape {variable.shape}, got {values.shape}")
+    return tf.reshape(values, [-1])
+
+
+def _as_array(variable: tf.Variable) -> np.ndarray:
+    """Return a copy of a variable, float32."""
+    return np.array(variable.numpy(), np.float32)
+
+
+def _checked_number(name: str, value) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not 0.0 <= number < np.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    return number
