@@ -42,6 +42,7 @@ __all__ = [
     "connect",
 ]
 
+untraced = tf.autograph.experimental.do_not_convert
 SHARE_EVERY = 10  # steps: buffers are a few per cent of a push
 
 
@@ -171,10 +172,11 @@ class AsynchronousOptimizer(tf.Module):
     """Pushes an update in `apply_gradients`, and takes the servers' answer. Momentum is the method's.
 
     learning_rate: a number; a variable; a schedule of Keras, called with `iterations`; or any function of them, an int.
-    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: a number, times the
-    parameters added to gradients. `iterations`: int64, the steps of this worker.
+    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: a number; that times
+    the parameters is added to gradients. `iterations`: int64, the steps of this worker.
     `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
-    `state_dict` and `load_state_dict`. Errors within a step in a `tf.function` arrive as tf.errors.UnknownError.
+    `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
+    tf.errors.OpError that quotes it.
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: float):
@@ -196,6 +198,7 @@ class AsynchronousOptimizer(tf.Module):
             value = _checked_number("learning_rate", value)
         self._learning_rate = value
 
+    @untraced
     def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> tf.Variable:
         """Push the gradients' update, and apply the servers' answer, or with overlap the one before.
 
@@ -247,7 +250,7 @@ class AsynchronousOptimizer(tf.Module):
         rate = self._learning_rate
         if callable(rate):
             rate = rate(tf.constant(step, tf.int64) if hasattr(rate, "get_config") else step)
-        return _checked_number(f"learning_rate, at step {step},", np.asarray(unwrapped(rate)))
+        return _checked_number(f"learning_rate, at step {step},", np.asarray(unwrapped(rate)).tolist())
 
     def _touched(self) -> list[tf.Variable]:
         """Return the variables that a step reads or writes."""

@@ -1,0 +1,241 @@
+"""Models of Keras 3, of Keras 2 and modules in asynchronous sessions: names, buffers, the servers' model; bad input."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_sparse.parameter_server import METHODS
+from hvd_sparse.tensorflow import asynchronous
+
+MPI = pytest.importorskip("mpi4py.MPI")
+OPTIONS = {"servers": "colocated", "communicator": MPI.COMM_SELF, "silence": None, "timeout": 60.0}
+ASGD = METHODS["asgd"]()
+
+
+@pytest.fixture(params=["keras", "tf_keras"])
+def keras(request):
+    keras = pytest.importorskip(request.param)
+    if request.param == "keras" and not keras.__version__.startswith("3."):
+        pytest.skip("TensorFlow before 2.16 has Keras 2")
+    return keras
+
+
+def make_model(keras, **options):
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, name="first", **options),
+            layers.BatchNormalization(momentum=0.5, name="norm", **options),
+            layers.Dropout(0.1, name="drop", **options),
+            layers.Dense(2, name="last", **options),
+        ],
+        name="net",
+    )
+
+
+def train(model, optimizer, steps, wrap=tf.function, scale=1.0):
+    inputs = np.random.default_rng(1).standard_normal((steps, 16, 6)).astype(np.float32)
+
+    @wrap
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.cast(model(batch, training=True), tf.float32) - batch[:, :2])) * scale
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return loss
+
+    return [float(step(tf.constant(batch))) for batch in inputs]
+
+
+def short(names):
+    return ["/".join(name.split("/")[-2:]) for name in names]
+
+
+TRAINED = ["first/kernel", "first/bias", "norm/gamma", "norm/beta", "last/kernel", "last/bias"]
+BUFFERS = ["norm/moving_mean", "norm/moving_variance"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_models_learn_and_their_buffers_are_averaged(keras, wrap):
+    model = make_model(keras)
+    with asynchronous.connect(model, METHODS["dgs"](density=0.3, momentum=0.5, min_numel=10), **OPTIONS) as session:
+        assert short(session.tensors) == TRAINED
+        assert short(session.buffers) == BUFFERS  # and not the state of what draws numbers
+        losses = train(model, session.optimizer(0.1), 120, wrap)
+        assert np.mean(losses[-10:]) < 0.5 * losses[0]
+        found = session.global_variables()
+        assert found.keys() == {*session.tensors, *session.buffers}
+        for name, variable in {**session.tensors, **session.buffers}.items():  # of one worker
+            np.testing.assert_array_equal(found[name], variable.numpy(), err_msg=name)
+            assert "moving_mean" not in name or np.abs(found[name]).max() > 0.01
+
+
+def test_buffers_are_shared_now_and_then(keras):
+    model = make_model(keras)
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        optimizer = session.optimizer(0.01)
+        train(model, optimizer, asynchronous.SHARE_EVERY - 1)
+        assert session.state()[1].size == 0
+        train(model, optimizer, 1)
+        expected = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
+        np.testing.assert_array_equal(session.state()[1], expected)
+
+
+def test_the_servers_model(keras):
+    """It goes into another model, of other names, or the worker's own; a later step starts from the worker's again."""
+    model, other = make_model(keras), keras.models.clone_model(make_model(keras))
+    inputs = np.ones((4, 6), np.float32)
+    method = METHODS["dgs"](density=0.2, pull_density=0.1, min_numel=4)
+    with asynchronous.connect(model, method, **OPTIONS) as session:
+        optimizer = session.optimizer(0.1)
+        train(model, optimizer, 15)
+        own = {name: variable.numpy() for name, variable in session.tensors.items()}
+        session.load_global(other)
+        expected = other(inputs)
+        assert np.abs(expected - model(inputs)).max() > 1e-6  # pulls are not complete: they differ
+        session.load_global()
+        np.testing.assert_allclose(model(inputs), expected, rtol=0, atol=1e-6)
+        session.synchronize()
+        for name, variable in session.tensors.items():
+            np.testing.assert_array_equal(variable, own[name])
+        with pytest.raises(ValueError, match="model must be like the one that was connected"):
+            session.load_global(keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)]))
+
+
+def test_frozen_layers_are_left_alone(keras):
+    model = make_model(keras)
+    model.get_layer("first").trainable = False
+    kernel = model.get_layer("first").get_weights()[0]
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        assert short(session.tensors) == TRAINED[2:]
+        assert short(session.buffers) == BUFFERS
+        train(model, session.optimizer(0.1), 10)
+    np.testing.assert_array_equal(kernel, model.get_layer("first").get_weights()[0])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])
+def test_mixed_precision(keras, policy):
+    model = make_model(keras, dtype=keras.mixed_precision.Policy(policy))
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        losses = train(model, session.optimizer(0.1), 100)
+        expected = tf.float64 if policy == "float64" else tf.float32
+        assert {variable.dtype for variable in session.tensors.values()} == {expected}
+    assert np.mean(losses[-10:]) < 0.5 * losses[0]
+
+
+def test_tied_and_equally_named_weights(keras):
+    shared, inputs = keras.layers.Dense(6, name="same"), keras.Input((6,))
+    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6, name="same")], name="inner")
+    model = keras.Model(inputs, inner(shared(shared(inputs))))
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        assert len(session.tensors) == 4 and session.layout.numel == 2 * 42
+
+
+def test_modules_and_lists():
+    class Module(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable(tf.ones([3]), name="weight")
+            self.mean = tf.Variable(tf.ones([2]), trainable=False, name="mean")
+            self.count = tf.Variable(0, trainable=False, name="count")
+
+    module = Module()
+    with asynchronous.connect(module, ASGD, **OPTIONS) as session:
+        session.optimizer(1.0).apply_gradients([(tf.ones([3]), module.weight)])
+        found = session.global_variables()
+        np.testing.assert_array_equal(found["weight"], np.zeros(3))
+        np.testing.assert_array_equal(found["mean"], np.ones(2))
+        assert found.keys() == {"weight", "mean"}
+    with asynchronous.connect([module.weight, module.mean, module.weight], ASGD, **OPTIONS) as session:
+        assert session.global_variables().keys() == {"weight"}
+    plain = [tf.Variable([float(i)]) for i in range(3)]
+    with asynchronous.connect(plain, ASGD, **OPTIONS) as session:
+        assert list(session.tensors) == ["Variable", "Variable#2", "Variable#3"]
+        session.optimizer(1.0).apply_gradients([(tf.constant([0.5]), plain[1])])
+    assert [float(variable[0]) for variable in plain] == [0.0, 0.5, 2.0]
+
+
+def test_variables_of_keras_3_alone():
+    keras = pytest.importorskip("keras", minversion="3")
+    weight, learning_rate = keras.Variable(np.ones(3, np.float32), name="kernel"), keras.Variable(0.5)
+    with asynchronous.connect([weight], ASGD, **OPTIONS) as session:
+        optimizer = session.optimizer(learning_rate)
+        step = tf.function(lambda: optimizer.apply_gradients([(tf.ones([3]), weight)]) + 0)
+        step()
+        learning_rate.assign(0.25)
+        assert step() == 2
+    np.testing.assert_array_equal(weight.numpy(), np.full(3, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: [], ValueError, "there must be variables to train, got none: build the model first"),
+        (lambda: [tf.Variable(1.0, trainable=False)], ValueError, "got none"),
+        (lambda: tf.Variable(1.0), TypeError, "got a single one; pass"),
+        (lambda: [tf.Variable([1], name="counts")], TypeError, "counts:0: gradients must be .* got int32"),
+        (lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")], ValueError, "empty:0 must have a known shape"),
+        (lambda: [np.zeros(3)], TypeError, "must be tf.Variable, got ndarray"),
+        (lambda: 3, TypeError, "must be a list of tf.Variable, got int"),
+    ],
+)
+def test_what_cannot_be_connected(model, error, message):
+    with pytest.raises(error, match=message):
+        asynchronous.connect(model(), ASGD, **OPTIONS)
+
+
+def test_a_model_that_is_not_built(keras):
+    with pytest.raises(ValueError, match=r"build|created"):
+        asynchronous.connect(keras.Sequential([keras.layers.Dense(3)]), ASGD, **OPTIONS)
+
+
+def test_options():
+    weight = [tf.Variable([1.0])]
+    with pytest.raises(ValueError, match="servers must be 'colocated' or a number from 1 to one less than the 1 ranks"):
+        asynchronous.connect(weight, ASGD, **{**OPTIONS, "servers": 1})
+    with asynchronous.connect(weight, ASGD, **OPTIONS) as session:
+        for settings, message in [
+            ({"learning_rate": -0.1}, "learning_rate must be at least 0 and finite, got -0.1"),
+            ({"learning_rate": None}, "learning_rate must be .* got None"),
+            ({"learning_rate": float("nan")}, "learning_rate must be .* got nan"),
+            ({"learning_rate": 0.1, "weight_decay": -1}, "weight_decay must be .* got -1"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                session.optimizer(**settings)
+        optimizer = session.optimizer(lambda step: -1.0)
+        with pytest.raises(ValueError, match="learning_rate, at step 0, must be at least 0"):
+            optimizer.apply_gradients([(tf.ones([1]), weight[0])])
+        with pytest.raises(tf.errors.OpError, match="learning_rate, at step 0, must be at least 0"):
+            tf.function(lambda: optimizer.apply_gradients([(tf.ones([1]), weight[0])]) + 0)()
+    optimizer.learning_rate = 0.1
+    with pytest.raises(RuntimeError, match="has left the run"):
+        optimizer.apply_gradients([(tf.ones([1]), weight[0])])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        (lambda a, b: [(tf.ones([3]), tf.Variable(tf.ones([3]), name="c"))], ValueError, "none of .* connected: a, b"),
+        (lambda a, b: [(tf.ones([3]), a), (tf.ones([3]), a)], ValueError, "a variable once, got a again"),
+        (lambda a, b: [(None, a), (None, b)], ValueError, "must have a gradient, got none"),
+        (lambda a, b: [(tf.ones([4]), a)], ValueError, r"gradient of a must have shape \(3,\), got \(4,\)"),
+        (lambda a, b: [(tf.ones([3], tf.int32), a)], TypeError, "gradient of a must be of real numbers, got int32"),
+        (lambda a, b: [(tf.ones([3], tf.complex64), a)], TypeError, "got complex64"),
+    ],
+)
+def test_gradients_that_do_not_fit(pairs, error, message, wrap):
+    a, b = tf.Variable(tf.ones([3]), name="a"), tf.Variable(tf.ones([2]), name="b")
+    with asynchronous.connect([a, b], ASGD, **OPTIONS) as session:
+        optimizer, made = session.optimizer(0.1), pairs(a, b)
+        with pytest.raises(error, match=message):
+            wrap(lambda: optimizer.apply_gradients(made) + 0)()
+        assert session.stats()["pushes"] == 0
+
+
+def test_graphs_of_tensorflow_1():
+    weight = tf.Variable([1.0])
+    with asynchronous.connect([weight], ASGD, **OPTIONS) as session, tf.Graph().as_default():
+        with pytest.raises(RuntimeError, match=r"must be called eagerly or in a tf\.function"):
+            session.optimizer(0.1).apply_gradients([(tf.ones([1]), weight)])
