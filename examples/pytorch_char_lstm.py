@@ -7,24 +7,14 @@ The text comes with the interpreter: compare perplexities of one Python version 
 
 import argparse
 import math
-import pathlib
-import string
-import sysconfig
 import time
 
+import char_data
 import pytorch_training as training
 import reporting
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-MODULES = """
-argparse ast bdb calendar codecs configparser contextlib copy csv dataclasses difflib dis doctest enum fractions
-functools gettext glob gzip heapq inspect mimetypes ntpath optparse os pickle plistlib posixpath pprint pstats random
-selectors shlex shutil socket socketserver statistics subprocess tempfile textwrap threading trace traceback types
-uuid warnings weakref
-"""
-EVALUATION_STREAMS = 64
 
 
 class Model(nn.Module):
@@ -32,9 +22,9 @@ class Model(nn.Module):
 
     def __init__(self, hidden):
         super().__init__()
-        self.embedding = nn.Embedding(len(string.printable), 64)
+        self.embedding = nn.Embedding(len(char_data.CHARACTERS), 64)
         self.lstm = nn.LSTM(64, hidden, batch_first=True)
-        self.decoder = nn.Linear(hidden, len(string.printable))
+        self.decoder = nn.Linear(hidden, len(char_data.CHARACTERS))
         with torch.no_grad():
             self.lstm.bias_ih_l0[hidden : 2 * hidden] = 1.0  # remember by default
 
@@ -64,23 +54,12 @@ def parse_arguments():
 
 def load_text():
     """Return the training and the held-out characters (the last tenth) as int64 tensors."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    text = "".join((folder / f"{module}.py").read_text(encoding="utf-8") for module in MODULES.split())
-    index = {character: i for i, character in enumerate(string.printable)}
-    characters = torch.tensor([index[character] for character in text if character in index])
-    held_out = len(characters) // 10
-    return characters[:-held_out], characters[-held_out:]
-
-
-def split_streams(characters, streams):
-    """Cut the text into `streams` rows of equal length that are read side by side."""
-    length = len(characters) // streams
-    return characters[: streams * length].view(streams, length)
+    return tuple(torch.from_numpy(characters) for characters in char_data.load_text())
 
 
 def training_windows(characters, args):
     """Yield (inputs, targets, is_start) for ever from this rank's streams, in reading order."""
-    streams = split_streams(characters, args.batch_size * args.size)[args.rank :: args.size].to(args.device)
+    streams = char_data.split_streams(characters, args.batch_size * args.size)[args.rank :: args.size].to(args.device)
     while True:
         for start in range(0, streams.shape[1] - args.sequence_length, args.sequence_length):
             window = streams[:, start : start + args.sequence_length + 1]
@@ -90,7 +69,7 @@ def training_windows(characters, args):
 def evaluate(model, characters, args):
     """Return the mean loss a character over the held-out text; the same for any number of ranks."""
     model.eval()
-    streams = split_streams(characters, EVALUATION_STREAMS)[args.rank :: args.size].to(args.device)
+    streams = char_data.split_streams(characters, char_data.EVALUATION_STREAMS)[args.rank :: args.size].to(args.device)
     total, count, state = 0.0, 0, None
     with torch.no_grad():
         for window in streams.split(256, dim=1) if len(streams) else ():

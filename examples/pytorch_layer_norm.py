@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 
+import char_data
 import horovod.torch as hvd
 import pytorch_char_lstm as text
 import pytorch_training as training
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 CONTEXT, EMBEDDING = 16, 32
-CHARACTERS = len(text.string.printable)
+CHARACTERS = len(char_data.CHARACTERS)
 RUNS = [(method, norm) for norm in (False, True) for method in ("dense", "local", "global")]
 
 
@@ -118,7 +119,7 @@ def train(method, norm, train_text, held_out, args):
 
 def evaluate(model, characters, args):
     """Return the mean loss a character over the held-out text."""
-    streams = text.split_streams(characters, text.EVALUATION_STREAMS)[args.rank :: args.size]
+    streams = char_data.split_streams(characters, char_data.EVALUATION_STREAMS)[args.rank :: args.size]
     total, count = 0.0, 0
     with torch.no_grad():
         for window in streams.split(256, dim=1) if len(streams) else ():

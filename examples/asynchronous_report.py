@@ -1,0 +1,69 @@
+"""What travelled in an asynchronous run, in words and as a plot: of `Session.stats()`, whatever the framework."""
+
+BAR, ROWS = 40, 12  # characters of the longest bar of the histogram; rows, the last has all that is staler
+
+
+def report(stats):
+    """Return lines that say what a worker pushed and pulled, what the servers did, and how stale updates were."""
+    everyone = stats["all"]
+    up, down = (
+        f"{size(stats[f'bytes_{way}']):>11}, ratio {stats[f'ratio_{way}']:.1f}, density {stats[f'density_{way}']:.4g}"
+        for way in ("up", "down")
+    )
+    lines = [
+        f"this worker  {stats['pushes']} updates, {stats['repeated']} messages repeated, "
+        f"{stats['non_finite']} gradients not finite",
+        f"  up         {up}",
+        f"  down       {down}",
+        f"  waited     {stats['seconds_waiting']:.2f} of {stats['seconds']:.2f} s",
+        f"servers      {everyone['pushes']} updates, {everyone['updates_per_second']:.1f} a second",
+        f"  memory     {size(everyone['server_bytes']):>11}",
+        f"  in, out    {size(everyone['bytes_in']):>11}, {size(everyone['bytes_out'])}",
+    ]
+    lines += [f"left early   worker {worker}: {why}" for worker, why in everyone["departures"].items() if why]
+    return "\n".join([*lines, "staleness    updates, by how many others came before them", *histogram(stats)])
+
+
+def histogram(stats):
+    """Return one line a number of updates that came between a worker's pull and its push."""
+    counts = dict.fromkeys(range(ROWS), 0)
+    for stale, count in staleness(stats):
+        counts[min(stale, ROWS - 1)] += count
+    most = max(*counts.values(), 1)
+    shown = [stale for stale, count in counts.items() if count]
+    return [
+        f"  {stale:>4}{'+' if stale == ROWS - 1 else ' '} {counts[stale]:>7}  {'#' * round(BAR * counts[stale] / most)}"
+        for stale in range(max(shown, default=-1) + 1)
+    ]
+
+
+def plot(stats, path):
+    """Draw the histogram of staleness, and save it to `path`."""
+    from matplotlib.figure import Figure
+
+    pairs = staleness(stats)
+    total = sum(count for _, count in pairs)
+    mean = sum(stale * count for stale, count in pairs) / max(1, total)
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axis = figure.subplots()
+    axis.bar([stale for stale, _ in pairs], [count for _, count in pairs])
+    axis.axvline(mean, color="black", linestyle="--", label=f"mean {mean:.2f}")
+    axis.set_xlabel("updates by others since the worker's last pull")
+    axis.set_ylabel("updates")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend()
+    figure.suptitle(f"Staleness of {total} updates")
+    figure.savefig(path, dpi=120)
+
+
+def staleness(stats):
+    """Return [(staleness, updates)], ascending; keys may have been through JSON."""
+    return sorted((int(stale), count) for stale, count in stats["all"]["staleness"].items())
+
+
+def size(count):
+    """Return a number of bytes in words."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(3, (int(count).bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
