@@ -30,11 +30,11 @@ def histogram(stats):
     for stale, count in staleness(stats):
         counts[min(stale, ROWS - 1)] += count
     most = max(*counts.values(), 1)
-    shown = [stale for stale, count in counts.items() if count]
-    return [
-        f"  {stale:>4}{'+' if stale == ROWS - 1 else ' '} {counts[stale]:>7}  {'#' * round(BAR * counts[stale] / most)}"
-        for stale in range(max(shown, default=-1) + 1)
-    ]
+    lines = []
+    for stale in range(max((stale for stale, count in counts.items() if count), default=-1) + 1):
+        name = f"{stale}{'+' if stale == ROWS - 1 else ' '}"
+        lines.append(f"{name:>7} {counts[stale]:>7}  {'#' * round(BAR * counts[stale] / most)}".rstrip())
+    return lines
 
 
 def plot(stats, path):

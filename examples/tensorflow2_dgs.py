@@ -70,11 +70,16 @@ def parse_arguments():
     return parser.parse_args()
 
 
+def is_sparse(args):
+    """Return whether the method pushes less than all."""
+    return args.method not in ("asgd", "msgd")
+
+
 def make_method(args):
     """Return the settings of the method, those that it has."""
     method = METHODS[args.method]
     settings = {"pull_density": args.pull_density, "seed": args.seed}
-    if args.method not in ("asgd", "msgd"):
+    if is_sparse(args):
         settings |= {"density": args.density, "warmup": args.warmup_steps or None}
     if "momentum" in {field.name for field in dataclasses.fields(method)}:
         settings["momentum"] = args.momentum
@@ -285,6 +290,7 @@ def start(args):
     args.steps = task.steps()
     args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)
     args.lr = args.lr or task.LR
+    args.density = args.density if is_sparse(args) else 1.0
     args.clip_norm = task.CLIP_NORM if args.clip_norm is None else args.clip_norm
     return task
 

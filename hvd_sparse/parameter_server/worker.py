@@ -61,7 +61,8 @@ class Worker:
         self.residual = np.zeros(layout.numel, np.float32)
         self.velocity = np.zeros(layout.numel, np.float32) if method.has_velocity else None
         self.traffic = Traffic()
-        self.sequence = 0
+        self.sequence = 0  # of the last push in this incarnation
+        self.step = 0  # what the density's schedule goes by; it stays when this worker joins again
         self.changed: set[str] = set()  # tensors that answers have written to; whoever copies them clears it
         self._pieces = layout.tensors()
         self._segments = segments_of(self._pieces, 0)
@@ -124,11 +125,12 @@ class Worker:
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
         decay = weight_decay or {}
-        density = self.method.density_at(self.traffic.pushes)
+        density = self.method.density_at(self.step)
         found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]
         update = self._selected(found, density)
         self._take(update)
         self.sequence += 1
+        self.step += 1
         self.traffic.pushes += 1
         self.traffic.entries_up += update.values.size
         self._pushed = (update, set(range(len(self.shards))))

@@ -68,6 +68,8 @@ class TensorFlowSession(Session):
         if self.is_worker:
             self.join({name: array.reshape(-1) for name, array in arrays.items()})
             self.synchronize()
+            if options.get("restore") is not None:
+                self._assign_buffers(self.state()[1])
 
     def optimizer(self, learning_rate, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker. learning_rate: see `AsynchronousOptimizer`."""
@@ -76,9 +78,7 @@ class TensorFlowSession(Session):
     def updated(self, names: set[str]) -> None:
         """Assign what has changed."""
         for name in names:
-            variable, array = self.tensors[name], self.worker.parameters[name]
-            # astype copies: a tensor may keep the memory of the array that it is made of
-            variable.assign(array.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape))
+            self.tensors[name].assign(_like(self.tensors[name], self.worker.parameters[name]))
 
     def share_buffers(self) -> None:
         """Send this worker's buffers into the average over workers."""
@@ -92,13 +92,9 @@ class TensorFlowSession(Session):
         """
         self.share_buffers()
         arrays, averages = self.state()
-        ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])[:-1]
-        arrays |= dict(zip(self.buffers, np.split(averages, ends), strict=True)) if self.buffers else {}
+        arrays |= self._split(averages)
         variables = {**self.tensors, **self.buffers}
-        return {
-            name: array.astype(variables[name].dtype.as_numpy_dtype).reshape(variables[name].shape)
-            for name, array in arrays.items()
-        }
+        return {name: _like(variables[name], array) for name, array in arrays.items()}
 
     def load_global(self, model=None) -> None:
         """Assign the servers' model as it is now to a model, or variables, like the one that was connected: by order.
@@ -119,6 +115,19 @@ class TensorFlowSession(Session):
             variable.assign(arrays[name])
             if variable is self.tensors.get(name):
                 self.worker.changed.add(name)
+
+    def _assign_buffers(self, averages: np.ndarray) -> None:
+        for name, array in self._split(averages).items():
+            self.buffers[name].assign(_like(self.buffers[name], array))
+
+    def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the buffers of a flat vector, by name; none of an empty one, before any worker has shared."""
+        if averages.size == 0:
+            return {}
+        ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])
+        if len(ends) == 0 or ends[-1] != averages.size:
+            raise ValueError(f"buffers must have {averages.size} elements, as on the server; got {ends[-1:]}")
+        return dict(zip(self.buffers, np.split(averages, ends[:-1]), strict=True))
 
 
 class WorkerMemory(tf.train.experimental.PythonState):
@@ -176,7 +185,7 @@ class AsynchronousOptimizer(tf.Module):
     the parameters is added to gradients. `iterations`: int64, the steps of this worker.
     `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
     `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
-    tf.errors.OpError that quotes it.
+    tf.errors.OpError that quotes it. The density's schedule goes by `iterations` too.
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: float):
@@ -241,6 +250,7 @@ class AsynchronousOptimizer(tf.Module):
         step, session = int(self.iterations.numpy()), self.session
         lr = dict.fromkeys(session.tensors, self._rate(step))
         decay = dict.fromkeys(session.tensors, float(self.weight_decay))
+        session.worker.step = step
         session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, decay)
         self.iterations.assign_add(1)
         if (step + 1) % SHARE_EVERY == 0:
@@ -279,6 +289,11 @@ def _dense(name: str, gradient, variable: tf.Variable) -> tf.Tensor:
     if not values.shape.is_compatible_with(variable.shape):
         raise ValueError(f"the gradient of {name} must have shape {variable.shape}, got {values.shape}")
     return tf.reshape(values, [-1])
+
+
+def _like(variable: tf.Variable, array: np.ndarray) -> np.ndarray:
+    """Return a copy in the variable's type and shape; TensorFlow may keep the memory of what it is given."""
+    return array.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape)
 
 
 def _as_array(variable: tf.Variable) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The examples run to their last line, a JSON object, with few steps on two ranks."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -57,3 +58,40 @@ def test_the_layer_norm_experiment():
     assert [(row["method"], row["layer_norm"]) for row in result["runs"]] == [
         (method, norm) for norm in (False, True) for method in ("dense", "local", "global")
     ]
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("digits", ["--method", "asgd", "--servers", "1"]),
+        ("char_lstm", ["--method", "dgs", "--servers", "colocated", "--overlap", "--pull-density", "0.02"]),
+    ],
+)
+def test_the_asynchronous_example(task, options, tmp_path):
+    path = tmp_path / "staleness.png"
+    steps = ["--steps", "4", "--evaluations", "2", "--plot", str(path)]
+    result = run("tensorflow2_dgs.py", ["--task", task, *steps, *options])
+    workers = 2 if task == "char_lstm" else 1
+    assert (result["task"], result["workers"], result["steps"]) == (task, workers, 4)
+    assert result["loss"] > 0.0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    stats = result["stats"]
+    assert stats["all"]["pushes"] == sum(stats["all"]["staleness"].values()) == 4 * workers
+    assert (stats["ratio_up"] > 5) == (result["density"] < 1) == (result["method"] == "dgs")
+
+
+def test_an_asynchronous_run_in_words():
+    specification = importlib.util.spec_from_file_location("report", EXAMPLES / "asynchronous_report.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    everyone = {"pushes": 111, "updates_per_second": 3.0, "server_bytes": 3000, "bytes_in": 5, "bytes_out": 2**31}
+    everyone |= {"staleness": {"2": 10, "0": 100, "70": 1}, "departures": {1: "", 3: "RuntimeError: no"}}
+    worker = {"pushes": 50, "repeated": 0, "non_finite": 1, "seconds": 9.0, "seconds_waiting": 1.0}
+    ways = {f"{what}_{way}": 10.0 for what in ("ratio", "density") for way in ("up", "down")}
+    lines = module.report({**worker, **ways, "bytes_up": 1023, "bytes_down": 2**20, "all": everyone}).splitlines()
+    assert any("1 gradients not finite" in line for line in lines)
+    assert "left early   worker 3: RuntimeError: no" in lines
+    assert any(line.split()[:3] == ["up", "1023", "B,"] for line in lines)
+    assert any("1.0 MiB, ratio 10.0" in line for line in lines)
+    assert [line.split()[:2] for line in lines if "#" in line] == [["0", "100"], ["2", "10"]]
+    assert lines[-1].split() == ["11+", "1"] and "2.0 GiB" in "".join(lines)

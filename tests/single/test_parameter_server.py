@@ -104,3 +104,20 @@ def test_msgd_is_momentum_sgd_on_one_worker():
     check(simulation, oracle)
     with pytest.raises(ValueError, match="at most 1 worker"):
         Simulation(method, start(), 2)
+
+
+def test_a_worker_that_joins_again_goes_on_with_its_schedule():
+    """Its messages are counted anew, but the density does not start from the warm-up's first step."""
+    time, method = [0.0], METHODS["gd_async"](density=0.01, warmup=4, min_numel=0)
+    simulation = Simulation(method, start(), 1, silence=1.0, now=lambda: time[0])
+    gradients = gradients_of([start(100)], 0, [0])
+    for _ in range(6):
+        simulation.step(0, gradients, 0.1)
+    before = simulation.workers[0].traffic.entries_up
+    time[0] += 2.0
+    assert simulation.servers[0].tick() == [0]
+    for _ in range(2):
+        simulation.step(0, gradients, 0.1)
+    worker = simulation.workers[0]
+    assert (worker.incarnation, worker.sequence, worker.step) == (1, 2, 8)
+    assert worker.traffic.entries_up - before == 2 * (12 + 5 + 1)

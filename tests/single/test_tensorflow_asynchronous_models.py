@@ -82,6 +82,18 @@ def test_buffers_are_shared_now_and_then(keras):
         np.testing.assert_array_equal(session.state()[1], expected)
 
 
+def test_buffers_are_restored(keras, tmp_path):
+    """Into workers too, or these would pull the average back to where they begin."""
+    model, other = make_model(keras), make_model(keras)
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        train(model, session.optimizer(0.01), asynchronous.SHARE_EVERY)
+        session.save(str(tmp_path / "saved.npz"))
+        expected = {name: variable.numpy() for name, variable in {**session.tensors, **session.buffers}.items()}
+    with asynchronous.connect(other, ASGD, restore=str(tmp_path / "saved.npz"), **OPTIONS) as session:
+        for name, variable in {**session.tensors, **session.buffers}.items():
+            np.testing.assert_array_equal(variable, expected[name], err_msg=name)
+
+
 def test_the_servers_model(keras):
     """It goes into another model, of other names, or the worker's own; a later step starts from the worker's again."""
     model, other = make_model(keras), keras.models.clone_model(make_model(keras))
