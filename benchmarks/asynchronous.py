@@ -2,10 +2,10 @@
 
     make results-asynchronous      or: python benchmarks/asynchronous.py --workers 1 4 8 16 32 --seeds 0 1 2
 
-Two layers (64, 128, 10) on scikit-learn's digits: small, for many updates of each worker. Workers are equally fast, but for 20 % at random, so
-that an update is about as stale as there are other workers. All runs make the same number of updates with the same
-rates, each of a batch of one worker. Servers, workers and messages are those that run over MPI. Last line: one JSON
-object. The same as Table 3 of DGS (Yan et al., 2020), at another size.
+Two layers (64, 128, 10) on scikit-learn's digits: small, for many updates of each worker. Workers are equally fast, but
+for 20 % at random, so that an update is about as stale as there are other workers. All runs make the same number of
+updates with the same rates, each of a batch of one worker. Servers, workers and messages are those that run over MPI.
+Last line: one JSON object. The same as Table 3 of DGS (Yan et al., 2020), at another size.
 """
 
 import argparse
@@ -40,7 +40,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--updates", type=int, default=20000, help="of all workers together (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a worker (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.05, help="a tenth of it after 60 and 80 %% (default: %(default)s)")
+    parser.add_argument(
+        "--lr", type=float, default=0.05, help="a tenth of it after 60 and 80 %% (default: %(default)s)"
+    )
     parser.add_argument("--momentum", type=float, default=0.7, help="(default: %(default)s)")
     parser.add_argument("--low-momentum", type=float, default=0.3, help="of more rows, at the most workers; 0: none")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (default: %(default)s)")
@@ -68,6 +70,7 @@ def train(job: tuple[dict, argparse.Namespace]) -> dict:
     """Train once; return the run with its results."""
     import digits_data
     import torch
+
     from hvd_sparse.parameter_server import METHODS as CLASSES
     from hvd_sparse.parameter_server import Simulation, by_speed
 
@@ -135,7 +138,9 @@ def table(results: list[dict]) -> str:
     for workers, name, momentum in sorted(keys, key=lambda key: (key[0], -key[2])):
         runs = [run for run in results if (run["workers"], run["name"], run["momentum"]) == (workers, name, momentum)]
         found = sorted(run["accuracy"] for run in runs)
-        mean = {key: statistics.mean(run[key] for run in runs) for key in ("loss", "staleness", "ratio_up", "ratio_down")}
+        mean = {
+            key: statistics.mean(run[key] for run in runs) for key in ("loss", "staleness", "ratio_up", "ratio_down")
+        }
         lines.append(
             f"| {name} | {workers} | {momentum:g} | {statistics.mean(found):.2f} | {found[0]:.2f} to {found[-1]:.2f} | "
             f"{mean['loss']:.4f} | {mean['staleness']:.1f} | {mean['ratio_up']:.1f} | {mean['ratio_down']:.1f} |"

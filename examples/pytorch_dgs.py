@@ -1,151 +1,137 @@
-"""Train asynchronously, sparse both ways (DGS), on digits or on the source of Python's standard library.
+"""Train asynchronously with a parameter server and dual-way sparsification (DGS), or one of its baselines.
 
-    mpirun -np 5 python examples/pytorch_dgs.py --method dgs --task digits
+    mpirun -np 4 python examples/pytorch_dgs.py --method dgs                       # three workers, one server
+    mpirun -np 2 python examples/pytorch_dgs.py --task char_lstm --servers colocated
 
-The last rank serves, the others work, each at its own pace; with --servers colocated all do both. Horovod is not used.
+Tasks: `digits`, a convolutional network with batch normalisation, and `char_lstm`, an LSTM on the source of Python's
+standard library. Horovod is not needed.
 """
 
-import argparse
-import itertools
-import math
 import time
-from types import SimpleNamespace
 
-import asynchronous_report
-import digits_data
-import numpy as np
-import pytorch_char_lstm as char_lstm
+import asynchronous_run
+import char_data
 import reporting
 import torch
 import torch.nn.functional as F
-from pytorch_digits import Net, as_batch
+from torch import nn
 
-from hvd_sparse.torch.asynchronous import METHODS, connect
-
-
-def parse_arguments():
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asynchronous_report.add_arguments(parser, METHODS)
-    return asynchronous_report.parse_arguments(parser)
+from hvd_sparse.torch.asynchronous import connect
 
 
-class Digits:
-    """A small convolutional network on scikit-learn's digits."""
+class Digits(asynchronous_run.Digits):
+    """The network with images float32[n, 1, 8, 8]."""
 
-    batch_size, lr = 8, 0.05
-
-    def __init__(self, args):
-        self.model, self.args = Net(), args
-        self.train_images, self.test_images, self.train_labels, self.test_labels = digits_data.load()
-
-    def losses(self, worker):
-        """Yield the loss of one batch after the other, for ever; each worker draws its own."""
-        random = np.random.default_rng([self.args.seed, worker])
-        while True:
-            batch = random.integers(0, len(self.train_images), self.args.batch_size)
-            images = digits_data.shifted(self.train_images[batch], random)
-            images, labels = as_batch(images, self.train_labels[batch], "cpu")
-            yield F.cross_entropy(self.model(images), labels)
-
-    def evaluate(self, model):
-        """Return what a model reaches on the test set."""
-        images, labels = as_batch(self.test_images, self.test_labels, "cpu")
-        with torch.no_grad():
-            output = model(images)
-        correct = (output.argmax(1) == labels).double().mean().item()
-        return {"loss": F.cross_entropy(output, labels).item(), "accuracy": 100.0 * correct}
-
-
-class CharLSTM:
-    """A character-level LSTM on the text of the standard library's modules."""
-
-    batch_size, lr = 8, 0.5
-
-    def __init__(self, args):
-        self.model, self.args = char_lstm.Model(64), args
-        self.train_text, self.held_out_text = char_lstm.load_text()
-
-    def losses(self, worker):
-        """Yield the loss of one window after the other, for ever; each worker reads streams of its own."""
-        args = self.args
-        reading = SimpleNamespace(
-            batch_size=args.batch_size, size=args.workers, rank=worker, sequence_length=32, device="cpu"
+    def make_model(self):
+        """Return the network."""
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
         )
-        state = None
-        for inputs, targets, is_start in char_lstm.training_windows(self.train_text, reading):
-            state = None if is_start else tuple(part.detach() for part in state)
-            output, state = self.model(inputs, state)
-            yield F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    def losses(self, model):
+        """Yield the loss of one batch after the other, for ever."""
+        for images, labels in self.arrays():
+            yield F.cross_entropy(model(torch.from_numpy(images[:, None])), torch.from_numpy(labels))
 
     def evaluate(self, model):
-        """Return what a model reaches on the held-out tenth of the text."""
-        streams = char_lstm.split_streams(self.held_out_text, char_lstm.EVALUATION_STREAMS)
-        with torch.no_grad():
-            output, _ = model(streams[:, :-1])
-            loss = F.cross_entropy(output.flatten(0, 1), streams[:, 1:].flatten()).item()
-        return {"loss": loss, "perplexity": math.exp(loss)}
+        """Return loss and accuracy, in percent, on the test set."""
+        images, labels = torch.from_numpy(self.test_images[:, None]), torch.from_numpy(self.test_labels)
+        logits = model(images)
+        accuracy = 100.0 * (logits.argmax(1) == labels).double().mean().item()
+        return F.cross_entropy(logits, labels).item(), accuracy
+
+
+class Characters(nn.Module):
+    """Embedding, one LSTM layer and a linear layer over the printable ASCII characters."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.embedding = nn.Embedding(len(char_data.CHARACTERS), 64)
+        self.lstm = nn.LSTM(64, hidden, batch_first=True)
+        self.decoder = nn.Linear(hidden, len(char_data.CHARACTERS))
+
+    def forward(self, characters, state=None):
+        """Return the logits of each next character and the state to go on with."""
+        output, state = self.lstm(self.embedding(characters), state)
+        return self.decoder(output), state
+
+
+class CharLSTM(asynchronous_run.CharLSTM):
+    """The network, whose state is given and returned."""
+
+    def make_model(self):
+        """Return the network."""
+        return Characters(self.args.hidden)
+
+    def losses(self, model):
+        """Yield the loss of one window after the other, for ever."""
+        state = None
+        for characters, targets, is_start in self.arrays():
+            state = None if is_start else tuple(part.detach() for part in state)
+            logits, state = model(torch.from_numpy(characters), state)
+            yield F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten())
+
+    def evaluate(self, model):
+        """Return loss a character, and perplexity, on the text that was held out."""
+        losses, count, state = 0.0, 0, None
+        for characters, targets in self.held_out_windows():
+            logits, state = model(torch.from_numpy(characters), state)
+            losses += F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), reduction="sum").item()
+            count += targets.size
+        return losses / count, asynchronous_run.perplexity(losses / count)
 
 
 TASKS = {"digits": Digits, "char_lstm": CharLSTM}
 
 
-def train(session, task, args):
-    """Train this worker's share of the steps; return one dict of metrics an evaluation, on worker 0."""
+def train(session, task, model, args):
+    """Train; return one dict of metrics an evaluation, on the first worker, of the model that the servers have."""
     optimizer = session.optimizer(lr=args.lr, weight_decay=args.weight_decay)
-    rows, since = [], time.perf_counter()
-    interval = math.ceil(args.steps / args.evaluations)
-    losses = []
-    with reporting.progress(args.steps, args) as bar:
-        for step, loss in enumerate(itertools.islice(task.losses(session.rank), args.steps)):
-            optimizer.param_groups[0]["lr"] = reporting.learning_rate(args.lr, step, args.steps, args.warmup_steps)
-            optimizer.zero_grad()
-            loss.backward()
-            if args.clip_norm:
-                torch.nn.utils.clip_grad_norm_(task.model.parameters(), args.clip_norm)
-            optimizer.step()
-            if args.slow == session.rank:
-                time.sleep((args.slow_factor - 1.0) * (time.perf_counter() - since))
-            since = time.perf_counter()
-            losses.append(loss.item())
-            bar.update()
-            if session.rank == 0 and ((step + 1) % interval == 0 or step + 1 == args.steps):
-                rows.append({"step": step + 1, "train_loss": sum(losses) / len(losses), **evaluate(session, task)})
-                losses = []
-    return rows
+    losses, everyones = task.losses(model), task.make_model()
 
+    def step(number):
+        optimizer.param_groups[0]["lr"] = reporting.learning_rate(args.lr, number, args.steps, args.warmup_steps)
+        optimizer.zero_grad()
+        loss = next(losses)
+        loss.backward()
+        if args.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
+        optimizer.step()
+        return loss.item()
 
-def evaluate(session, task):
-    """Return what the servers' model reaches now."""
-    own = {name: value.clone() for name, value in task.model.state_dict().items()}
-    task.model.load_state_dict(session.global_state_dict())
-    task.model.eval()
-    result = task.evaluate(task.model)
-    task.model.load_state_dict(own)
-    task.model.train()
-    return result
+    def evaluate():
+        everyones.load_state_dict(session.global_state_dict())
+        with torch.no_grad():
+            return task.evaluate(everyones.eval())
+
+    return asynchronous_run.train(session, task, args, step, evaluate)
 
 
 def main():
-    """Run the example; worker 0 reports."""
-    args = parse_arguments()
+    """Run the example on every rank: servers serve, workers train, the first of them reports."""
+    args = asynchronous_run.parse_arguments(__doc__)
     torch.manual_seed(args.seed)
-    task = TASKS[args.task](args)
-    args.batch_size, args.lr = args.batch_size or task.batch_size, args.lr or task.lr
-    session = connect(
-        task.model, METHODS[args.method](**asynchronous_report.settings(args)), servers=args.servers, overlap=args.overlap
-    )
-    args.rank, args.workers = session.rank, len(session.placement.workers)
-    args.verbose = session.rank == 0 and not args.quiet
+    task = asynchronous_run.start(args, TASKS)
+    model = task.make_model()
+    session = connect(model, asynchronous_run.make_method(args), servers=args.servers, overlap=args.overlap)
     if not session.is_worker:
         session.serve()
         return
+    begin = time.perf_counter()
     with session:
-        start = time.perf_counter()
-        rows = train(session, task, args)
-        seconds = time.perf_counter() - start
-        if session.rank == 0:
-            asynchronous_report.finish("pytorch_dgs", args, rows, session.stats(), seconds)
+        rows = train(session, task, model, args)
+        if args.rank == 0:
+            seconds = time.perf_counter() - begin
+            asynchronous_run.report("pytorch_dgs", rows, session.stats(), seconds, task, args)
 
 
 if __name__ == "__main__":

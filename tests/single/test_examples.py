@@ -67,10 +67,11 @@ def test_the_layer_norm_experiment():
         ("char_lstm", ["--method", "dgs", "--servers", "colocated", "--overlap", "--pull-density", "0.02"]),
     ],
 )
-def test_the_asynchronous_example(task, options, tmp_path):
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow2"])
+def test_the_asynchronous_example(framework, task, options, tmp_path):
     path = tmp_path / "staleness.png"
     steps = ["--steps", "4", "--evaluations", "2", "--plot", str(path)]
-    result = run("tensorflow2_dgs.py", ["--task", task, *steps, *options])
+    result = run(f"{framework}_dgs.py", ["--task", task, *steps, *options])
     workers = 2 if task == "char_lstm" else 1
     assert (result["task"], result["workers"], result["steps"]) == (task, workers, 4)
     assert result["loss"] > 0.0
