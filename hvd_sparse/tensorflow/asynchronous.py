@@ -99,8 +99,9 @@ class TensorFlowSession(Session):
     def load_global(self, model=None) -> None:
         """Assign the servers' model as it is now to a model, or variables, like the one that was connected: by order.
 
-        None: to this worker's own, to evaluate or save it; the next step goes on from what the worker had. What is
-        neither trained nor a buffer is left as it is. Raises ValueError where the variables differ.
+        None: to this worker's own, to evaluate or save it: its parameters come back with the next step, its buffers
+        stay the average. What is neither trained nor a buffer is left as it is. Raises ValueError where the variables
+        differ.
         """
         arrays = self.global_variables()
         ours = {**self.tensors, **self.buffers}
@@ -122,11 +123,11 @@ class TensorFlowSession(Session):
 
     def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
         """Return the buffers of a flat vector, by name; none of an empty one, before any worker has shared."""
-        if averages.size == 0:
+        if averages.size == 0 or not self.buffers:
             return {}
         ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])
-        if len(ends) == 0 or ends[-1] != averages.size:
-            raise ValueError(f"buffers must have {averages.size} elements, as on the server; got {ends[-1:]}")
+        if ends[-1] != averages.size:
+            raise ValueError(f"buffers must have {averages.size} elements, as on the server; got {ends[-1]}")
         return dict(zip(self.buffers, np.split(averages, ends[:-1]), strict=True))
 
 
