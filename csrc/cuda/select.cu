@@ -43,7 +43,6 @@ __global__ void begin_select_kernel(SelectState* state, SelectParams params, con
   state->wanted = static_cast<uint64_t>(params.k);
   state->key.rank = static_cast<Count>(params.k);
   state->seed = params.seed;
-  state->finite = true;
 }
 
 template <typename T>
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const T* data, int64_t
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    finish_select_kernel(const T* data, int64_t k, const SelectState* state, SelectOutput output, bool tells_finite) {
+    finish_select_kernel(const T* data, int64_t k, const SelectState* state, SelectOutput output) {
   auto* values = static_cast<T*>(output.values);
   for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; values != nullptr && j < k;
        j += int64_t{gridDim.x} * kThreads) {
@@ -69,7 +68,6 @@ __global__ void __launch_bounds__(kThreads)
   const auto passed = static_cast<int64_t>(state->hinted ? state->gathered : static_cast<Count>(k));
   output.info[0] = threshold;
   output.info[1] = static_cast<double>(passed);
-  if (tells_finite) output.info[2] = state->finite ? 1.0 : 0.0;
   if (output.hint != nullptr) LearnHint(output.hint, k, threshold, passed);
 }
 
@@ -82,8 +80,8 @@ cudaError_t Begin(const SelectParams& params, const SelectOutput& output, const 
 
 // From the gathered candidates to the selection.
 template <typename T>
-cudaError_t Cut(const T* data, int64_t n, int64_t k, const SelectOutput& output, bool tells_finite,
-                const SelectWork& work, cudaStream_t stream) {
+cudaError_t Cut(const T* data, int64_t n, int64_t k, const SelectOutput& output, const SelectWork& work,
+                cudaStream_t stream) {
   const SelectSource<T> source{data, n, work.candidates};
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(source, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindTie(source, stream));
@@ -92,8 +90,7 @@ cudaError_t Cut(const T* data, int64_t n, int64_t k, const SelectOutput& output,
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(keep_kernel<T>, blocks, kThreads, stream, source, work.kept));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
       sort_indices_launch(work.kept, k, n, work.sort, work.sort_size, output.indices, stream));
-  return Launch(finish_select_kernel<T>, BlocksFor(k), kThreads, stream, data, k, work.candidates.state, output,
-                tells_finite);
+  return Launch(finish_select_kernel<T>, BlocksFor(k), kThreads, stream, data, k, work.candidates.state, output);
 }
 
 }  // namespace
@@ -112,18 +109,18 @@ cudaError_t select_top_k_launch(const Array& values, const SelectParams& params,
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Begin<T>(params, output, work, stream));
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(gather_kernel<T>, BlocksFor(values.size, 8 * kThreads), kThreads, stream,
                                            data, values.size, work.candidates));
-    return Cut(data, values.size, params.k, output, false, work, stream);
+    return Cut(data, values.size, params.k, output, work, stream);
   });
 }
 
 cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
-                                    const SelectParams& params, Memory memory, const SelectOutput& output,
-                                    void* workspace, cudaStream_t stream) {
+                                    const SelectParams& params, Memory memory, bool* finite,
+                                    const SelectOutput& output, void* workspace, cudaStream_t stream) {
   const SelectWork work(workspace, gradient.size, params.k);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Begin<float>(params, output, work, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      accumulate_launch(gradient, accumulate, memory, &work.candidates.state->finite, work.candidates, stream));
-  return Cut<float>(memory.residual, gradient.size, params.k, output, true, work, stream);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, sizeof(bool), stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(accumulate_launch(gradient, accumulate, memory, finite, work.candidates, stream));
+  return Cut<float>(memory.residual, gradient.size, params.k, output, work, stream);
 }
 
 }  // namespace hvd_sparse

@@ -17,8 +17,7 @@ namespace hvd_sparse {
 struct SelectOutput {
   int64_t* indices;  // k, ascending
   void* values;      // k, of the element type; may be null
-  double* info;      // the smallest selected magnitude; how many elements reached the hint, k if there was none; and
-                     // with a gradient, 1 or 0: whether it was finite everywhere
+  double* info;      // the smallest selected magnitude; how many elements reached the hint, k if there was none
   Hint* hint;        // taken in place of params.threshold_hint, and updated; may be null
 };
 
@@ -27,9 +26,9 @@ cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64
 cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
                                 void* workspace, cudaStream_t stream);
 
-// Updates the memory, then selects the top k of the residual. The workspace is that of float32.
+// Updates the memory, then selects the top k of the residual; sets *finite. The workspace is that of float32.
 cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
-                                    const SelectParams& params, Memory memory, const SelectOutput& output,
-                                    void* workspace, cudaStream_t stream);
+                                    const SelectParams& params, Memory memory, bool* finite,
+                                    const SelectOutput& output, void* workspace, cudaStream_t stream);
 
 }  // namespace hvd_sparse

@@ -1,7 +1,8 @@
-// What every CPU kernel shares: its inputs and outputs by name, errors that name the function called, the thread pool.
+// What every kernel shares: its inputs and outputs by name, errors that name the function called, the thread pool.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -38,10 +39,20 @@ inline Array AsArray(const Tensor& tensor) {
   return {tensor.data(), tensor.NumElements(), dtype};
 }
 
+// Copies bytes within the memory of the kernel's device.
+using CopyBytes = absl::Status (*)(OpKernelContext* context, void* to, const void* from, size_t size);
+
+inline absl::Status CopyOnHost(OpKernelContext* /*context*/, void* to, const void* from, size_t size) {
+  std::memcpy(to, from, size);
+  return absl::OkStatus();
+}
+
 // One call of a kernel: its tensors by name, and errors that name the function called.
 class Call {
  public:
-  Call(OpKernelContext* context, const char* verb) : context_(context), verb_(verb) {}
+  Call(OpKernelContext* context, const char* verb, CopyBytes copy) : context_(context), verb_(verb), copy_(copy) {}
+
+  absl::Status Copy(void* to, const void* from, size_t size) const { return copy_(context_, to, from, size); }
 
   template <typename... Parts>
   absl::Status Invalid(const Parts&... parts) const {
@@ -157,15 +168,17 @@ class Call {
  private:
   OpKernelContext* context_;
   const char* verb_;
+  CopyBytes copy_;
 };
 
 class Kernel : public tensorflow::OpKernel {
  public:
-  Kernel(OpKernelConstruction* construction, const char* verb) : OpKernel(construction), verb_(verb) {}
+  Kernel(OpKernelConstruction* construction, const char* verb, CopyBytes copy = CopyOnHost)
+      : OpKernel(construction), verb_(verb), copy_(copy) {}
 
   void Compute(OpKernelContext* context) final {
     const KeepDenormals keep;
-    OP_REQUIRES_OK(context, Run(Call(context, verb_)));
+    OP_REQUIRES_OK(context, Run(Call(context, verb_, copy_)));
   }
 
  protected:
@@ -173,6 +186,7 @@ class Kernel : public tensorflow::OpKernel {
 
  private:
   const char* verb_;
+  CopyBytes copy_;
 };
 
 // A kernel of payloads.

@@ -1,7 +1,6 @@
 // The memory of one or several variables: resources, opened and locked, that a kernel changes in place.
 #pragma once
 
-#include <cstring>
 #include <optional>
 
 #include "../core/accumulate.h"
@@ -36,7 +35,7 @@ class Buffer {
     if (tensor->RefCountIsOne()) return absl::OkStatus();
     Tensor copy;
     TF_RETURN_IF_ERROR(call.context()->allocate_temp(tensor->dtype(), tensor->shape(), &copy));
-    std::memcpy(copy.data(), tensor->data(), tensor->TotalBytes());
+    TF_RETURN_IF_ERROR(call.Copy(copy.data(), tensor->data(), tensor->TotalBytes()));
     *tensor = copy;
     return absl::OkStatus();
   }
@@ -115,6 +114,26 @@ class AccumulatingKernel : public Kernel {
   }
 
   AccumulateParams params_;
+};
+
+// What both ways of accumulating one gradient share.
+class MemoryKernel : public AccumulatingKernel {
+ public:
+  MemoryKernel(OpKernelConstruction* construction, const char* verb, CopyBytes copy = CopyOnHost)
+      : AccumulatingKernel(construction, verb, copy) {
+    OP_REQUIRES_OK(construction, ReadRule(construction));
+  }
+
+ protected:
+  absl::Status Open(const Call& call, Job* job) const {
+    float factor = 1;
+    Lists lists;
+    TF_RETURN_IF_ERROR(call.Number("factor", &factor));
+    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
+    if (lists.velocities.size() > 1) return call.Invalid("there may be one velocity, got ", lists.velocities.size());
+    if (lists.parameters.size() > 1) return call.Invalid("there may be one parameter, got ", lists.parameters.size());
+    return OpenMember(call, lists, 0, factor, job);
+  }
 };
 
 }  // namespace hvd_sparse

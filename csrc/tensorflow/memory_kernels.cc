@@ -31,25 +31,6 @@ class ScatterUpdateKernel : public Kernel {
   }
 };
 
-// What both ways of accumulating one gradient share.
-class MemoryKernel : public AccumulatingKernel {
- public:
-  MemoryKernel(OpKernelConstruction* construction, const char* verb) : AccumulatingKernel(construction, verb) {
-    OP_REQUIRES_OK(construction, ReadRule(construction));
-  }
-
- protected:
-  absl::Status Open(const Call& call, Job* job) const {
-    float factor = 1;
-    Lists lists;
-    TF_RETURN_IF_ERROR(call.Number("factor", &factor));
-    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
-    if (lists.velocities.size() > 1) return call.Invalid("there may be one velocity, got ", lists.velocities.size());
-    if (lists.parameters.size() > 1) return call.Invalid("there may be one parameter, got ", lists.parameters.size());
-    return OpenMember(call, lists, 0, factor, job);
-  }
-};
-
 class AccumulateKernel : public MemoryKernel {
  public:
   explicit AccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction, "accumulate") {}

@@ -1,82 +1,12 @@
 // A bucket of tensors in one call: what costs little for each of many small tensors costs more to call.
 #include <torch/library.h>
 
-#include <initializer_list>
-
 #include "../core/bucket.h"
 #include "../core/reduce.h"
-#include "arguments.h"
+#include "bucket_layout.h"
 
 namespace hvd_sparse {
 namespace {
-
-using at::IntArrayRef;
-using at::TensorList;
-using OptionalTensors = c10::List<std::optional<Tensor>>;
-
-void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<size_t> sizes) {
-  for (const size_t size : sizes) {
-    TORCH_CHECK_VALUE(size == count, "hvd_sparse.", op, ": every list must be ", count, ", one a ", what, "; got ",
-                      size);
-  }
-}
-
-// The selections of a bucket, where their payloads lie in a message, and which tensors take part in which.
-class Layout {
- public:
-  Layout(const char* op, IntArrayRef ns, IntArrayRef ks, IntArrayRef offsets, IntArrayRef selections,
-         IntArrayRef begins, const std::string& coding, const std::string& value_dtype, const OptionalTensors& segments)
-      : op_(op), offsets_(offsets), selections_(selections), begins_(begins) {
-    CheckCounts(op, "selection", ns.size(), {ks.size(), offsets.size(), segments.size()});
-    CheckCounts(op, "member", selections.size(), {begins.size()});
-    int64_t last = 0;
-    for (const int64_t selection : selections) {
-      TORCH_CHECK_VALUE(selection >= last && selection < static_cast<int64_t>(ns.size()), "hvd_sparse.", op,
-                        ": selections must ascend in [0, ", ns.size(), "), got ", selection, " after ", last);
-      last = selection;
-    }
-    for (size_t i = 0; i < ns.size(); ++i) {
-      formats_.push_back(ParseFormat(op, ns[i], ks[i], coding, value_dtype, segments.get(i)));
-    }
-  }
-
-  const std::vector<PayloadFormat>& formats() const { return formats_; }
-  int64_t begin(size_t member) const { return begins_[member]; }
-
-  // Calls take(member) for each member of a selection, in order, which follow each other there without overlapping.
-  template <typename Take>
-  void ForMembers(size_t selection, TensorList members, const Take& take) {
-    int64_t end = 0;
-    for (; next_ < members.size() && selections_[next_] == static_cast<int64_t>(selection); ++next_) {
-      const int64_t size = members[next_].numel();
-      TORCH_CHECK_VALUE(begins_[next_] >= end && size <= formats_[selection].n - begins_[next_], "hvd_sparse.", op_,
-                        ": member ", next_, ", ", size, " elements from ", begins_[next_], ", does not fit selection ",
-                        selection, " of ", formats_[selection].n);
-      end = begins_[next_] + size;
-      take(next_);
-    }
-  }
-
-  // A selection's payload.
-  uint8_t* PayloadIn(size_t selection, const Tensor& message) const {
-    int64_t size = 0;
-    Raise(op_, PayloadSize(formats_[selection], &size));
-    const int64_t offset = offsets_[selection];
-    TORCH_CHECK_VALUE(offset >= 0 && size <= message.numel() - offset, "hvd_sparse.", op_, ": a payload of ", size,
-                      " bytes at offset ", offset, " leaves the message of ", message.numel());
-    return static_cast<uint8_t*>(message.data_ptr()) + offset;
-  }
-
- private:
-  const char* op_;
-  IntArrayRef offsets_, selections_, begins_;
-  std::vector<PayloadFormat> formats_;
-  size_t next_ = 0;
-};
-
-std::optional<Tensor> MemberOf(TensorList list, size_t i) {
-  return list.empty() ? std::optional<Tensor>() : std::optional<Tensor>(list[i]);
-}
 
 std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                               TensorList parameters, at::ArrayRef<double> factors, double momentum,

@@ -63,14 +63,14 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
 
 // Indices, values and info of a selection in tensors of `dtype`, with room for its work.
 struct Selected {
-  Selected(const CudaCall& call, const Array& array, at::ScalarType dtype, int64_t k, int64_t numbers) {
+  Selected(const CudaCall& call, const Array& array, at::ScalarType dtype, int64_t k) {
     call.Check(CheckCount(k, array.size));
     int64_t size = 0;
     call.Run(select_top_k_workspace_size(array.dtype, array.size, k, &size));
     workspace = call.Bytes(size);
     indices = call.Empty({k}, at::kLong);
     values = call.Empty({k}, dtype);
-    info = call.Empty({numbers}, at::kDouble);
+    info = call.Empty({2}, at::kDouble);
     output = {indices.mutable_data_ptr<int64_t>(), values.data_ptr(), info.mutable_data_ptr<double>(), nullptr};
   }
 
@@ -87,17 +87,19 @@ std::tuple<Tensor, Tensor, Tensor> AccumulateTopKOp(const Tensor& gradient, Tens
   const Tensor flat = gradient.contiguous();
   const Accumulation a =
       AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
-  const Selected selected(call, {a.memory.residual, flat.numel(), DType::kFloat32}, at::kFloat, k, 3);
+  const Selected selected(call, {a.memory.residual, flat.numel(), DType::kFloat32}, at::kFloat, k);
+  Tensor finite = call.Empty({1}, at::kBool);
   call.Run(accumulate_top_k_launch(a.gradient, a.params, {k, threshold_hint, static_cast<uint64_t>(seed)}, a.memory,
-                                   selected.output, selected.workspace.data_ptr(), call.stream()));
-  return {selected.indices, selected.values, selected.info};
+                                   finite.mutable_data_ptr<bool>(), selected.output, selected.workspace.data_ptr(),
+                                   call.stream()));
+  return {selected.indices, selected.values, at::cat({selected.info, finite.to(at::kDouble)})};
 }
 
 std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
   const CudaCall call("select_top_k", "values", values);
   const Tensor flat = values.contiguous();
   const Array array = AsArray(call.op(), flat);
-  const Selected selected(call, array, flat.scalar_type(), k, 2);
+  const Selected selected(call, array, flat.scalar_type(), k);
   call.Run(select_top_k_launch(array, {k, threshold_hint, static_cast<uint64_t>(seed)}, selected.output,
                                selected.workspace.data_ptr(), call.stream()));
   return {selected.indices, selected.values, selected.info};

@@ -271,7 +271,7 @@ def accumulate_bucket(
 
 
 def new_hints(count: int, device: torch.device) -> torch.Tensor:
-    """Return the hints of `count` tensors that `accumulate_bucket_hinted` has not seen yet, float64[count, 3]."""
+    """Return the hints of `count` selections that `accumulate_bucket_hinted` has not seen yet, float64[count, 3]."""
     return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
 
 
@@ -291,15 +291,16 @@ def accumulate_bucket_hinted(
     weight_decay: float = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
+    centre: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `accumulate_bucket` on CUDA tensors, with hints that stay on the device and learn there, in place.
 
-    `hints`: float64[members, 3], each a `ThresholdHint`: threshold, margin, k; see `new_hints`.
+    `hints`: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k; see `new_hints`.
     """
     ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, weight_decay, ns, ks, _signed(seed), hints)
-    return _ops.accumulate_bucket_hinted(*lists, *numbers, out, offsets, *places, coding, value_dtype, segments)
+    return _ops.accumulate_bucket_hinted(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:

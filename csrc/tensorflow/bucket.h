@@ -1,0 +1,273 @@
+// Kernels that work on a bucket of variables in one call, but for the work: what goes in and out, and how it is laid
+// out, is the same on every device.
+#pragma once
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../core/bucket.h"
+#include "../core/reduce.h"
+#include "bucket_layout.h"
+#include "memory.h"
+
+namespace hvd_sparse {
+
+class AccumulateBucketBase : public AccumulatingKernel {
+ public:
+  explicit AccumulateBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
+      : AccumulatingKernel(construction, "accumulate_bucket", copy) {
+    std::string centre;
+    OP_REQUIRES_OK(construction, ReadRule(construction));
+    OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, construction->GetAttr("centre", &centre));
+    centre_ = centre == "min" ? Centre::kMin : Centre::kMean;
+  }
+
+ protected:
+  // One selection, as accumulate_bucket of the core or of a device takes it.
+  struct Filling {
+    PayloadFormat format;
+    std::vector<Part> parts;
+    SelectParams select;
+    uint8_t* payload;
+  };
+
+  // Fills the payloads; info, two a selection; finite, one a part.
+  virtual absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Centre centre,
+                            double* info, bool* finite) const = 0;
+
+  absl::Status Run(const Call& call) const final {
+    Lists lists;
+    std::vector<int64_t> sizes;
+    std::vector<Selected> selections;
+    Numbers numbers;
+    int64_t size = 0;
+    uint8_t* message = nullptr;
+    bool* finite = nullptr;
+    double* info = nullptr;
+    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
+    for (const Tensor& gradient : lists.gradients) sizes.push_back(gradient.NumElements());
+    TF_RETURN_IF_ERROR(layout_.Plan(call, sizes, &selections, &size));
+    TF_RETURN_IF_ERROR(ReadNumbers(call, lists, selections.size(), &numbers));
+    TF_RETURN_IF_ERROR(call.Output("message", {size}, &message));
+    TF_RETURN_IF_ERROR(call.Output("finite", {lists.gradients.size()}, &finite));
+    TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(selections.size()), 2}, &info));
+    std::vector<Job> jobs(sizes.size());  // what locks the variables
+    std::vector<Filling> fillings;
+    for (const Selected& selection : selections) {
+      TF_RETURN_IF_ERROR(Open(call, lists, selection, numbers, message, &jobs, &fillings));
+    }
+    return Fill(call, fillings, lists.is_active, centre_, info, finite);
+  }
+
+ private:
+  struct Numbers {
+    const float* factors;
+    const double* hints;
+    uint64_t seed;
+  };
+
+  static absl::Status ReadNumbers(const Call& call, const Lists& lists, size_t selections, Numbers* numbers) {
+    int64_t factors = 0, hints = 0;
+    TF_RETURN_IF_ERROR(call.Vector("factors", &numbers->factors, &factors));
+    TF_RETURN_IF_ERROR(call.Vector("threshold_hints", &numbers->hints, &hints));
+    TF_RETURN_IF_ERROR(call.Seed(&numbers->seed));
+    const int members = lists.gradients.size();
+    const auto may_lack = [members](int count) { return count == 0 || count == members; };
+    if (hints != static_cast<int64_t>(selections)) {
+      return call.Invalid("threshold_hints must have one entry a selection, ", selections, ", got ", hints);
+    }
+    if (factors == members && lists.residuals.size() == members && may_lack(lists.velocities.size()) &&
+        may_lack(lists.parameters.size())) {
+      return absl::OkStatus();
+    }
+    return call.Invalid("every list must have ", members, " entries, one a member");
+  }
+
+  absl::Status Open(const Call& call, const Lists& lists, const Selected& selection, const Numbers& numbers,
+                    uint8_t* message, std::vector<Job>* jobs, std::vector<Filling>* fillings) const {
+    const double hint = numbers.hints[fillings->size()];
+    Filling filling{selection.format, {}, {selection.format.k, hint, numbers.seed}, message + selection.offset};
+    for (int member = selection.first; member < selection.last; ++member) {
+      Job& job = (*jobs)[static_cast<size_t>(member)];
+      TF_RETURN_IF_ERROR(OpenMember(call, lists, member, numbers.factors[member], &job));
+      filling.parts.push_back({job.gradient, job.params, job.memory, selection.begins[filling.parts.size()]});
+    }
+    fillings->push_back(std::move(filling));
+    return absl::OkStatus();
+  }
+
+  BucketLayout layout_;
+  Centre centre_ = Centre::kMean;
+};
+
+class ClearBucketBase : public Kernel {
+ public:
+  explicit ClearBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
+      : Kernel(construction, "clear_bucket", copy) {
+    OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, construction->GetAttr("kept", &kept_));
+  }
+
+ protected:
+  // A payload, and the memory that what it says is to leave.
+  struct Clearing {
+    PayloadFormat format;
+    const uint8_t* payload;
+    std::vector<MemorySlice> slices;
+  };
+
+  virtual absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const = 0;
+
+  float kept_ = 0;  // of what was sent, in the residual
+
+  absl::Status Run(const Call& call) const final {
+    bool is_void = false;
+    TF_RETURN_IF_ERROR(call.Number("is_void", &is_void));
+    if (is_void) return absl::OkStatus();
+    tensorflow::OpInputList residuals, velocities;
+    const uint8_t* message = nullptr;
+    int64_t bytes = 0, size = 0;
+    TF_RETURN_IF_ERROR(call.context()->input_list("residual", &residuals));
+    TF_RETURN_IF_ERROR(call.context()->input_list("velocity", &velocities));
+    TF_RETURN_IF_ERROR(call.Vector("message", &message, &bytes));
+    if (velocities.size() != 0 && velocities.size() != residuals.size()) {
+      return call.Invalid(velocities.size(), " velocities but ", residuals.size(), " residuals");
+    }
+    std::vector<Buffer> buffers(static_cast<size_t>(residuals.size() + velocities.size()));
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < residuals.size(); ++i) {
+      Buffer& residual = buffers[static_cast<size_t>(i)];
+      TF_RETURN_IF_ERROR(residual.Open(call, HandleOf(residuals[i])));
+      sizes.push_back(residual.size());
+    }
+    for (int i = 0; i < velocities.size(); ++i) {
+      Buffer& velocity = buffers[sizes.size() + static_cast<size_t>(i)];
+      TF_RETURN_IF_ERROR(velocity.Open(call, HandleOf(velocities[i])));
+      if (velocity.size() != sizes[static_cast<size_t>(i)]) return call.Invalid("velocity and residual differ in size");
+    }
+    std::vector<Selected> selections;
+    TF_RETURN_IF_ERROR(layout_.Plan(call, sizes, &selections, &size));
+    if (size != bytes) return call.Invalid("the message must have ", size, " bytes, got ", bytes);
+    return Clear(call, ClearingsOf(selections, sizes, buffers, message));
+  }
+
+ private:
+  static std::vector<Clearing> ClearingsOf(const std::vector<Selected>& selections, const std::vector<int64_t>& sizes,
+                                           const std::vector<Buffer>& buffers, const uint8_t* message) {
+    std::vector<Clearing> clearings;
+    for (const Selected& selection : selections) {
+      Clearing clearing{selection.format, message + selection.offset, {}};
+      for (auto i = static_cast<size_t>(selection.first); i < static_cast<size_t>(selection.last); ++i) {
+        float* velocity = buffers.size() == sizes.size() ? nullptr : buffers[sizes.size() + i].data();
+        clearing.slices.push_back({selection.begins[clearing.slices.size()], sizes[i], {buffers[i].data(), velocity}});
+      }
+      clearings.push_back(std::move(clearing));
+    }
+    return clearings;
+  }
+
+  BucketLayout layout_;
+};
+
+class ReduceBucketBase : public Kernel {
+ public:
+  explicit ReduceBucketBase(OpKernelConstruction* construction) : Kernel(construction, "reduce_bucket") {
+    OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns_));
+    for (const int64_t n : ns_) {
+      OP_REQUIRES(construction, n >= 0, absl::InvalidArgumentError("hvd_sparse.reduce_bucket: ns must be >= 0"));
+    }
+  }
+
+ protected:
+  // The first rank's payload, and where the sum goes.
+  struct Summing {
+    PayloadFormat format;
+    const uint8_t* first;
+    std::vector<Slice> slices;
+  };
+
+  // A selection's payloads lie `stride` bytes apart.
+  virtual absl::Status Reduce(const Call& call, const std::vector<Summing>& summings, int64_t ranks, int64_t stride,
+                              float scale) const = 0;
+
+  absl::Status Run(const Call& call) const final {
+    const uint8_t* gathered = nullptr;
+    int64_t bytes = 0, ranks = 0, size = 0;
+    float scale = 0;
+    std::vector<Selected> selections;
+    tensorflow::OpOutputList sums;
+    TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
+    TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
+    TF_RETURN_IF_ERROR(call.Number("scale", &scale));
+    TF_RETURN_IF_ERROR(layout_.Plan(call, ns_, &selections, &size));
+    if (ranks < 1 || bytes != ranks * size) {
+      return call.Invalid("gathered must be a message of ", size, " bytes of each of ", ranks, " ranks, got ", bytes,
+                          " bytes");
+    }
+    TF_RETURN_IF_ERROR(call.context()->output_list("sums", &sums));
+    std::vector<Summing> summings;
+    for (const Selected& selection : selections) {
+      Summing summing{selection.format, gathered + selection.offset, {}};
+      for (int i = selection.first; i < selection.last; ++i) {
+        const int64_t n = ns_[static_cast<size_t>(i)];
+        Tensor* sum = nullptr;
+        TF_RETURN_IF_ERROR(sums.allocate(i, TensorShape({n}), &sum));
+        summing.slices.push_back({selection.begins[summing.slices.size()], n, sum->flat<float>().data()});
+      }
+      summings.push_back(std::move(summing));
+    }
+    return Reduce(call, summings, ranks, size, scale);
+  }
+
+ private:
+  BucketLayout layout_;
+  std::vector<int64_t> ns_;
+};
+
+// What Horovod made of a token must be what its op says; then the sum, in the gradient's shape, is handed on as it is.
+class TakeSumBase : public Kernel {
+ public:
+  explicit TakeSumBase(OpKernelConstruction* construction) : Kernel(construction, "take_sum") {
+    OP_REQUIRES_OK(construction, construction->GetAttr("shape", &shape_));
+  }
+
+ protected:
+  // Sets n elements to NaN.
+  virtual absl::Status Spoil(const Call& call, float* out, int64_t n) const = 0;
+
+  absl::Status Run(const Call& call) const final {
+    const float* token = nullptr;
+    int64_t size = 0;
+    float expected = 0;
+    bool is_void = false;
+    TF_RETURN_IF_ERROR(call.Vector("token", &token, &size));
+    TF_RETURN_IF_ERROR(call.Number("expected", &expected));
+    TF_RETURN_IF_ERROR(call.Number("is_void", &is_void));
+    if (size < 1 || !(std::abs(token[0] - expected) <= 1e-3f * expected)) {
+      return call.Invalid("Horovod's reduction turned a token of 1 into another value than its op says: ",
+                          size < 1 ? 0.0f : token[0], " in place of ", expected);
+    }
+    const Tensor& sum = call.context()->input(0);
+    if (sum.NumElements() != shape_.num_elements()) {
+      return call.Invalid("a sum of ", sum.NumElements(), " elements does not fit shape ", shape_.DebugString());
+    }
+    if (is_void) {
+      float* out = nullptr;
+      TF_RETURN_IF_ERROR(call.Output("gradient", shape_, &out));
+      return Spoil(call, out, shape_.num_elements());
+    }
+    Tensor shaped;
+    if (!shaped.CopyFrom(sum, shape_)) return call.Invalid("the sum cannot be reshaped");
+    call.context()->set_output(0, shaped);
+    return absl::OkStatus();
+  }
+
+ private:
+  TensorShape shape_;
+};
+
+}  // namespace hvd_sparse

@@ -1,0 +1,110 @@
+// Kernels on GPUs that work on a bucket of variables in one call. Nothing here waits for the device.
+#include "../cuda/bucket.h"
+#include "bucket.h"
+#include "cuda_call.h"
+
+namespace hvd_sparse {
+namespace {
+
+// What a launcher takes of residuals is float32, and so is what is sent of them.
+absl::Status CheckValues(const Call& call, const PayloadFormat& format) {
+  if (format.dtype != DType::kFloat64) return absl::OkStatus();
+  return call.Invalid("residuals are float32, and so is what is sent of them on a GPU; got value_dtype float64");
+}
+
+class CudaAccumulateBucketKernel : public AccumulateBucketBase {
+ public:
+  explicit CudaAccumulateBucketKernel(OpKernelConstruction* construction)
+      : AccumulateBucketBase(construction, CopyOnDevice) {}
+
+ protected:
+  absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Centre centre, double* info,
+                    bool* finite) const override {
+    BucketSelections selections;
+    for (const Filling& filling : fillings) {
+      TF_RETURN_IF_ERROR(CheckValues(call, filling.format));
+      selections.push_back({{}, filling.parts, filling.select, nullptr, filling.payload});
+      TF_RETURN_IF_ERROR(PlanOf(call, filling.format, &selections.back().plan));
+    }
+    DeviceWork work;
+    int64_t size = 0;
+    void* workspace = nullptr;
+    TF_RETURN_IF_ERROR(work.Open(call));
+    TF_RETURN_IF_ERROR(CudaStatus(accumulate_bucket_workspace_size(selections, &size)));
+    TF_RETURN_IF_ERROR(work.Allocate(size, &workspace));
+    return CudaStatus(accumulate_bucket_launch(selections, active, centre, info, finite, workspace, work.stream()));
+  }
+};
+
+class CudaClearBucketKernel : public ClearBucketBase {
+ public:
+  explicit CudaClearBucketKernel(OpKernelConstruction* construction) : ClearBucketBase(construction, CopyOnDevice) {}
+
+ protected:
+  absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const override {
+    SentSelections selections;
+    for (const Clearing& clearing : clearings) {
+      selections.push_back({{}, clearing.payload, clearing.slices});
+      TF_RETURN_IF_ERROR(PlanOf(call, clearing.format, &selections.back().plan));
+    }
+    DeviceWork work;
+    void* workspace = nullptr;
+    DecodeStatus* status = nullptr;
+    TF_RETURN_IF_ERROR(work.Open(call));
+    TF_RETURN_IF_ERROR(work.Allocate(clear_bucket_workspace_size(selections), &workspace));
+    TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
+    return CudaStatus(clear_bucket_launch(selections, status, workspace, work.stream()));
+  }
+};
+
+class CudaReduceBucketKernel : public ReduceBucketBase {
+ public:
+  using ReduceBucketBase::ReduceBucketBase;
+
+ protected:
+  absl::Status Reduce(const Call& call, const std::vector<Summing>& summings, int64_t ranks, int64_t stride,
+                      float scale) const override {
+    if (ranks >= kMostRanks) return call.Invalid("too many ranks");
+    SummedSelections selections;
+    for (const Summing& summing : summings) {
+      selections.push_back({{}, summing.first, summing.slices});
+      TF_RETURN_IF_ERROR(PlanOf(call, summing.format, &selections.back().plan));
+    }
+    DeviceWork work;
+    void* workspace = nullptr;
+    DecodeStatus* status = nullptr;
+    TF_RETURN_IF_ERROR(work.Open(call));
+    TF_RETURN_IF_ERROR(work.Allocate(reduce_bucket_workspace_size(selections, ranks), &workspace));
+    TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
+    return CudaStatus(reduce_bucket_launch(selections, ranks, stride, scale, status, workspace, work.stream()));
+  }
+};
+
+class CudaTakeSumKernel : public TakeSumBase {
+ public:
+  using TakeSumBase::TakeSumBase;
+
+ protected:
+  absl::Status Spoil(const Call& call, float* out, int64_t n) const override {
+    DeviceWork work;
+    TF_RETURN_IF_ERROR(work.Open(call));
+    constexpr int kNanByte = 0xff;  // four of them are a NaN
+    return CudaStatus(cudaMemsetAsync(out, kNanByte, static_cast<size_t>(n) * sizeof(float), work.stream()));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(AccumulateBucket)
+                            .HostMemory("factors")
+                            .HostMemory("is_active")
+                            .HostMemory("ks")
+                            .HostMemory("seed")
+                            .HostMemory("threshold_hints"),
+                        CudaAccumulateBucketKernel);
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ClearBucket).HostMemory("ks").HostMemory("is_void"), CudaClearBucketKernel);
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ReduceBucket).HostMemory("ranks").HostMemory("ks").HostMemory("scale"),
+                        CudaReduceBucketKernel);
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(TakeSum).HostMemory("token").HostMemory("expected").HostMemory("is_void"),
+                        CudaTakeSumKernel);
+
+}  // namespace
+}  // namespace hvd_sparse

@@ -1,0 +1,77 @@
+// What every kernel on GPUs shares: the device, its stream, memory from TensorFlow's own allocator, errors.
+//
+// TensorFlow's headers are enough for that, those of a TensorFlow without CUDA too: the stream is handed over as a
+// pointer. Numbers that shape the work lie in host memory, as the registrations say; tensors lie on the device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../cuda/plan.h"
+#include "../cuda/reduce.h"
+#include "kernel.h"
+#include "tensorflow/core/framework/device_base.h"
+#include "xla/stream_executor/stream.h"
+
+namespace hvd_sparse {
+
+inline absl::Status CudaStatus(cudaError_t error) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  return absl::InternalError(
+      absl::StrCat("hvd_sparse: CUDA error ", cudaGetErrorName(error), ": ", cudaGetErrorString(error)));
+}
+
+// Makes the kernel's device the current one: the runtime linked here keeps one of its own.
+inline absl::Status OpenStream(OpKernelContext* context, cudaStream_t* stream) {
+  TF_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(context->device()->tensorflow_accelerator_device_info()->gpu_id)));
+  auto* own = context->op_device_context()->stream();
+  *stream = static_cast<cudaStream_t>(own->platform_specific_handle().stream);
+  return absl::OkStatus();
+}
+
+inline absl::Status CopyOnDevice(OpKernelContext* context, void* to, const void* from, size_t size) {
+  cudaStream_t stream = nullptr;
+  TF_RETURN_IF_ERROR(OpenStream(context, &stream));
+  return CudaStatus(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream));
+}
+
+// One call's stream and workspaces. These are given back before the device is done with them: all that TensorFlow
+// hands out again is used on the same stream, after that.
+class DeviceWork {
+ public:
+  absl::Status Open(const Call& call) {
+    context_ = call.context();
+    return OpenStream(context_, &stream_);
+  }
+
+  absl::Status Allocate(int64_t size, void** workspace) {
+    Tensor tensor;
+    TF_RETURN_IF_ERROR(context_->allocate_temp(tensorflow::DT_UINT8, TensorShape({size}), &tensor));
+    *workspace = tensor.data();
+    held_.push_back(std::move(tensor));
+    return absl::OkStatus();
+  }
+
+  // Damage is told by NaN: no op takes what is recorded beside it.
+  absl::Status AllocateStatus(DecodeStatus** status) {
+    void* memory = nullptr;
+    TF_RETURN_IF_ERROR(Allocate(sizeof(DecodeStatus), &memory));
+    *status = static_cast<DecodeStatus*>(memory);
+    return absl::OkStatus();
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  OpKernelContext* context_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  std::vector<Tensor> held_;
+};
+
+inline absl::Status PlanOf(const Call& call, const PayloadFormat& format, PayloadPlan* plan) {
+  return call.Report(MakePlan(format, plan));
+}
+
+}  // namespace hvd_sparse
+
+// Then, with HostMemory, what lies on the host, and a semicolon.
+#define HVD_SPARSE_ON_GPU(name) Name("HvdSparse" #name).Device(tensorflow::DEVICE_GPU)
