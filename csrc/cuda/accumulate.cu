@@ -1,5 +1,9 @@
 #include "accumulate.h"
 
+#include <map>
+#include <tuple>
+
+#include "batch.cuh"
 #include "gather.cuh"
 
 namespace hvd_sparse {
@@ -39,7 +43,7 @@ __device__ void Store(const Pack<T, width>& pack, T* data, int64_t first, int64_
 // Updates the pack at `first`; returns its residual.
 template <typename T, AccumulateRule rule, int width>
 __device__ Pack<float, width> UpdatePack(const T* gradient, int64_t first, int64_t n, const AccumulateParams& params,
-                                         const Memory& memory, bool* finite) {
+                                         const Memory& memory, bool active, bool* finite) {
   const bool decays = params.weight_decay != 0 && params.parameter != nullptr;
   const Pack<T, width> incoming = Load<width>(gradient, first, n);
   Pack<float, width> residual = Load<width>(memory.residual, first, n);
@@ -50,34 +54,39 @@ __device__ Pack<float, width> UpdatePack(const T* gradient, int64_t first, int64
 #pragma unroll
   for (int e = 0; e < width; ++e) {
     const float local = Incoming(incoming.at[e], params.factor, parameter.at[e], params.weight_decay, decays, finite);
-    Update<rule>(local, params.momentum, &velocity.at[e], &residual.at[e]);
+    if (active) Update<rule>(local, params.momentum, &velocity.at[e], &residual.at[e]);
   }
+  if (!active) return residual;
   if constexpr (rule != AccumulateRule::kResidual) Store(velocity, memory.velocity, first, n);
   Store(residual, memory.residual, first, n);
   return residual;
 }
 
 template <typename T, AccumulateRule rule, int width>
-__global__ void __launch_bounds__(kThreads)
-    accumulate_kernel(const T* __restrict__ gradient, int64_t n, AccumulateParams params, Memory memory, bool* finite,
-                      Candidates candidates) {
+__global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJob> batch) {
+  const Share<AccumulateJob> share = ShareOf(batch);
+  const AccumulateJob& job = share.job;
+  const T* __restrict__ gradient = static_cast<const T*>(job.gradient.data);
+  const int64_t n = job.gradient.size;
   const int64_t packs = (n + width - 1) / width;
-  const bool gathers = candidates.state != nullptr;
-  const uint64_t bar = gathers ? candidates.state->bar : 0;
+  const bool gathers = job.candidates.state != nullptr;
+  const uint64_t bar = gathers ? job.candidates.state->bar : 0;
   bool all_finite = true;
-  for (int64_t base = int64_t{blockIdx.x} * kThreads; base < packs; base += int64_t{gridDim.x} * kThreads) {
+  for (int64_t base = int64_t{share.block} * kThreads; base < packs; base += int64_t{share.blocks} * kThreads) {
     const int64_t first = (base + threadIdx.x) * width;
     Pack<float, width> residual{};
-    if (first < n) residual = UpdatePack<T, rule, width>(gradient, first, n, params, memory, &all_finite);
+    if (first < n) {
+      residual = UpdatePack<T, rule, width>(gradient, first, n, job.params, job.memory, job.active, &all_finite);
+    }
     if (!gathers) continue;
     bool any = false;
 #pragma unroll
     for (int e = 0; e < width; ++e) any |= ReachesBar(residual.at[e], bar);
     if (!__any_sync(kWholeWarp, any)) continue;
 #pragma unroll
-    for (int e = 0; e < width; ++e) Offer(residual.at[e], first + e, bar, candidates);
+    for (int e = 0; e < width; ++e) Offer(residual.at[e], job.begin + first + e, bar, job.candidates);
   }
-  if (!all_finite) *finite = false;
+  if (!all_finite) *job.finite = false;
 }
 
 // Whether packs of elements of `size` bytes may be read from there.
@@ -85,38 +94,57 @@ bool IsAligned(const void* data, int64_t size) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(std::min<int64_t>(16, size * kWidth)) == 0;
 }
 
+bool IsWide(const AccumulateJob& job) {
+  const int64_t size = ItemSize(job.gradient.dtype);
+  return IsAligned(job.gradient.data, size) && IsAligned(job.memory.residual, sizeof(float)) &&
+         IsAligned(job.memory.velocity, sizeof(float)) && IsAligned(job.params.parameter, sizeof(float));
+}
+
+unsigned BlocksOf(const AccumulateJob& job, bool is_wide) {
+  return BlocksFor(DivideUp(job.gradient.size, is_wide ? kWidth : 1), kThreads * kRounds);
+}
+
 template <typename T, AccumulateRule rule>
-cudaError_t AccumulateByWidth(const T* gradient, int64_t n, const AccumulateParams& params, Memory memory, bool* finite,
-                              const Candidates& candidates, cudaStream_t stream) {
-  const bool is_aligned = IsAligned(gradient, sizeof(T)) && IsAligned(memory.residual, sizeof(float)) &&
-                          IsAligned(memory.velocity, sizeof(float)) && IsAligned(params.parameter, sizeof(float));
-  const int width = is_aligned ? kWidth : 1;
-  const unsigned blocks = BlocksFor(DivideUp(n, width), kThreads * kRounds);
-  if (is_aligned) {
-    return Launch(accumulate_kernel<T, rule, kWidth>, blocks, kThreads, stream, gradient, n, params, memory, finite,
-                  candidates);
-  }
-  return Launch(accumulate_kernel<T, rule, 1>, blocks, kThreads, stream, gradient, n, params, memory, finite,
-                candidates);
+cudaError_t AccumulateByWidth(const AccumulateGroup& group, cudaStream_t stream) {
+  const auto launch = [&](auto kernel) { return Launch(kernel, group.batch.blocks, kThreads, stream, group.batch); };
+  return group.is_wide ? launch(accumulate_kernel<T, rule, kWidth>) : launch(accumulate_kernel<T, rule, 1>);
 }
 
 }  // namespace
 
-cudaError_t accumulate_launch(const Array& gradient, const AccumulateParams& params, Memory memory, bool* finite,
-                              const Candidates& candidates, cudaStream_t stream) {
-  if (gradient.size == 0) return cudaSuccess;
-  return Dispatch(gradient, [&](const auto* data) {
+std::vector<AccumulateGroup> MakeGroups(const std::vector<AccumulateJob>& jobs, Tables* tables) {
+  using Key = std::tuple<DType, AccumulateRule, bool>;
+  std::map<Key, std::vector<AccumulateJob>> groups;
+  for (const AccumulateJob& job : jobs) {
+    if (job.gradient.size > 0) groups[{job.gradient.dtype, job.params.rule, IsWide(job)}].push_back(job);
+  }
+  std::vector<AccumulateGroup> result;
+  for (const auto& [key, members] : groups) {
+    const auto& [dtype, rule, is_wide] = key;
+    std::vector<unsigned> blocks;
+    for (const AccumulateJob& job : members) blocks.push_back(BlocksOf(job, is_wide));
+    result.push_back({dtype, rule, is_wide, tables->AddBatch(members, blocks)});
+  }
+  return result;
+}
+
+cudaError_t accumulate_launch(const AccumulateGroup& group, cudaStream_t stream) {
+  return Dispatch({nullptr, 0, group.dtype}, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
-    const auto arguments = [&](auto launcher) {
-      return launcher(data, gradient.size, params, memory, finite, candidates, stream);
-    };
-    switch (params.rule) {
-      case AccumulateRule::kMomentum: return arguments(AccumulateByWidth<T, AccumulateRule::kMomentum>);
-      case AccumulateRule::kNesterov: return arguments(AccumulateByWidth<T, AccumulateRule::kNesterov>);
+    switch (group.rule) {
+      case AccumulateRule::kMomentum: return AccumulateByWidth<T, AccumulateRule::kMomentum>(group, stream);
+      case AccumulateRule::kNesterov: return AccumulateByWidth<T, AccumulateRule::kNesterov>(group, stream);
       case AccumulateRule::kResidual: break;
     }
-    return arguments(AccumulateByWidth<T, AccumulateRule::kResidual>);
+    return AccumulateByWidth<T, AccumulateRule::kResidual>(group, stream);
   });
+}
+
+cudaError_t accumulate_launch(const AccumulateJob& job, cudaStream_t stream) {
+  if (job.gradient.size == 0) return cudaSuccess;
+  const bool is_wide = IsWide(job);
+  return accumulate_launch({job.gradient.dtype, job.params.rule, is_wide, BatchOf(job, BlocksOf(job, is_wide))},
+                           stream);
 }
 
 }  // namespace hvd_sparse

@@ -1,117 +1,143 @@
 #include "bucket.h"
 
-#include <algorithm>
-
 #include "accumulate.h"
-#include "finite.h"
 #include "pack.h"
 #include "select.h"
 
 namespace hvd_sparse {
 namespace {
 
-// The pieces of a workspace that the selections of a bucket use in turn.
-struct SelectionWork {
-  SelectionWork(void* base, const PayloadPlan& plan) {
-    int64_t select_size = 0;
-    status = select_top_k_workspace_size(DType::kFloat32, plan.n, plan.k, &select_size);
+std::vector<SelectSize> SizesOf(const BucketSelections& selections) {
+  std::vector<SelectSize> sizes;
+  for (const BucketSelection& selection : selections) sizes.push_back({selection.plan.n, selection.plan.k});
+  return sizes;
+}
+
+// The residuals of parts as one array of n, null if they are none.
+const float* JoinedResiduals(const BucketSelection& selection) {
+  int64_t joined = 0;
+  for (const Part& part : selection.parts) {
+    const float* residual = part.memory.residual;
+    if (part.begin != joined || residual != selection.parts[0].memory.residual + joined) return nullptr;
+    joined += part.gradient.size;
+  }
+  return joined == selection.plan.n ? selection.parts[0].memory.residual : nullptr;
+}
+
+// The pieces of a workspace for a bucket, and the jobs of its kernels.
+struct BucketWork {
+  BucketWork(void* base, const BucketSelections& selections, bool active, double* info, bool* finite)
+      : select(base, SizesOf(selections)), tables(nullptr) {
     Workspace workspace(base);
-    select = workspace.Take<uint8_t>(select_size);
-    pack = workspace.Take<uint8_t>(pack_workspace_size());
-    indices = workspace.Take<int64_t>(plan.k);
-    values = workspace.Take<float>(plan.k);
-    size = workspace.used();
+    workspace.Take<uint8_t>(select.size);
+    indices = workspace.Take<int64_t>(select.total);
+    values = workspace.Take<float>(select.total);
+    states = workspace.Take<PackState>(static_cast<int64_t>(selections.size()));
+    tables_at = workspace.used();
+    tables = Tables(static_cast<uint8_t*>(base) + tables_at);
+    AddSelections(selections, info);
+    AddGradients(selections, active, finite);
+    AddPayloads(selections);
   }
 
-  void* select;
-  void* pack;
+  int64_t size() const { return tables_at + tables.size(); }
+
+  void AddSelections(const BucketSelections& selections, double* info) {
+    std::vector<SelectJob<float>> jobs;
+    int64_t before = 0;
+    for (const BucketSelection& selection : selections) {
+      SelectJob<float> job{};
+      job.elements = {JoinedResiduals(selection), nullptr, 0, selection.plan.n};
+      if (job.elements.data == nullptr) {
+        std::vector<Piece> pieces;
+        for (const Part& part : selection.parts) {
+          pieces.push_back({part.begin, part.gradient.size, part.memory.residual});
+        }
+        job.elements.pieces = tables.Add(pieces);
+        job.elements.count = static_cast<int64_t>(pieces.size());
+      }
+      job.threshold = selection.select.threshold_hint;
+      job.hint = selection.hint;
+      job.k = selection.plan.k;
+      job.seed = selection.select.seed;
+      job.indices = indices + before;
+      job.values = values + before;
+      job.info = info + 2 * jobs.size();
+      before += job.k;
+      jobs.push_back(job);
+    }
+    std::vector<unsigned> blocks;
+    status = PrepareSelect(select, &jobs, &blocks);
+    blocks.resize(jobs.size());
+    selected = tables.AddBatch(jobs, blocks);
+  }
+
+  void AddGradients(const BucketSelections& selections, bool active, bool* finite) {
+    std::vector<AccumulateJob> jobs;
+    for (size_t s = 0; s < selections.size(); ++s) {
+      for (const Part& part : selections[s].parts) {
+        AccumulateJob job{part.gradient, part.params,          part.memory, finite + jobs.size(),
+                          active,        select.candidates[s], part.begin};
+        if (!active) {
+          job.params.factor = 1;
+          job.params.weight_decay = 0;
+        }
+        jobs.push_back(job);
+      }
+    }
+    members = jobs.size();
+    gradients = MakeGroups(jobs, &tables);
+  }
+
+  void AddPayloads(const BucketSelections& selections) {
+    std::vector<PackJob> jobs;
+    std::vector<unsigned> blocks;
+    int64_t before = 0;
+    for (const BucketSelection& selection : selections) {
+      const int64_t k = selection.plan.k;
+      jobs.push_back({selection.plan, indices + before, values + before, k, selection.payload, states + jobs.size()});
+      blocks.push_back(BlocksOf(jobs.back()));
+      before += k;
+    }
+    packed = tables.AddBatch(jobs, blocks);
+  }
+
+  SelectWork select;
+  Tables tables;
+  int64_t tables_at;
   int64_t* indices;
   float* values;
-  int64_t size;
-  cudaError_t status;
+  PackState* states;
+  size_t members = 0;
+  cudaError_t status = cudaSuccess;
+  Batch<SelectJob<float>> selected;
+  std::vector<AccumulateGroup> gradients;
+  Batch<PackJob> packed;
 };
-
-bool IsWhole(const BucketSelection& selection) {
-  return selection.parts.size() == 1 && selection.parts[0].begin == 0 &&
-         selection.parts[0].gradient.size == selection.plan.n;
-}
-
-cudaError_t Select(const BucketSelection& selection, bool active, double* info, bool* finite, const SelectionWork& work,
-                   cudaStream_t stream) {
-  if (!IsWhole(selection)) return cudaErrorNotSupported;
-  const Part& part = selection.parts[0];
-  const SelectOutput output{work.indices, work.values, info, selection.hint};
-  if (active) {
-    return accumulate_top_k_launch(part.gradient, part.params, selection.select, part.memory, finite, output,
-                                   work.select, stream);
-  }
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(all_finite_launch(part.gradient, finite, stream));
-  return select_top_k_launch({part.memory.residual, selection.plan.n, DType::kFloat32}, selection.select, output,
-                             work.select, stream);
-}
 
 }  // namespace
 
 cudaError_t accumulate_bucket_workspace_size(const BucketSelections& selections, int64_t* size) {
   *size = 0;
-  for (const BucketSelection& selection : selections) {
-    const SelectionWork work(nullptr, selection.plan);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
-    *size = std::max(*size, work.size);
-  }
-  return cudaSuccess;
+  if (selections.empty()) return cudaSuccess;
+  const BucketWork work(nullptr, selections, true, nullptr, nullptr);
+  *size = work.size();
+  return work.status;
 }
 
 cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Centre /*centre*/, double* info,
                                      bool* finite, void* workspace, cudaStream_t stream) {
-  for (const BucketSelection& selection : selections) {
-    const SelectionWork work(workspace, selection.plan);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Select(selection, active, info, finite, work, stream));
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        pack_launch(selection.plan, work.indices, work.values, selection.plan.k, selection.payload, work.pack, stream));
-    info += 2;
-    finite += selection.parts.size();
+  if (selections.empty()) return cudaSuccess;
+  const BucketWork work(workspace, selections, active, info, finite);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.tables.Upload(stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, work.members * sizeof(bool), stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_select_launch(work.selected, work.select, stream));
+  for (const AccumulateGroup& group : work.gradients) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(accumulate_launch(group, stream));
   }
-  return cudaSuccess;
-}
-
-int64_t clear_bucket_workspace_size(const SentSelections& selections) {
-  int64_t size = 0;
-  for (const SentSelection& selection : selections) size = std::max(size, unpack_workspace_size(selection.plan));
-  return size;
-}
-
-cudaError_t clear_bucket_launch(const SentSelections& selections, DecodeStatus* status, void* workspace,
-                                cudaStream_t stream) {
-  for (const SentSelection& selection : selections) {
-    for (const MemorySlice& slice : selection.slices) {
-      if (slice.size != selection.plan.n) return cudaErrorNotSupported;
-      HVD_SPARSE_CUDA_RETURN_IF_ERROR(clear_launch(selection.plan, selection.payload, slice.memory.residual,
-                                                   slice.memory.velocity, status, workspace, stream));
-    }
-  }
-  return cudaSuccess;
-}
-
-int64_t reduce_bucket_workspace_size(const SummedSelections& selections, int64_t ranks) {
-  int64_t size = 0;
-  for (const SummedSelection& selection : selections) {
-    size = std::max(size, reduce_payloads_workspace_size(selection.plan, ranks));
-  }
-  return size;
-}
-
-cudaError_t reduce_bucket_launch(const SummedSelections& selections, int64_t ranks, int64_t stride, float scale,
-                                 DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  for (const SummedSelection& selection : selections) {
-    for (const Slice& slice : selection.slices) {
-      if (slice.size != selection.plan.n) return cudaErrorNotSupported;
-      HVD_SPARSE_CUDA_RETURN_IF_ERROR(reduce_payloads_launch(selection.plan, selection.first, ranks, stride, scale,
-                                                             slice.out, status, workspace, stream));
-    }
-  }
-  return cudaSuccess;
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cut_select_launch(work.selected, work.select, stream));
+  return pack_launch(work.packed, stream);
 }
 
 }  // namespace hvd_sparse

@@ -2,10 +2,14 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../core/entries.h"
-#include "checksum.h"
+#include "checksum.cuh"
 
 namespace hvd_sparse {
+
+// For checksum_kernel.
+__device__ inline const uint8_t* PayloadOf(const DecodeJob& job, int64_t rank) { return job.data + rank * job.stride; }
+__device__ inline uint32_t* SumOf(const DecodeJob& job, int64_t row) { return job.rows.sums + row; }
+
 namespace {
 
 constexpr int kRunThreads = 128;
@@ -15,15 +19,15 @@ constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 
 // One payload of those that a grid works on, a row each.
 struct Row {
-  __device__ Row(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work, int64_t row)
-      : rank(static_cast<uint32_t>(payloads.first + row)),
-        payload(payloads.data + row * payloads.stride),
-        failure(work.failure),
-        sum(work.sums + row),
-        entries(work.entries + row),
-        counts(work.counts + row * work.tiles),
-        starts(work.starts + row * (work.tiles + 1)),
-        indices(work.indices + row * plan.k) {}
+  __device__ Row(const DecodeJob& job, int64_t first, int64_t row)
+      : rank(static_cast<uint32_t>(first + row)),
+        payload(job.data + (first + row) * job.stride),
+        failure(job.rows.failure),
+        sum(job.rows.sums + row),
+        entries(job.rows.entries + row),
+        counts(job.rows.counts + row * job.rows.tiles),
+        starts(job.rows.starts + row * (job.rows.tiles + 1)),
+        indices(job.rows.indices + row * job.plan.k) {}
 
   __device__ void Fail(PayloadCheck check) const {
     atomicMin(failure, rank * kChecksEach + static_cast<uint32_t>(check));
@@ -58,10 +62,10 @@ __device__ void CheckHeader(const Row& row, const Header& expected) {
 }
 
 // A thread a payload: header and checksum; how many entries to look for.
-__global__ void __launch_bounds__(kThreads) check_headers_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (at >= payloads.count) return;
-  const Row row(plan, payloads, work, at);
+__global__ void check_headers_kernel(Batch<DecodeJob> batch, int64_t first) {
+  const DecodeJob job = JobOfBlock(batch);
+  const PayloadPlan& plan = job.plan;
+  const Row row(job, first, blockIdx.y);
   CheckHeader(row, plan.header);
   const uint64_t entries = HeaderField(row.payload, offsetof(Header, entries), 8);
   const bool is_known = entries == 0 || entries == static_cast<uint64_t>(plan.k);
@@ -104,11 +108,14 @@ __device__ int ReadBits(const PayloadPlan& plan, const Row& row, int64_t first, 
 }
 
 // Bits: how many are set in each tile.
-__global__ void __launch_bounds__(kThreads) count_bits_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
+__global__ void __launch_bounds__(kThreads) count_bits_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
-  const Row row(plan, payloads, work, blockIdx.y);
-  for (int64_t tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const Row row(share.job, first, blockIdx.y);
+  if (plan.coding == Coding::kRunLength) return;
+  for (int64_t tile = share.block; tile < share.job.rows.tiles; tile += share.blocks) {
     uint32_t words[kWords];
     const auto set = static_cast<uint32_t>(ReadBits(plan, row, tile * kTileBits + 32 * kWords * threadIdx.x, words));
     uint32_t before = 0;
@@ -120,38 +127,43 @@ __global__ void __launch_bounds__(kThreads) count_bits_kernel(PayloadPlan plan, 
 }
 
 // A block a payload: how many entries lie before each tile; there must be as many as the header says.
-__global__ void __launch_bounds__(kScanThreads)
-    scan_counts_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
+__global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<int64_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
-  const Row row(plan, payloads, work, blockIdx.x);
+  const DecodeJob job = JobOfBlock(batch);
+  const PayloadPlan& plan = job.plan;
+  const int64_t tiles = job.rows.tiles;
+  const Row row(job, first, blockIdx.y);
+  if (plan.coding == Coding::kDense) return;
   int64_t total = 0;
-  for (int64_t base = 0; base < work.tiles; base += kScanThreads) {
+  for (int64_t base = 0; base < tiles; base += kScanThreads) {
     const int64_t tile = base + threadIdx.x;
     int64_t count = 0;
-    if (tile < work.tiles) {
+    if (tile < tiles) {
       if (plan.coding == Coding::kRunLength) row.counts[tile] = CountOfRuns(plan, row, tile);
       count = row.counts[tile];
     }
     int64_t before = 0;
     int64_t all = 0;
     Scan(storage).ExclusiveSum(count, before, all);
-    if (tile < work.tiles) row.starts[tile] = total + before;
+    if (tile < tiles) row.starts[tile] = total + before;
     total += all;
     __syncthreads();
   }
   if (threadIdx.x > 0) return;
-  row.starts[work.tiles] = total;
+  row.starts[tiles] = total;
   if (total != *row.entries) row.Fail(PayloadCheck::kPositions);
 }
 
 // A thread block a block of elements: its run lengths, summed.
-__global__ void __launch_bounds__(kRunThreads)
-    decode_runs_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
+__global__ void __launch_bounds__(kRunThreads) decode_runs_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<int64_t, kRunThreads>;
   __shared__ typename Scan::TempStorage storage;
-  const Row row(plan, payloads, work, blockIdx.y);
-  for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const Row row(share.job, first, blockIdx.y);
+  if (plan.coding != Coding::kRunLength) return;
+  for (int64_t block = share.block; block < plan.blocks; block += share.blocks) {
     const int64_t start = row.starts[block];
     const int64_t count = row.counts[block];
     if (start + count > plan.k) continue;  // found out already, when the counts were summed
@@ -174,20 +186,23 @@ __global__ void __launch_bounds__(kRunThreads)
 }
 
 // Bits: an entry for each that is set.
-__global__ void __launch_bounds__(kThreads) decode_bits_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
+__global__ void __launch_bounds__(kThreads) decode_bits_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
-  const Row row(plan, payloads, work, blockIdx.y);
-  for (int64_t tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
-    const int64_t first = tile * kTileBits + 32 * kWords * threadIdx.x;
+  const Share<DecodeJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const Row row(share.job, first, blockIdx.y);
+  if (plan.coding == Coding::kRunLength) return;
+  for (int64_t tile = share.block; tile < share.job.rows.tiles; tile += share.blocks) {
+    const int64_t begin = tile * kTileBits + 32 * kWords * threadIdx.x;
     uint32_t words[kWords];
-    const auto set = static_cast<uint32_t>(ReadBits(plan, row, first, words));
+    const auto set = static_cast<uint32_t>(ReadBits(plan, row, begin, words));
     uint32_t before = 0;
     Scan(storage).ExclusiveSum(set, before);
     int64_t j = row.starts[tile] + before;
     for (int w = 0; w < kWords; ++w) {
       for (uint32_t bits = words[w]; bits != 0 && j < plan.k; bits &= bits - 1, ++j) {
-        int64_t index = first + 32 * w + __ffs(static_cast<int>(bits)) - 1;
+        int64_t index = begin + 32 * w + __ffs(static_cast<int>(bits)) - 1;
         if (plan.coding == Coding::kEliasFano) {
           const auto low = LowBitsOf(row.payload + kPositionsAt, plan.lower_bytes, plan.low, j);
           index = (index - j) << plan.low | static_cast<int64_t>(low);
@@ -200,15 +215,19 @@ __global__ void __launch_bounds__(kThreads) decode_bits_kernel(PayloadPlan plan,
 }
 
 // Elias-Fano's low bits may be any: what they make need not ascend, nor be below n. With no entries all are zero.
-__global__ void __launch_bounds__(kThreads) check_order_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work) {
-  const Row row(plan, payloads, work, blockIdx.y);
+__global__ void __launch_bounds__(kThreads) check_order_kernel(Batch<DecodeJob> batch, int64_t first) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const Row row(share.job, first, blockIdx.y);
+  if (plan.coding != Coding::kEliasFano) return;
   const int64_t entries = *row.entries;
-  for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; j < entries; j += int64_t{gridDim.x} * kThreads) {
+  const int64_t thread = int64_t{share.block} * kThreads + threadIdx.x;
+  const int64_t threads = int64_t{share.blocks} * kThreads;
+  for (int64_t j = thread; j < entries; j += threads) {
     if (!Ascends(row.indices, j, plan.n)) row.Fail(PayloadCheck::kPositions);
   }
   if (entries > 0) return;
-  for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < plan.lower_bytes;
-       at += int64_t{gridDim.x} * kThreads) {
+  for (int64_t at = thread; at < plan.lower_bytes; at += threads) {
     if (row.payload[kPositionsAt + at] != 0) row.Fail(PayloadCheck::kPositions);
   }
 }
@@ -218,57 +237,58 @@ int64_t TilesOf(const PayloadPlan& plan) {
   return plan.coding == Coding::kRunLength ? plan.blocks : DivideUp(plan.bits, kTileBits);
 }
 
-cudaError_t CountEntries(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
-                         cudaStream_t stream) {
-  const auto height = static_cast<unsigned>(payloads.count);
-  if (plan.coding != Coding::kRunLength) {
-    const dim3 grid(BlocksFor(work.tiles, 1), height);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_bits_kernel, grid, kThreads, stream, plan, payloads, work));
-  }
-  return Launch(scan_counts_kernel, height, kScanThreads, stream, plan, payloads, work);
-}
-
-cudaError_t DecodeEntries(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
-                          cudaStream_t stream) {
-  const auto height = static_cast<unsigned>(payloads.count);
-  const dim3 grid(BlocksFor(work.tiles, 1), height);
-  if (plan.coding == Coding::kRunLength) {
-    return Launch(decode_runs_kernel, grid, kRunThreads, stream, plan, payloads, work);
-  }
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(decode_bits_kernel, grid, kThreads, stream, plan, payloads, work));
-  if (plan.coding != Coding::kEliasFano) return cudaSuccess;
-  return Launch(check_order_kernel, dim3(BlocksFor(plan.k), height), kThreads, stream, plan, payloads, work);
-}
-
 }  // namespace
 
-DecodeWork::DecodeWork(void* base, const PayloadPlan& plan, int64_t count) {
+DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows) {
   Workspace workspace(base);
-  tiles = TilesOf(plan);
-  failure = workspace.Take<uint32_t>(1);
-  sums = workspace.Take<uint32_t>(count);
-  entries = workspace.Take<int64_t>(count);
-  counts = workspace.Take<uint32_t>(count * tiles);
-  starts = workspace.Take<int64_t>(count * (tiles + 1));
-  indices = plan.coding == Coding::kDense ? nullptr : workspace.Take<int64_t>(count * plan.k);
+  const auto count = static_cast<int64_t>(plans.size());
+  sum_count = count * rows;
+  failures = workspace.Take<uint32_t>(count);
+  sums = workspace.Take<uint32_t>(sum_count);
+  for (const PayloadPlan& plan : plans) {
+    const auto at = static_cast<int64_t>(each.size());
+    DecodeRows own{};
+    own.tiles = TilesOf(plan);
+    own.failure = failures + at;
+    own.sums = sums + at * rows;
+    own.entries = workspace.Take<int64_t>(rows);
+    own.counts = workspace.Take<uint32_t>(rows * own.tiles);
+    own.starts = workspace.Take<int64_t>(rows * (own.tiles + 1));
+    own.indices = plan.coding == Coding::kDense ? nullptr : workspace.Take<int64_t>(rows * plan.k);
+    each.push_back(own);
+    has_runs |= plan.coding == Coding::kRunLength;
+    has_bits |= plan.coding == Coding::kEliasFano || plan.coding == Coding::kBitmap;
+    has_low |= plan.coding == Coding::kEliasFano;
+  }
   size = workspace.used();
 }
 
-cudaError_t begin_decode_launch(const DecodeWork& work, cudaStream_t stream) {
-  return cudaMemsetAsync(work.failure, 0xff, sizeof(uint32_t), stream);
+unsigned BlocksOf(const DecodeJob& job) {
+  return BlocksFor(std::max({job.rows.tiles, job.plan.blocks, DivideUp(job.plan.size, 8 * kThreads)}), 1);
 }
 
-cudaError_t decode_launch(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
+cudaError_t begin_decode_launch(const DecodeWork& work, cudaStream_t stream) {
+  return cudaMemsetAsync(work.failures, 0xff, work.each.size() * sizeof(uint32_t), stream);
+}
+
+cudaError_t decode_launch(const Batch<DecodeJob>& batch, int64_t first, int64_t count, const DecodeWork& work,
                           cudaStream_t stream) {
-  const auto count = static_cast<size_t>(payloads.count);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.sums, 0, count * sizeof(uint32_t), stream));
+  const auto height = static_cast<unsigned>(count);
+  const dim3 one_each(static_cast<unsigned>(batch.count), height);
+  const dim3 shares(batch.blocks, height);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      checksum_launch(payloads.data, payloads.stride, payloads.count, plan.size, work.sums, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      Launch(check_headers_kernel, BlocksFor(payloads.count), kThreads, stream, plan, payloads, work));
-  if (plan.coding == Coding::kDense) return cudaSuccess;
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(CountEntries(plan, payloads, work, stream));
-  return DecodeEntries(plan, payloads, work, stream);
+      cudaMemsetAsync(work.sums, 0, static_cast<size_t>(work.sum_count) * sizeof(uint32_t), stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(LaunchChecksums(batch, first, count, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(check_headers_kernel, one_each, 1, stream, batch, first));
+  const auto launch = [&](bool needed, auto kernel, dim3 grid, int threads) {
+    return needed ? Launch(kernel, grid, threads, stream, batch, first) : cudaSuccess;
+  };
+  const bool has_any = work.has_runs || work.has_bits;
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, count_bits_kernel, shares, kThreads));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(has_any, scan_counts_kernel, one_each, kScanThreads));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_runs, decode_runs_kernel, shares, kRunThreads));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, decode_bits_kernel, shares, kThreads));
+  return launch(work.has_low, check_order_kernel, shares, kThreads);
 }
 
 }  // namespace hvd_sparse

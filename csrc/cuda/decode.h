@@ -2,6 +2,10 @@
 // word on the device, and whoever uses the positions looks at it first.
 #pragma once
 
+#include <vector>
+
+#include "../core/bucket.h"
+#include "batch.h"
 #include "plan.h"
 
 namespace hvd_sparse {
@@ -24,33 +28,50 @@ constexpr uint32_t kNoFailure = 0xffffffffu;
 constexpr uint32_t kChecksEach = 256;
 constexpr int64_t kMostRanks = int64_t{1} << 23;
 
-// Payloads of one plan, one after the other at equal distances, from rank `first` on.
-struct Payloads {
-  const uint8_t* data;
-  int64_t stride;
-  int64_t first;
-  int64_t count;
+// Where payloads of one plan are decoded to: a row each.
+struct DecodeRows {
+  uint32_t* failure;  // of them all
+  uint32_t* sums;     // [rows], of checksums
+  int64_t* entries;   // [rows]: k or 0
+  uint32_t* counts;   // [rows, tiles]: entries of each
+  int64_t* starts;    // [rows, tiles + 1]: entries before each
+  int64_t* indices;   // [rows, k], ascending; null for dense: entry j is element j
+  int64_t tiles;      // what a block decodes: of run lengths a block of elements, else a piece of the bits
 };
 
-// The pieces of a workspace for `count` payloads.
-struct DecodeWork {
-  DecodeWork(void* base, const PayloadPlan& plan, int64_t count);
+// The payloads of one selection, and the memory that their entries change.
+struct DecodeJob {
+  PayloadPlan plan;
+  const uint8_t* data;  // of rank 0
+  int64_t stride;       // to the next rank's
+  DecodeRows rows;
+  MemorySlice whole;          // of all n elements; unless there are
+  const MemorySlice* slices;  // which ascend and do not overlap; null: whole
+  int64_t slice_count;
+};
 
-  uint32_t* failure;
-  uint32_t* sums;    // [count], of checksums
-  int64_t* entries;  // [count]: k or 0
-  uint32_t* counts;  // [count, tiles]: entries of each
-  int64_t* starts;   // [count, tiles + 1]: entries before each
-  int64_t* indices;  // [count, k], ascending; null for dense: entry j is element j
-  int64_t tiles;     // what a block decodes: of run lengths a block of elements, else a piece of the bits
+// The pieces of a workspace for `rows` payloads of each plan.
+struct DecodeWork {
+  DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows);
+
+  uint32_t* failures;  // one a plan
+  uint32_t* sums;
+  int64_t sum_count;
+  std::vector<DecodeRows> each;
+  bool has_runs = false;  // of any: what they need is launched
+  bool has_bits = false;
+  bool has_low = false;
   int64_t size;
 };
+
+// How many blocks a job is worth.
+unsigned BlocksOf(const DecodeJob& job);
 
 // Says that nothing has failed yet: before the first decode_launch.
 cudaError_t begin_decode_launch(const DecodeWork& work, cudaStream_t stream);
 
-// Checks payloads.count <= kLargestGridHeight payloads and decodes their positions.
-cudaError_t decode_launch(const PayloadPlan& plan, const Payloads& payloads, const DecodeWork& work,
+// Checks the payloads of `count` <= kLargestGridHeight ranks from `first` on, and decodes their positions.
+cudaError_t decode_launch(const Batch<DecodeJob>& batch, int64_t first, int64_t count, const DecodeWork& work,
                           cudaStream_t stream);
 
 }  // namespace hvd_sparse

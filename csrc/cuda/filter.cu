@@ -12,14 +12,14 @@ struct FilterWork {
   FilterWork(void* base, int64_t n, int64_t count) {
     Workspace workspace(base);
     kept = workspace.Take<Count>(1);
-    indices = workspace.Take<int64_t>(count);
-    sort_status = sort_indices_workspace_size(count, n, &sort_size);
+    indices = workspace.Take<uint64_t>(count);
+    sort_status = sort_numbers_workspace_size(count, BitsBelow(n), &sort_size);
     sort = workspace.Take<uint8_t>(static_cast<int64_t>(sort_size));
     size = workspace.used();
   }
 
   Count* kept;
-  int64_t* indices;
+  uint64_t* indices;
   void* sort;
   size_t sort_size = 0;
   cudaError_t sort_status;
@@ -29,11 +29,11 @@ struct FilterWork {
 // Counts what reaches the bar in *kept; writes the first `room` indices, in any order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    filter_kernel(const T* data, int64_t n, uint64_t bar, Count* kept, int64_t* indices, int64_t room) {
+    filter_kernel(const T* data, int64_t n, uint64_t bar, Count* kept, uint64_t* indices, int64_t room) {
   for (int64_t base = int64_t{blockIdx.x} * kThreads; base < n; base += int64_t{gridDim.x} * kThreads) {
     const int64_t i = base + threadIdx.x;
     const int64_t slot = TakeSlot(i < n && ReachesBar(data[i], bar), kept);
-    if (slot >= 0 && slot < room) indices[slot] = i;
+    if (slot >= 0 && slot < room) indices[slot] = static_cast<uint64_t>(i);
   }
 }
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t Filter(const Array& values, double threshold, Count* kept, int64_t* indices, int64_t room,
+cudaError_t Filter(const Array& values, double threshold, Count* kept, uint64_t* indices, int64_t room,
                    cudaStream_t stream) {
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(kept, 0, sizeof(Count), stream));
   if (values.size == 0) return cudaSuccess;
@@ -75,8 +75,9 @@ cudaError_t filter_threshold_launch(const Array& values, double threshold, int64
   const FilterWork work(workspace, values.size, count);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.sort_status);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Filter(values, threshold, work.kept, work.indices, count, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      sort_indices_launch(work.indices, count, values.size, work.sort, work.sort_size, indices, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(sort_numbers_launch(work.indices, count, BitsBelow(values.size), work.sort,
+                                                      work.sort_size, reinterpret_cast<uint64_t*>(indices),
+                                                      stream));  // none is negative
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     return Launch(take_kernel<T>, BlocksFor(count), kThreads, stream, data, indices, count, static_cast<T*>(selected));

@@ -1,6 +1,8 @@
 // Candidates of a selection, gathered while the data are read once.
 #pragma once
 
+#include <type_traits>
+
 #include "../core/selection_key.h"
 #include "select_state.h"
 #include "warp.cuh"
@@ -23,5 +25,62 @@ __device__ inline void Offer(T value, int64_t index, uint64_t bar, const Candida
   candidates.keys[slot] = SelectionKey(value);
   candidates.indices[slot] = index;
 }
+
+// The first of pieces, which ascend, that ends beyond an element.
+template <typename P>
+__device__ inline int64_t FirstBeyond(const P* pieces, int64_t count, int64_t element) {
+  int64_t low = 0;
+  int64_t high = count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (pieces[middle].begin + pieces[middle].size <= element) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Finds the piece of one element after the other, which must ascend.
+template <typename P>
+class PieceFinder {
+ public:
+  __device__ PieceFinder(const P* pieces, int64_t count) : pieces_(pieces), count_(count) {}
+
+  // Null if the element lies in none.
+  __device__ const P* Find(int64_t element) {
+    if (at_ < 0) at_ = FirstBeyond(pieces_, count_, element);
+    while (at_ < count_ && pieces_[at_].begin + pieces_[at_].size <= element) ++at_;
+    return at_ < count_ && pieces_[at_].begin <= element ? &pieces_[at_] : nullptr;
+  }
+
+ private:
+  const P* pieces_;
+  int64_t count_;
+  int64_t at_ = -1;
+};
+
+// Reads elements that ascend.
+template <typename T>
+class Reader {
+ public:
+  __device__ explicit Reader(const Elements<T>& elements)
+      : data_(elements.data), finder_(elements.pieces, elements.count) {}
+
+  __device__ T At(int64_t i) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (data_ == nullptr) {
+        const Piece* piece = finder_.Find(i);
+        return piece != nullptr ? piece->data[i - piece->begin] : 0.0f;
+      }
+    }
+    return data_[i];
+  }
+
+ private:
+  const T* data_;
+  PieceFinder<Piece> finder_;
+};
 
 }  // namespace hvd_sparse

@@ -2,28 +2,41 @@
 
 #include "../core/entries.h"
 #include "../core/quantize.h"
-#include "checksum.h"
-#include "warp.cuh"
+#include "checksum.cuh"
 
 namespace hvd_sparse {
-namespace {
 
-struct PackState {
-  uint32_t sum;  // what the bytes leave as a remainder
-  bool refused;  // the indices do not ascend in [0, n)
-};
+// For checksum_kernel.
+__device__ inline const uint8_t* PayloadOf(const PackJob& job, int64_t /*row*/) { return job.payload; }
+__device__ inline uint32_t* SumOf(const PackJob& job, int64_t /*row*/) { return &job.state->sum; }
+
+namespace {
 
 template <typename T>
 __device__ void StoreAs(uint8_t* payload, int64_t at, T value) {  // `at` is a multiple of the item's size
   *reinterpret_cast<T*>(payload + at) = value;
 }
 
+__global__ void __launch_bounds__(kThreads) zero_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  if (share.block == 0 && threadIdx.x == 0) *share.job.state = {};
+  auto* words = reinterpret_cast<uint64_t*>(share.job.payload);
+  for (int64_t i = int64_t{share.block} * kThreads + threadIdx.x; i < share.job.plan.size / 8;
+       i += int64_t{share.blocks} * kThreads) {
+    words[i] = 0;
+  }
+}
+
 // The header; and for run lengths, the count of each block, and the bits that mark the full ones.
-__global__ void __launch_bounds__(kThreads)
-    heads_kernel(PayloadPlan plan, const int64_t* indices, int64_t entries, uint8_t* payload) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<Header*>(payload) = plan.header;
+__global__ void __launch_bounds__(kThreads) heads_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const int64_t* indices = share.job.indices;
+  const int64_t entries = share.job.entries;
+  uint8_t* payload = share.job.payload;
+  if (share.block == 0 && threadIdx.x == 0) *reinterpret_cast<Header*>(payload) = plan.header;
   if (plan.coding != Coding::kRunLength || entries == 0) return;
-  for (int64_t base = int64_t{blockIdx.x} * kThreads; base < plan.blocks; base += int64_t{gridDim.x} * kThreads) {
+  for (int64_t base = int64_t{share.block} * kThreads; base < plan.blocks; base += int64_t{share.blocks} * kThreads) {
     const int64_t block = base + threadIdx.x;
     const bool is_there = block < plan.blocks;
     int64_t count = 0;
@@ -46,11 +59,15 @@ __device__ void SetBit(uint8_t* payload, int64_t at, int64_t bit) {
   atomicOr(word, 1u << (8 * (byte % 4) + bit % 8));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    positions_kernel(PayloadPlan plan, const int64_t* indices, int64_t entries, uint8_t* payload, PackState* state) {
-  for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; j < entries; j += int64_t{gridDim.x} * kThreads) {
+__global__ void __launch_bounds__(kThreads) positions_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const int64_t* indices = share.job.indices;
+  const int64_t entries = share.job.entries;
+  uint8_t* payload = share.job.payload;
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < entries; j += int64_t{share.blocks} * kThreads) {
     const int64_t index = indices[j];
-    if (!Ascends(indices, j, plan.n)) state->refused = true;
+    if (!Ascends(indices, j, plan.n)) share.job.state->refused = true;
     if (index < 0 || index >= plan.n) continue;
     switch (plan.coding) {
       case Coding::kRunLength: StoreAs(payload, plan.runs_at + 2 * j, RunBefore(indices, j)); break;
@@ -61,19 +78,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    low_bits_kernel(PayloadPlan plan, const int64_t* indices, uint8_t* payload) {
-  for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < plan.lower_bytes;
-       at += int64_t{gridDim.x} * kThreads) {
-    payload[kPositionsAt + at] = LowBitsByte(indices, plan.k, plan.low, at);
+__global__ void __launch_bounds__(kThreads) low_bits_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  if (share.job.entries == 0) return;
+  for (int64_t at = int64_t{share.block} * kThreads + threadIdx.x; at < plan.lower_bytes;
+       at += int64_t{share.blocks} * kThreads) {
+    share.job.payload[kPositionsAt + at] = LowBitsByte(share.job.indices, plan.k, plan.low, at);
   }
 }
 
 // A launch of its own: a value may share a word with the last bits of the positions.
-__global__ void __launch_bounds__(kThreads)
-    values_kernel(PayloadPlan plan, const void* values, int64_t entries, uint8_t* payload) {
+__global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PayloadPlan& plan = share.job.plan;
+  const void* values = share.job.values;
+  const int64_t entries = share.job.entries;
+  uint8_t* payload = share.job.payload;
   const auto* wide = static_cast<const float*>(values);
-  for (int64_t j = int64_t{blockIdx.x} * kThreads + threadIdx.x; j < entries; j += int64_t{gridDim.x} * kThreads) {
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < entries; j += int64_t{share.blocks} * kThreads) {
     switch (plan.dtype) {
       case DType::kFloat32: StoreAs(payload, plan.values_at + 4 * j, wide[j]); break;
       case DType::kFloat64: StoreAs(payload, plan.values_at + 8 * j, static_cast<const double*>(values)[j]); break;
@@ -84,24 +107,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void seal_kernel(const PackState* state, uint32_t start, uint8_t* payload) {
-  const uint32_t checksum = start ^ state->sum;
-  StoreAs(payload, kChecksumAt, state->refused ? ~checksum : checksum);
-}
-
-cudaError_t WriteEntries(const PayloadPlan& plan, const int64_t* indices, const void* values, uint8_t* payload,
-                         PackState* state, cudaStream_t stream) {
-  if (plan.lower_bytes > 0) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(low_bits_kernel, BlocksFor(plan.lower_bytes), kThreads, stream, plan, indices, payload));
-  }
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      Launch(positions_kernel, BlocksFor(plan.k), kThreads, stream, plan, indices, plan.k, payload, state));
-  if (plan.dtype == DType::kNone) return cudaSuccess;
-  return Launch(values_kernel, BlocksFor(plan.k), kThreads, stream, plan, values, plan.k, payload);
+__global__ void seal_kernel(Batch<PackJob> batch) {
+  const PackJob job = JobOfBlock(batch);
+  const uint32_t checksum = job.plan.checksum_start ^ job.state->sum;
+  StoreAs(job.payload, kChecksumAt, job.state->refused ? ~checksum : checksum);
 }
 
 }  // namespace
+
+cudaError_t pack_launch(const Batch<PackJob>& batch, cudaStream_t stream) {
+  for (auto* kernel : {zero_kernel, heads_kernel, low_bits_kernel, positions_kernel, values_kernel}) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(kernel, batch.blocks, kThreads, stream, batch));
+  }
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(LaunchChecksums(batch, 0, 1, stream));
+  return Launch(seal_kernel, static_cast<unsigned>(batch.count), 1, stream, batch);
+}
 
 int64_t pack_workspace_size() {
   Workspace workspace(nullptr);
@@ -111,18 +131,9 @@ int64_t pack_workspace_size() {
 
 cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,
                         uint8_t* payload, void* workspace, cudaStream_t stream) {
-  auto* state = static_cast<PackState*>(workspace);
-  PayloadPlan written = plan;
-  written.header.entries = static_cast<uint64_t>(entries);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(state, 0, sizeof(PackState), stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(payload, 0, static_cast<size_t>(plan.size), stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      Launch(heads_kernel, BlocksFor(plan.blocks), kThreads, stream, written, indices, entries, payload));
-  if (entries > 0) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(WriteEntries(written, indices, values, payload, state, stream));
-  }
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(checksum_launch(payload, 0, 1, plan.size, &state->sum, stream));
-  return Launch(seal_kernel, 1, 1, stream, state, plan.checksum_start, payload);
+  PackJob job{plan, indices, values, entries, payload, static_cast<PackState*>(workspace)};
+  job.plan.header.entries = static_cast<uint64_t>(entries);
+  return pack_launch(BatchOf(job, BlocksOf(job)), stream);
 }
 
 }  // namespace hvd_sparse

@@ -1,10 +1,19 @@
 #include "plan.h"
 
+#include "../core/checksum.h"
 #include "../core/elias_fano.h"
 #include "../core/run_length.h"
-#include "checksum.h"
 
 namespace hvd_sparse {
+namespace {
+
+// What the remainder of `size` bytes is to be joined with, to become their checksum.
+uint32_t ChecksumStart(int64_t size) {
+  static constexpr CrcPowers kPowers = MakeCrcPowers();
+  return ~CrcShift(0xffffffffu, static_cast<uint64_t>(size), kPowers);
+}
+
+}  // namespace
 
 Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
   if (IsLowBit(format.dtype)) {

@@ -23,7 +23,7 @@ struct PayloadPlan {
   int64_t bits_at;      // one bit set for each entry: Elias-Fano's upper section, or a bitmap
   int64_t bits;
   int64_t values_at;
-  uint32_t checksum_start;  // see ChecksumStart
+  uint32_t checksum_start;  // what joins the remainder of the bytes, to make their checksum
 };
 
 // InvalidArgument as PayloadSize, and for values of less than a byte, which no kernel knows.

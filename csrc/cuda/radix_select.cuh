@@ -4,29 +4,30 @@
 
 #include <cub/block/block_scan.cuh>
 
+#include "batch.cuh"
 #include "gather.cuh"
-#include "launch.h"
 
 namespace hvd_sparse {
 
-// What a selection reads: the candidates if these are enough and had room, otherwise all elements.
+// What a selection reads: the candidates if these are enough and had room, otherwise all elements. Places ascend from
+// call to call.
 template <typename T>
-struct SelectSource {
-  const T* data;
-  int64_t n;
-  Candidates candidates;
+class SelectSource {
+ public:
+  __device__ explicit SelectSource(const SelectJob<T>& job)
+      : candidates_(job.candidates), reader_(job.elements), n_(job.elements.n) {
+    const SelectState& state = *candidates_.state;
+    reads_all_ = state.gathered < state.wanted || state.gathered > static_cast<uint64_t>(candidates_.capacity);
+  }
+  __device__ int64_t Size() const { return reads_all_ ? n_ : static_cast<int64_t>(candidates_.state->gathered); }
+  __device__ uint64_t Key(int64_t i) { return reads_all_ ? SelectionKey(reader_.At(i)) : candidates_.keys[i]; }
+  __device__ int64_t Index(int64_t i) const { return reads_all_ ? i : candidates_.indices[i]; }
 
-  __device__ bool ReadsAll() const {
-    const SelectState& state = *candidates.state;
-    return state.gathered < state.wanted || state.gathered > static_cast<uint64_t>(candidates.capacity);
-  }
-  __device__ int64_t Size(bool reads_all) const {
-    return reads_all ? n : static_cast<int64_t>(candidates.state->gathered);
-  }
-  __device__ uint64_t Key(bool reads_all, int64_t i) const {
-    return reads_all ? SelectionKey(data[i]) : candidates.keys[i];
-  }
-  __device__ int64_t Index(bool reads_all, int64_t i) const { return reads_all ? i : candidates.indices[i]; }
+ private:
+  Candidates candidates_;
+  Reader<T> reader_;
+  int64_t n_;
+  bool reads_all_;
 };
 
 constexpr int64_t kTile = 2048;  // elements that are worth a block
@@ -63,22 +64,23 @@ __device__ void FindDigit(SelectState* state, int shift) {
 }
 
 template <typename T, bool kTies>
-__global__ void __launch_bounds__(kThreads) count_digits_kernel(SelectSource<T> source, int shift) {
+__global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<T>> batch, int shift) {
   __shared__ unsigned counts[kDigits];
-  SelectState* state = source.candidates.state;
+  const Share<SelectJob<T>> share = ShareOf(batch);
+  SelectState* state = share.job.candidates.state;
   const uint64_t last_key = state->key.prefix;
   if (kTies && state->key.count == state->key.rank) return;  // all of them are wanted: there is no tie to break
   const uint64_t above = (kTies ? state->tie.prefix : last_key) >> shift >> kDigitBits;
-  const bool reads_all = source.ReadsAll();
-  const int64_t size = source.Size(reads_all);
+  SelectSource<T> source(share.job);
+  const int64_t size = source.Size();
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) counts[digit] = 0;
   __syncthreads();
-  for (int64_t tile = int64_t{blockIdx.x} * kTile; tile < size; tile += int64_t{gridDim.x} * kTile) {
+  for (int64_t tile = share.block * kTile; tile < size; tile += share.blocks * kTile) {
     const int64_t end = tile + kTile < size ? tile + kTile : size;
     for (int64_t i = tile + threadIdx.x; i < end; i += kThreads) {
-      uint64_t key = source.Key(reads_all, i);
+      uint64_t key = source.Key(i);
       if (kTies && key != last_key) continue;
-      if (kTies) key = TieKey(key, state->seed, source.Index(reads_all, i));
+      if (kTies) key = TieKey(key, state->seed, source.Index(i));
       if ((key >> shift >> kDigitBits) == above) atomicAdd(&counts[(key >> shift) & (kDigits - 1)], 1u);
     }
   }
@@ -86,28 +88,25 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(SelectSource<T> 
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) {
     if (counts[digit] != 0) atomicAdd(&state->histogram[digit], static_cast<Count>(counts[digit]));
   }
-  if (IsLastBlock(&state->ticket)) FindDigit<kTies>(state, shift);
+  if (IsLastBlock(&state->ticket, share.blocks)) FindDigit<kTies>(state, shift);
 }
 
 // The shift of the highest digit of numbers of so many bits.
 constexpr int HighestShift(int bits) { return (bits - 1) / kDigitBits * kDigitBits; }
 
 template <typename T>
-cudaError_t FindKey(const SelectSource<T>& source, cudaStream_t stream) {
-  unsigned blocks = 0;
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(source.n, kTile, &blocks));
+cudaError_t FindKey(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
   for (int shift = HighestShift(8 * sizeof(T)); shift >= 0; shift -= kDigitBits) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, false>, blocks, kThreads, stream, source, shift));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        Launch(count_digits_kernel<T, false>, batch.blocks, kThreads, stream, batch, shift));
   }
   return cudaSuccess;
 }
 
 template <typename T>
-cudaError_t FindTie(const SelectSource<T>& source, cudaStream_t stream) {
-  unsigned blocks = 0;
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(source.n, kTile, &blocks));
+cudaError_t FindTie(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
   for (int shift = HighestShift(64); shift >= 0; shift -= kDigitBits) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, blocks, kThreads, stream, source, shift));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, batch.blocks, kThreads, stream, batch, shift));
   }
   return cudaSuccess;
 }
@@ -118,18 +117,19 @@ __device__ inline bool IsSelected(const SelectState& state, uint64_t key, int64_
   return state.key.count == state.key.rank || TieKey(key, state.seed, index) <= state.tie.prefix;
 }
 
-// Writes the index of everything that is selected, in any order.
+// Writes the index, tagged, of everything that is selected, in any order.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) keep_kernel(SelectSource<T> source, int64_t* indices) {
-  SelectState* state = source.candidates.state;
-  const bool reads_all = source.ReadsAll();
-  const int64_t size = source.Size(reads_all);
-  for (int64_t base = int64_t{blockIdx.x} * kThreads; base < size; base += int64_t{gridDim.x} * kThreads) {
+__global__ void __launch_bounds__(kThreads) keep_kernel(Batch<SelectJob<T>> batch) {
+  const Share<SelectJob<T>> share = ShareOf(batch);
+  SelectState* state = share.job.candidates.state;
+  SelectSource<T> source(share.job);
+  const int64_t size = source.Size();
+  for (int64_t base = int64_t{share.block} * kThreads; base < size; base += int64_t{share.blocks} * kThreads) {
     const int64_t i = base + threadIdx.x;
-    const int64_t index = i < size ? source.Index(reads_all, i) : 0;
-    const bool selected = i < size && IsSelected(*state, source.Key(reads_all, i), index);
+    const int64_t index = i < size ? source.Index(i) : 0;
+    const bool selected = i < size && IsSelected(*state, source.Key(i), index);
     const int64_t slot = TakeSlot(selected, &state->kept);
-    if (slot >= 0 && slot < static_cast<int64_t>(state->wanted)) indices[slot] = index;
+    if (slot >= 0 && slot < share.job.k) share.job.kept[slot] = share.job.tag | static_cast<uint64_t>(index);
   }
 }
 

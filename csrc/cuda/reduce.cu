@@ -1,6 +1,8 @@
 #include "reduce.h"
 
 #include "../core/entries.h"
+#include "batch.cuh"
+#include "gather.cuh"
 
 namespace hvd_sparse {
 namespace {
@@ -21,37 +23,61 @@ __device__ float FloatAt(const PayloadPlan& plan, const uint8_t* payload, int64_
   return BitsToFloat(static_cast<uint32_t>(read(4)));
 }
 
-__device__ int64_t IndexAt(const DecodeWork& work, const PayloadPlan& plan, int64_t row, int64_t j) {
-  return work.indices == nullptr ? j : work.indices[row * plan.k + j];
+__device__ int64_t IndexAt(const DecodeJob& job, int64_t row, int64_t j) {
+  return job.rows.indices == nullptr ? j : job.rows.indices[row * job.plan.k + j];
 }
 
 // How many entries of a payload are below an element.
-__device__ int64_t EntriesBelow(const DecodeWork& work, const PayloadPlan& plan, int64_t row, int64_t element) {
-  const int64_t entries = work.entries[row];
-  if (work.indices == nullptr) return element < entries ? element : entries;
-  return CountBelow(work.indices + row * plan.k, entries, element);
+__device__ int64_t EntriesBelow(const DecodeJob& job, int64_t row, int64_t element) {
+  const int64_t entries = job.rows.entries[row];
+  if (job.rows.indices == nullptr) return element < entries ? element : entries;
+  return CountBelow(job.rows.indices + row * job.plan.k, entries, element);
 }
+
+// Finds the memory of elements that ascend.
+class SliceFinder {
+ public:
+  __device__ explicit SliceFinder(const DecodeJob& job)
+      : whole_(job.whole), has_one_(job.slices == nullptr), n_(job.plan.n), finder_(job.slices, job.slice_count) {}
+
+  // Where the element's residual lies, and its velocity if there is one; null if nothing is to change.
+  __device__ Memory Find(int64_t element) {
+    if (element < 0 || element >= n_) return {nullptr, nullptr};
+    const MemorySlice* slice = has_one_ ? &whole_ : finder_.Find(element);
+    if (slice == nullptr) return {nullptr, nullptr};
+    const int64_t at = element - slice->begin;
+    float* velocity = slice->memory.velocity;
+    return {slice->memory.residual + at, velocity == nullptr ? nullptr : velocity + at};
+  }
+
+ private:
+  MemorySlice whole_;
+  bool has_one_;
+  int64_t n_;
+  PieceFinder<MemorySlice> finder_;
+};
 
 // A thread block owns a block of elements, and adds one rank after the other to it: of each, an element gets one entry
 // at most, and the barrier between ranks keeps their order.
 __global__ void __launch_bounds__(kAddThreads)
-    add_kernel(PayloadPlan plan, Payloads payloads, DecodeWork work, float scale, float* out) {
+    add_kernel(Batch<DecodeJob> batch, int64_t first, int64_t count, float scale) {
   __shared__ int64_t bounds[kRanksAtOnce][2];
-  if (*work.failure != kNoFailure) return;
-  for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
-    for (int64_t group = 0; group < payloads.count; group += kRanksAtOnce) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const DecodeJob& job = share.job;
+  if (*job.rows.failure != kNoFailure) return;
+  for (int64_t block = share.block; block < job.plan.blocks; block += share.blocks) {
+    for (int64_t group = 0; group < count; group += kRanksAtOnce) {
       const int64_t rank = group + threadIdx.x / 2;
       const unsigned side = threadIdx.x % 2;
-      if (rank < payloads.count) {
-        bounds[threadIdx.x / 2][side] = EntriesBelow(work, plan, rank, (block + side) * kBlock);
-      }
+      if (rank < count) bounds[threadIdx.x / 2][side] = EntriesBelow(job, rank, (block + side) * kBlock);
       __syncthreads();
-      const int64_t ranks = payloads.count - group < kRanksAtOnce ? payloads.count - group : kRanksAtOnce;
+      const int64_t ranks = count - group < kRanksAtOnce ? count - group : kRanksAtOnce;
       for (int64_t r = 0; r < ranks; ++r) {
-        const uint8_t* payload = payloads.data + (group + r) * payloads.stride;
+        const uint8_t* payload = job.data + (first + group + r) * job.stride;
+        SliceFinder finder(job);
         for (int64_t j = bounds[r][0] + threadIdx.x; j < bounds[r][1]; j += kAddThreads) {
-          const int64_t index = IndexAt(work, plan, group + r, j);
-          if (index >= 0 && index < plan.n) out[index] += scale * FloatAt(plan, payload, j);
+          float* out = finder.Find(IndexAt(job, group + r, j)).residual;
+          if (out != nullptr) *out += scale * FloatAt(job.plan, payload, j);
         }
         __syncthreads();
       }
@@ -59,47 +85,67 @@ __global__ void __launch_bounds__(kAddThreads)
   }
 }
 
+// Calls set(&residual) for what this block has to set in all slices.
+template <typename Set>
+__device__ void ForOutputs(const Share<DecodeJob>& share, const Set& set) {
+  const int64_t count = share.job.slices == nullptr ? 1 : share.job.slice_count;
+  for (int64_t s = 0; s < count; ++s) {
+    const MemorySlice slice = share.job.slices == nullptr ? share.job.whole : share.job.slices[s];
+    for (int64_t i = int64_t{share.block} * kThreads + threadIdx.x; i < slice.size;
+         i += int64_t{share.blocks} * kThreads) {
+      set(slice.memory.residual + i);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) zero_outputs_kernel(Batch<DecodeJob> batch) {
+  ForOutputs(ShareOf(batch), [](float* out) { *out = 0.0f; });
+}
+
 __device__ void Record(uint32_t failure, DecodeStatus* status) {
-  if (status->refused == 0) status->first = failure;
-  ++status->refused;
+  if (atomicAdd(&status->refused, 1ull) == 0) status->first = failure;
+}
+
+__global__ void __launch_bounds__(kThreads) finish_reduce_kernel(Batch<DecodeJob> batch, DecodeStatus* status) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const uint32_t failure = *share.job.rows.failure;
+  if (failure == kNoFailure) return;
+  ForOutputs(share, [](float* out) { *out = BitsToFloat(0x7fc00000u); });  // NaN
+  if (share.block == 0 && threadIdx.x == 0) Record(failure, status);
+}
+
+__global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch, DecodeStatus* status) {
+  const Share<DecodeJob> share = ShareOf(batch);
+  const DecodeJob& job = share.job;
+  const int64_t first = int64_t{share.block} * kThreads + threadIdx.x;
+  if (*job.rows.failure != kNoFailure) {
+    if (first == 0) Record(*job.rows.failure, status);
+    return;
+  }
+  const int64_t entries = *job.rows.entries;
+  SliceFinder finder(job);
+  for (int64_t j = first; j < entries; j += int64_t{share.blocks} * kThreads) {
+    const Memory memory = finder.Find(IndexAt(job, 0, j));
+    if (memory.residual == nullptr) continue;
+    const bool is_exact = job.plan.dtype == DType::kFloat32;
+    *memory.residual = is_exact ? 0.0f : *memory.residual - FloatAt(job.plan, job.data, j);
+    if (memory.velocity != nullptr) *memory.velocity = 0.0f;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    finish_reduce_kernel(const uint32_t* failure, int64_t n, float* out, DecodeStatus* status) {
-  if (*failure == kNoFailure) return;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < n; i += int64_t{gridDim.x} * kThreads) {
-    out[i] = BitsToFloat(0x7fc00000u);  // NaN
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) Record(*failure, status);
-}
-
-__global__ void __launch_bounds__(kThreads) clear_kernel(PayloadPlan plan, const uint8_t* payload, DecodeWork work,
-                                                         float* residual, float* velocity, DecodeStatus* status) {
+    unpack_kernel(DecodeJob job, int64_t* report, int64_t* indices, void* values) {
+  const PayloadPlan& plan = job.plan;
+  const uint8_t* payload = job.data;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (*work.failure != kNoFailure) {
-    if (first == 0) Record(*work.failure, status);
-    return;
-  }
-  const int64_t entries = *work.entries;
-  for (int64_t j = first; j < entries; j += int64_t{gridDim.x} * kThreads) {
-    const int64_t index = IndexAt(work, plan, 0, j);
-    if (index < 0 || index >= plan.n) continue;
-    residual[index] = plan.dtype == DType::kFloat32 ? 0.0f : residual[index] - FloatAt(plan, payload, j);
-    if (velocity != nullptr) velocity[index] = 0.0f;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) unpack_kernel(PayloadPlan plan, const uint8_t* payload, DecodeWork work,
-                                                          int64_t* report, int64_t* indices, void* values) {
-  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t entries = *work.entries;
+  const int64_t entries = *job.rows.entries;
   if (first == 0) {
-    report[0] = *work.failure;
+    report[0] = *job.rows.failure;
     report[1] = entries;
   }
-  if (*work.failure != kNoFailure) return;
+  if (*job.rows.failure != kNoFailure) return;
   for (int64_t j = first; j < entries; j += int64_t{gridDim.x} * kThreads) {
-    indices[j] = IndexAt(work, plan, 0, j);
+    indices[j] = IndexAt(job, 0, j);
     if (plan.dtype == DType::kFloat64) {
       const uint64_t bits = ReadBytes(payload, plan.size, plan.values_at + 8 * j, 8);
       static_cast<double*>(values)[j] = __longlong_as_double(static_cast<long long>(bits));
@@ -110,51 +156,113 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(PayloadPlan plan, cons
 }
 
 // How many ranks are decoded before they are added: all, if that does not take too much memory.
-int64_t RanksTogether(const PayloadPlan& plan, int64_t ranks) {
-  const int64_t each = DecodeWork(nullptr, plan, 1).size;
+int64_t RanksTogether(const std::vector<PayloadPlan>& plans, int64_t ranks) {
+  const int64_t each = DecodeWork(nullptr, plans, 1).size;
   return std::clamp<int64_t>(kMostBytes / each, 1, std::clamp<int64_t>(ranks, 1, kLargestGridHeight));
+}
+
+std::vector<PayloadPlan> PlansOf(const ReduceSelections& selections) {
+  std::vector<PayloadPlan> plans;
+  for (const ReduceSelection& selection : selections) plans.push_back(selection.plan);
+  return plans;
+}
+
+bool IsWhole(const ReduceSelection& selection) {
+  return selection.slices.size() == 1 && selection.slices[0].begin == 0 && selection.slices[0].size == selection.plan.n;
+}
+
+// Jobs for so many ranks at a time, and what they need on the device.
+struct ReduceWork {
+  ReduceWork(void* base, const ReduceSelections& selections, int64_t stride, int64_t rows)
+      : decode(base, PlansOf(selections), rows), tables(static_cast<uint8_t*>(base) + decode.size) {
+    std::vector<DecodeJob> jobs;
+    std::vector<unsigned> blocks;
+    for (const ReduceSelection& selection : selections) {
+      DecodeJob job{selection.plan, selection.first, stride, decode.each[jobs.size()], {}, nullptr, 0};
+      if (IsWhole(selection)) {
+        job.whole = selection.slices[0];
+      } else {
+        job.slices = tables.Add(selection.slices);
+        job.slice_count = static_cast<int64_t>(selection.slices.size());
+      }
+      jobs.push_back(job);
+      blocks.push_back(BlocksOf(job));
+    }
+    batch = tables.AddBatch(jobs, blocks);
+  }
+
+  cudaError_t Begin(cudaStream_t stream) const {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(tables.Upload(stream));
+    return begin_decode_launch(decode, stream);
+  }
+
+  DecodeWork decode;
+  Tables tables;
+  Batch<DecodeJob> batch;
+};
+
+int64_t WorkspaceSize(const ReduceSelections& selections, int64_t rows) {
+  const ReduceWork work(nullptr, selections, 0, rows);
+  return work.decode.size + work.tables.size();
 }
 
 }  // namespace
 
+int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks) {
+  return WorkspaceSize(selections, RanksTogether(PlansOf(selections), ranks));
+}
+
+cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
+                          DecodeStatus* status, void* workspace, cudaStream_t stream) {
+  if (selections.empty()) return cudaSuccess;
+  const int64_t together = RanksTogether(PlansOf(selections), ranks);
+  const ReduceWork work(workspace, selections, stride, together);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
+  const Batch<DecodeJob>& batch = work.batch;
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch));
+  for (int64_t first = 0; first < ranks; first += together) {
+    const int64_t count = std::min(together, ranks - first);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(batch, first, count, work.decode, stream));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale));
+  }
+  return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
+}
+
+cudaError_t clear_launch(const ReduceSelections& selections, DecodeStatus* status, void* workspace,
+                         cudaStream_t stream) {
+  if (selections.empty()) return cudaSuccess;
+  const ReduceWork work(workspace, selections, 0, 1);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
+  return Launch(clear_kernel, work.batch.blocks, kThreads, stream, work.batch, status);
+}
+
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks) {
-  return DecodeWork(nullptr, plan, RanksTogether(plan, ranks)).size;
+  return reduce_workspace_size({{plan, nullptr, {{0, plan.n, {nullptr, nullptr}}}}}, ranks);
 }
 
 cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
                                    float scale, float* out, DecodeStatus* status, void* workspace,
                                    cudaStream_t stream) {
-  const int64_t together = RanksTogether(plan, ranks);
-  const DecodeWork work(workspace, plan, together);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_decode_launch(work, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(out, 0, static_cast<size_t>(plan.n) * sizeof(float), stream));
-  for (int64_t first = 0; first < ranks; first += together) {
-    const Payloads payloads{gathered + first * stride, stride, first, std::min(together, ranks - first)};
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, payloads, work, stream));
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(add_kernel, BlocksFor(plan.blocks, 1), kAddThreads, stream, plan, payloads, work, scale, out));
-  }
-  unsigned blocks = 0;
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(plan.n, kThreads, &blocks));
-  return Launch(finish_reduce_kernel, blocks, kThreads, stream, work.failure, plan.n, out, status);
+  return reduce_launch({{plan, gathered, {{0, plan.n, {out, nullptr}}}}}, ranks, stride, scale, status, workspace,
+                       stream);
 }
 
-int64_t unpack_workspace_size(const PayloadPlan& plan) { return DecodeWork(nullptr, plan, 1).size; }
+int64_t unpack_workspace_size(const PayloadPlan& plan) {
+  return WorkspaceSize({{plan, nullptr, {{0, plan.n, {nullptr, nullptr}}}}}, 1);
+}
 
 cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float* residual, float* velocity,
                          DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  const DecodeWork work(workspace, plan, 1);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_decode_launch(work, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, {payload, 0, 0, 1}, work, stream));
-  return Launch(clear_kernel, BlocksFor(plan.k), kThreads, stream, plan, payload, work, residual, velocity, status);
+  return clear_launch({{plan, payload, {{0, plan.n, {residual, velocity}}}}}, status, workspace, stream);
 }
 
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,
                           void* values, void* workspace, cudaStream_t stream) {
-  const DecodeWork work(workspace, plan, 1);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(begin_decode_launch(work, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(plan, {payload, 0, 0, 1}, work, stream));
-  return Launch(unpack_kernel, BlocksFor(plan.k), kThreads, stream, plan, payload, work, report, indices, values);
+  const ReduceWork work(workspace, {{plan, payload, {{0, plan.n, {nullptr, nullptr}}}}}, 0, 1);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
+  return Launch(unpack_kernel, BlocksFor(plan.k), kThreads, stream, work.batch.one, report, indices, values);
 }
 
 }  // namespace hvd_sparse

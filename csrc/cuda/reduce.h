@@ -9,12 +9,30 @@
 
 namespace hvd_sparse {
 
-// int64, on the device: how many calls met a payload that failed, and what failed first in the first of these calls,
-// as rank * 256 + check.
+// int64, on the device: how many selections met a payload that failed, and what failed first in the first of these, as
+// rank * 256 + check.
 struct DecodeStatus {
-  long long refused;
+  unsigned long long refused;
   long long first;
 };
+
+// Selections that are summed, or taken out of a memory, together.
+struct ReduceSelection {
+  PayloadPlan plan;
+  const uint8_t* first;             // the first rank's payload
+  std::vector<MemorySlice> slices;  // where their sums go, as residuals without velocities; or the memory
+};
+using ReduceSelections = std::vector<ReduceSelection>;
+
+int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks);
+
+// Payload r of a selection lies r * stride bytes behind its first. Sets the residuals of the slices.
+cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
+                          DecodeStatus* status, void* workspace, cudaStream_t stream);
+
+// Takes what payloads of the rank's own say out of the memory, as below.
+cudaError_t clear_launch(const ReduceSelections& selections, DecodeStatus* status, void* workspace,
+                         cudaStream_t stream);
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks);
 

@@ -6,10 +6,13 @@
 // the two it is they learn on the device.
 #pragma once
 
+#include <vector>
+
 #include "../core/accumulate.h"
 #include "../core/hint.h"
 #include "../core/select.h"
-#include "launch.h"
+#include "batch.h"
+#include "select_state.h"
 
 namespace hvd_sparse {
 
@@ -28,7 +31,38 @@ cudaError_t select_top_k_launch(const Array& values, const SelectParams& params,
 
 // Updates the memory, then selects the top k of the residual; sets *finite. The workspace is that of float32.
 cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
-                                    const SelectParams& params, Memory memory, bool* finite,
-                                    const SelectOutput& output, void* workspace, cudaStream_t stream);
+                                    const SelectParams& params, Memory memory, bool* finite, const SelectOutput& output,
+                                    void* workspace, cudaStream_t stream);
+
+// Of several selections of float32 that are worked on together; n and k of each.
+struct SelectSize {
+  int64_t n;
+  int64_t k;
+};
+
+// The pieces of their workspace.
+struct SelectWork {
+  SelectWork(void* base, const std::vector<SelectSize>& sizes);
+
+  SelectState* states;
+  std::vector<Candidates> candidates;
+  int64_t total;   // of all k
+  uint64_t* kept;  // of all selections, one after the other
+  uint64_t* sorted;
+  int bits;  // of an index; those of the selection's number are above
+  int sort_bits;
+  void* sort;
+  size_t sort_size = 0;
+  cudaError_t sort_status;
+  int64_t size;
+};
+
+// Sets what the work holds for them, tells how many blocks each is worth.
+template <typename T>
+cudaError_t PrepareSelect(const SelectWork& work, std::vector<SelectJob<T>>* jobs, std::vector<unsigned>* blocks);
+
+// Sets the bars. Between this and the other whoever has the data offers what reaches them.
+cudaError_t begin_select_launch(const Batch<SelectJob<float>>& batch, const SelectWork& work, cudaStream_t stream);
+cudaError_t cut_select_launch(const Batch<SelectJob<float>>& batch, const SelectWork& work, cudaStream_t stream);
 
 }  // namespace hvd_sparse

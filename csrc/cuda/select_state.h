@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../core/hint.h"
+
 namespace hvd_sparse {
 
 constexpr int kDigitBits = 11;
@@ -25,7 +27,6 @@ struct SelectState {
   uint64_t seed;                          // of the ties
   unsigned ticket;                        // blocks that are done with a pass
   bool hinted;                            // there was a bar
-  bool finite;                            // what was accumulated, if anything was
   unsigned long long histogram[kDigits];  // of one digit; zero between passes
 };
 
@@ -35,6 +36,39 @@ struct Candidates {
   uint64_t* keys;
   int64_t* indices;
   int64_t capacity;
+};
+
+// Elements [begin, begin + size) of a selection.
+struct Piece {
+  int64_t begin;
+  int64_t size;
+  const float* data;
+};
+
+// What is selected from: an array, or pieces of float32 that ascend and do not overlap; what lies in none is zero.
+template <typename T>
+struct Elements {
+  const T* data;  // null: pieces
+  const Piece* pieces;
+  int64_t count;
+  int64_t n;
+};
+
+// One selection of k, as kernels take it.
+template <typename T>
+struct SelectJob {
+  Elements<T> elements;
+  Candidates candidates;
+  double threshold;  // the hint, 0 if there is none
+  Hint* hint;        // taken in its place, and updated, unless null
+  int64_t k;
+  uint64_t seed;
+  uint64_t tag;            // of this selection, above the bits of its indices: several are sorted together
+  uint64_t* kept;          // k, tagged, in any order
+  const uint64_t* sorted;  // the same, ascending
+  int64_t* indices;
+  T* values;  // may be null
+  double* info;
 };
 
 }  // namespace hvd_sparse

@@ -54,8 +54,12 @@ cudaError_t select_threshold_launch(const Array& values, const ThresholdPlan& pl
       HVD_SPARSE_CUDA_RETURN_IF_ERROR(
           Launch(sample_kernel<T>, BlocksFor(plan.size), kThreads, stream, data, values.size, plan.size, seed, sample));
     }
-    const SelectSource<T> source{plan.is_sampled ? sample : data, plan.size, {work.state, nullptr, nullptr, 0}};
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(source, stream));
+    SelectJob<T> job{};
+    job.elements = {plan.is_sampled ? sample : data, nullptr, 0, plan.size};
+    job.candidates = {work.state, nullptr, nullptr, 0};
+    unsigned blocks = 0;
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(plan.size, kTile, &blocks));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(BatchOf(job, blocks), stream));
     return Launch(finish_threshold_kernel<T>, 1, 1, stream, work.state, threshold);
   });
 }

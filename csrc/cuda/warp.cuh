@@ -23,12 +23,12 @@ __device__ inline int64_t TakeSlot(bool wanted, Count* counter) {
   return wanted ? static_cast<int64_t>(first) + __popc(before) : -1;
 }
 
-// Whether this block is the last of the grid to come here: it then sees what all others wrote. All threads call it.
-__device__ inline bool IsLastBlock(unsigned* ticket) {
+// Whether this block is the last of so many to come here: it then sees what all others wrote. All threads call it.
+__device__ inline bool IsLastBlock(unsigned* ticket, unsigned blocks) {
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1u) == blocks - 1;
   __syncthreads();
   __threadfence();
   return is_last;

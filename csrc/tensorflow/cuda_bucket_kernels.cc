@@ -42,7 +42,7 @@ class CudaClearBucketKernel : public ClearBucketBase {
 
  protected:
   absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const override {
-    SentSelections selections;
+    ReduceSelections selections;
     for (const Clearing& clearing : clearings) {
       selections.push_back({{}, clearing.payload, clearing.slices});
       TF_RETURN_IF_ERROR(PlanOf(call, clearing.format, &selections.back().plan));
@@ -51,9 +51,9 @@ class CudaClearBucketKernel : public ClearBucketBase {
     void* workspace = nullptr;
     DecodeStatus* status = nullptr;
     TF_RETURN_IF_ERROR(work.Open(call));
-    TF_RETURN_IF_ERROR(work.Allocate(clear_bucket_workspace_size(selections), &workspace));
+    TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, 1), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(clear_bucket_launch(selections, status, workspace, work.stream()));
+    return CudaStatus(clear_launch(selections, status, workspace, work.stream()));
   }
 };
 
@@ -65,18 +65,21 @@ class CudaReduceBucketKernel : public ReduceBucketBase {
   absl::Status Reduce(const Call& call, const std::vector<Summing>& summings, int64_t ranks, int64_t stride,
                       float scale) const override {
     if (ranks >= kMostRanks) return call.Invalid("too many ranks");
-    SummedSelections selections;
+    ReduceSelections selections;
     for (const Summing& summing : summings) {
-      selections.push_back({{}, summing.first, summing.slices});
+      selections.push_back({{}, summing.first, {}});
+      for (const Slice& slice : summing.slices) {
+        selections.back().slices.push_back({slice.begin, slice.size, {slice.out, nullptr}});
+      }
       TF_RETURN_IF_ERROR(PlanOf(call, summing.format, &selections.back().plan));
     }
     DeviceWork work;
     void* workspace = nullptr;
     DecodeStatus* status = nullptr;
     TF_RETURN_IF_ERROR(work.Open(call));
-    TF_RETURN_IF_ERROR(work.Allocate(reduce_bucket_workspace_size(selections, ranks), &workspace));
+    TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, ranks), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(reduce_bucket_launch(selections, ranks, stride, scale, status, workspace, work.stream()));
+    return CudaStatus(reduce_launch(selections, ranks, stride, scale, status, workspace, work.stream()));
   }
 };
 

@@ -119,7 +119,7 @@ class CudaAccumulateKernel : public MemoryKernel {
     TF_RETURN_IF_ERROR(work.Open(call));
     if (!job.is_active) return CudaStatus(all_finite_launch(job.gradient, finite, work.stream()));
     TF_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(finite, 1, sizeof(bool), work.stream())));
-    return CudaStatus(accumulate_launch(job.gradient, job.params, job.memory, finite, {}, work.stream()));
+    return CudaStatus(accumulate_launch({job.gradient, job.params, job.memory, finite, true, {}, 0}, work.stream()));
   }
 };
 

@@ -124,9 +124,9 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   Layout layout(call.op(), ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   CheckCounts(call.op(), "member", members, {selections.size(), velocities.empty() ? members : velocities.size()});
   call.CheckTensorHere("message", message, at::kByte);
-  SentSelections bucket;
+  ReduceSelections bucket;
   for (size_t s = 0; s < ns.size(); ++s) {
-    SentSelection sent{PlanOf(call, layout.formats()[s]), layout.PayloadIn(s, message), {}};
+    ReduceSelection sent{PlanOf(call, layout.formats()[s]), layout.PayloadIn(s, message), {}};
     layout.ForMembers(s, residuals, [&](size_t i) {
       Tensor residual = residuals[i];
       std::optional<Tensor> velocity = MemberOf(velocities, i);
@@ -137,8 +137,8 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
     });
     bucket.push_back(std::move(sent));
   }
-  const Tensor workspace = call.Bytes(clear_bucket_workspace_size(bucket));
-  call.Run(clear_bucket_launch(bucket, call.decode_status(), workspace.data_ptr(), call.stream()));
+  const Tensor workspace = call.Bytes(reduce_workspace_size(bucket, 1));
+  call.Run(clear_launch(bucket, call.decode_status(), workspace.data_ptr(), call.stream()));
 }
 
 void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntArrayRef ns, IntArrayRef ks,
@@ -150,19 +150,19 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
   call.CheckTensorHere("gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0 && gathered.size(0) < kMostRanks, "hvd_sparse.",
                     call.op(), ": gathered must be [ranks, bytes], got ", gathered.sizes());
-  SummedSelections bucket;
+  ReduceSelections bucket;
   for (size_t s = 0; s < ns.size(); ++s) {
-    SummedSelection summed{PlanOf(call, layout.formats()[s]), layout.PayloadIn(s, gathered[0]), {}};
+    ReduceSelection summed{PlanOf(call, layout.formats()[s]), layout.PayloadIn(s, gathered[0]), {}};
     layout.ForMembers(s, outs, [&](size_t i) {
       Tensor out = outs[i];
       call.CheckTensorHere("out", out, at::kFloat);
-      summed.slices.push_back({layout.begin(i), out.numel(), out.mutable_data_ptr<float>()});
+      summed.slices.push_back({layout.begin(i), out.numel(), {out.mutable_data_ptr<float>(), nullptr}});
     });
     bucket.push_back(std::move(summed));
   }
-  const Tensor workspace = call.Bytes(reduce_bucket_workspace_size(bucket, gathered.size(0)));
-  call.Run(reduce_bucket_launch(bucket, gathered.size(0), gathered.size(1), static_cast<float>(scale),
-                                call.decode_status(), workspace.data_ptr(), call.stream()));
+  const Tensor workspace = call.Bytes(reduce_workspace_size(bucket, gathered.size(0)));
+  call.Run(reduce_launch(bucket, gathered.size(0), gathered.size(1), static_cast<float>(scale), call.decode_status(),
+                         workspace.data_ptr(), call.stream()));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""scope="tensor" for parameters on a CUDA device: nothing but the vote is read back, once a step.
+"""The scopes of parameters on a CUDA device: nothing but the vote is read back, once a step.
 
 Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA
 tensors, as for any gradient on a GPU. The token, which has nothing to do with the data, stays on the CPU.
@@ -9,17 +9,19 @@ import torch
 from hvd_sparse.algorithms import Algorithm, SparsificationAwareMomentum
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.scope import Entry
+from hvd_sparse.torch.memory import destinations
+from hvd_sparse.torch.model_scope import Group, ModelScope
+from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.tensor_scope import TensorScope
-from hvd_sparse.wire import LOW_BITS
+from hvd_sparse.wire import top_k_count
 
 
-class DeviceTensorScope(TensorScope):
-    """A selection of exactly k in each tensor, without waiting for the device while gradients come in."""
+class DeviceScope(Scope):
+    """What both scopes do without waiting for the device while gradients come in."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._kept_hints: dict[tuple[str, ...], torch.Tensor] = {}  # float64[members, 3], of those who share a call
+        self._kept_hints: dict[tuple[str, ...], torch.Tensor] = {}  # float64[selections, 3], of those who share a call
         self._finite: dict[str, torch.Tensor] = {}  # bool, on the device, of this step's gradients
 
     def begin(self, step: int) -> None:
@@ -30,15 +32,14 @@ class DeviceTensorScope(TensorScope):
     def _look(self, entry: Entry) -> None:
         self._finite[entry.name] = ops.all_finite(entry.gradient)
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.parameters.device)
-
-    def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
-        members = tuple(entries)
-        if members not in self._kept_hints:
-            self._kept_hints[members] = ops.new_hints(len(members), self.parameters.device)
-        _, finite = ops.accumulate_bucket_hinted(*lists, hints=self._kept_hints[members], **options)
-        self._finite.update(zip(members, finite.unbind(), strict=True))
+    def _accumulate(self, names: tuple[str, ...], *lists, **options) -> None:
+        """Accumulate, select and pack, with hints that are kept for these tensors; note which gradients were finite."""
+        if names not in self._kept_hints:
+            self._kept_hints[names] = ops.new_hints(len(options["layout"].ns), self.parameters.device)
+        _, finite = ops.accumulate_bucket_hinted(
+            *lists, hints=self._kept_hints[names], centre=self.algorithm.centre, **options
+        )
+        self._finite.update(zip(names, finite.unbind(), strict=True))
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         flags = [self._finite[entry.name].double() for entry in entries if entry.name in self._finite]
@@ -51,20 +52,63 @@ class DeviceTensorScope(TensorScope):
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
 
 
-def device_layout(algorithm: Algorithm) -> type[DeviceTensorScope]:
+class DeviceTensorScope(DeviceScope, TensorScope):
+    """A selection of exactly k in each tensor."""
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.parameters.device)
+
+    def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
+        self._accumulate(tuple(entries), *lists, **options)
+
+
+class DeviceModelScope(DeviceScope, ModelScope):
+    """One selection in all tensors."""
+
+    def _group(self, names: list[str]) -> Group:
+        with self.parameters.device:  # where the memory of the whole is made
+            return super()._group(names)
+
+    def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
+        with self.parameters.device:  # where zeros are made, in place of what does not train
+            return super()._take_dense(entry, factor)
+
+    def _choose(self, group: Group, factors: dict[str, float]) -> None:
+        k = top_k_count(group.n, self.density)
+        size = self._payload_size(group.n, k, group.segments)
+        if group.buffer is None or group.buffer.numel() != size:
+            group.buffer = torch.zeros(size, dtype=torch.uint8, device=self.parameters.device)
+        entries = self._present(group)
+        names = tuple(entry.name for entry in entries)
+        self._accumulate(
+            names,
+            [entry.gradient for entry in entries],
+            *destinations(self.memories[name] for name in names),
+            layout=self._layout(group, names),
+            out=group.buffer,
+            factors=[factors[name] for name in names],
+            seed=self.seed,
+            **self._form(),
+            **group.memory.rule(),
+        )
+        self.traffic.count(sent=k)
+
+
+LAYOUTS = {"tensor": DeviceTensorScope, "model": DeviceModelScope}
+
+
+def device_layout(algorithm: Algorithm) -> type[DeviceScope]:
     """Return how a method lays out a step on a CUDA device; ValueError where it has none yet."""
     if not has_cuda("torch"):
         raise ValueError(
             "the parameters are on a CUDA device, but hvd_sparse was built without CUDA: install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
-    if algorithm.layout != "tensor":
+    if algorithm.layout not in LAYOUTS:
         raise ValueError(
-            "on CUDA devices there are dgc, gradient_dropping and topk with scope='tensor' so far; got "
+            "on CUDA devices there are dgc, gradient_dropping and topk so far, which select exactly k; got "
             f"{algorithm.name} laid out by {algorithm.layout}"
         )
     if isinstance(algorithm, SparsificationAwareMomentum):
         raise ValueError(f"on CUDA devices {algorithm.name} has no kernels yet: dgc has a momentum there")
-    if algorithm.values in LOW_BITS:
-        raise ValueError(f"on CUDA devices values are float32, float16 or bfloat16 so far, got {algorithm.values}")
-    return DeviceTensorScope
+    return LAYOUTS[algorithm.layout]

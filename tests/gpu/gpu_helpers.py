@@ -1,9 +1,8 @@
 """Values of every awkward kind, and comparisons between the devices. No pytest: see run.py."""
 
-import math
-
 import numpy as np
 import torch
+from kinds import MAKERS
 
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
@@ -23,29 +22,9 @@ def reason_to_skip() -> str | None:
     return None
 
 
-def _with_some(values, rng, *specials):
-    values[rng.random(values.size) < 0.3] = specials[0]
-    values[rng.random(values.size) < 0.1] = specials[-1]
-    return values
-
-
-KINDS = {
-    "normal": lambda n, rng: rng.standard_normal(n),
-    "ties": lambda n, rng: rng.integers(-3, 4, n).astype(float),
-    "zeros": lambda n, rng: np.where(rng.random(n) < 0.5, 0.0, -0.0),
-    "constant": lambda n, rng: np.full(n, -0.25),
-    "nan": lambda n, rng: _with_some(rng.standard_normal(n), rng, math.nan, 0.0),
-    "all_nan": lambda n, rng: np.full(n, math.nan),
-    "infinite": lambda n, rng: _with_some(rng.standard_normal(n), rng, math.inf, -math.inf),
-    "denormal": lambda n, rng: rng.integers(-9, 10, n) * (2.0**-149 if n % 2 else 2.0**-24),
-    "sparse": lambda n, rng: rng.standard_normal(n) * (rng.random(n) < 0.0005),
-    "heavy_tailed": lambda n, rng: rng.standard_cauchy(n),
-}
-
-
 def make(kind: str, n: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     """Draw values on the CPU, the same for the same arguments."""
-    return torch.from_numpy(KINDS[kind](n, np.random.default_rng([seed, n]))).to(dtype)
+    return torch.from_numpy(MAKERS[kind](n, np.random.default_rng([seed, n]))).to(dtype)
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, context="") -> None:

@@ -5,7 +5,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from gpu_helpers import reason_to_skip
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "shared"))  # as pyproject.toml tells pytest
+
+from gpu_helpers import reason_to_skip  # noqa: E402
 
 
 def main() -> int:
@@ -15,7 +18,7 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     failed = passed = 0
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+    for path in sorted(HERE.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         for name in [name for name in vars(module) if name.startswith("test_")]:
             try:

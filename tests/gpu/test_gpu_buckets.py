@@ -19,20 +19,22 @@ FORMS = (
 class Bucket:
     """Tensors of all sizes on a device, with memories, and where their payloads go."""
 
-    def __init__(self, device, rule, form, dtype=torch.float32):
-        self.device, self.rule, self.form, self.dtype = device, rule, form, dtype
+    def __init__(self, device, rule, form, dtype=torch.float32, joint=False):
+        self.device, self.rule, self.form, self.dtype, self.joint = device, rule, form, dtype, joint
         self.residuals = [make("normal", n, seed=1).to(device) for n in NUMELS]
         self.velocities = [make("normal", n, seed=2).to(device) for n in NUMELS] if rule else []
         decays = "weight_decay" in rule
         self.parameters = [make("normal", n, seed=3).to(device) for n in NUMELS] if decays else []
-        self.ks = [max(1, n // 100) for n in NUMELS]
-        self.sizes = [ops.payload_size(n, k, **form) for n, k in zip(NUMELS, self.ks, strict=True)]
-        self.offsets = [sum(self.sizes[:i]) for i in range(len(NUMELS))]
+        ns = [sum(NUMELS) + 10] if joint else NUMELS  # the last 10 elements are nobody's
+        self.ks = [max(1, n // 100) for n in ns]
+        self.sizes = [ops.payload_size(n, k, **form) for n, k in zip(ns, self.ks, strict=True)]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(ns))]
         self.out = torch.full((sum(self.sizes),), 7, dtype=torch.uint8, device=device)
         self.sums = [torch.full((n,), 9.0, device=device) for n in NUMELS]
-        members = (range(len(NUMELS)), [0] * len(NUMELS))
-        self.layout = ops.Layout(NUMELS, self.ks, self.offsets, [None] * len(NUMELS), *members)
-        self.hints = ops.new_hints(len(NUMELS), device)
+        begins = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
+        members = ([0] * len(NUMELS), begins) if joint else (range(len(NUMELS)), [0] * len(NUMELS))
+        self.layout = ops.Layout(ns, self.ks, self.offsets, [None] * len(ns), *members)
+        self.hints = ops.new_hints(len(ns), device)
 
     def gradients(self, step):
         return [make("normal", n, self.dtype, seed=10 + step).to(self.device) for n in NUMELS]
@@ -64,20 +66,41 @@ def assert_equal(found, expected, context):
 
 
 def test_a_bucket_is_that_of_the_cpu():
+    for joint in (False, True):
+        check_buckets(joint)
+    assert ops.take_decode_status(torch.empty(0, device="cuda")).tolist() == [0, 0]
+
+
+def check_buckets(joint):
     for rule in RULES:
         for form in FORMS:
             for dtype in (torch.float32, torch.bfloat16):
-                found, expected = Bucket("cuda", rule, form, dtype), Bucket("cpu", rule, form, dtype)
+                found, expected = (Bucket(device, rule, form, dtype, joint) for device in ("cuda", "cpu"))
                 for hint in (2.0, 1e-6, 1e6):
-                    infos = [bucket.accumulate(bucket.gradients(0), [hint] * 5) for bucket in (found, expected)]
+                    hints = [hint] * len(found.ks)
+                    infos = [bucket.accumulate(bucket.gradients(0), hints) for bucket in (found, expected)]
                     (info, finite), (expected_info, expected_finite) = infos
                     assert info[:, 0].tolist() == expected_info[:, 0].tolist(), (rule, form)
                     assert finite.tolist() == expected_finite.tolist(), (rule, form)
                     for bucket in (found, expected):
                         bucket.clear()
                         bucket.reduce(torch.stack([bucket.out, bucket.out, bucket.out]))
-                    assert_equal(found, expected, (rule, form, dtype, hint))
-    assert ops.take_decode_status(found.out).tolist() == [0, 0]
+                    assert_equal(found, expected, (rule, form, dtype, hint, joint))
+
+
+def test_many_small_tensors():
+    gradients = [make("normal", 20_000, seed=i) for i in range(160)]
+    k, size = 20, ops.payload_size(20_000, 20)
+    messages = []
+    for device in ("cuda", "cpu"):
+        residuals = [torch.zeros(20_000, device=device) for _ in gradients]
+        out = torch.zeros(160 * size, dtype=torch.uint8, device=device)
+        offsets = range(0, 160 * size, size)
+        layout = ops.Layout([20_000] * 160, [k] * 160, offsets, [None] * 160, range(160), [0] * 160)
+        ones = [gradient.to(device) for gradient in gradients]
+        ops.accumulate_bucket(ones, residuals, layout=layout, out=out, factors=[1.0] * 160, hints=[3.0] * 160)
+        messages.append(out)
+    assert_same(*messages)
 
 
 def test_hints_that_stay_on_the_device_follow_the_rule():
@@ -157,7 +180,7 @@ def test_what_a_bucket_refuses():
     assert_refuses(bucket.accumulate, [gradient.cpu() for gradient in gradients], [0.0] * 5, says="gradient must be on")
     shared = bucket.layout._replace(selections=[0, 1, 2, 3, 3])
     layout, bucket.layout = bucket.layout, shared
-    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="each member has a selection of its own")
+    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="does not fit selection 3")
     bucket.layout = layout
     bucket.form = {"value_dtype": "int1"}
     assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="CPU only")

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import torch
-from gpu_helpers import DTYPES, KINDS, SIZES, assert_refuses, assert_same, make
+from gpu_helpers import DTYPES, SIZES, assert_refuses, assert_same, make
+from kinds import MAKERS
 
 from hvd_sparse import reference
 from hvd_sparse.torch import ops
@@ -33,7 +34,7 @@ def check_selection(values, k, seed=5, hint=0.0):
 
 
 def test_select_top_k():
-    for kind in KINDS:
+    for kind in MAKERS:
         for dtype in DTYPES:
             for n in SIZES[:-1]:
                 values = make(kind, n, dtype)
@@ -125,7 +126,7 @@ def test_nothing_to_accumulate():
 
 
 def test_thresholds():
-    for kind in KINDS:
+    for kind in MAKERS:
         for dtype in DTYPES:
             values = make(kind, 300_001, dtype)
             for k in (1, 300, 150_000, 300_001):
@@ -135,7 +136,7 @@ def test_thresholds():
 
 
 def test_filter_and_finite():
-    for kind in KINDS:
+    for kind in MAKERS:
         for dtype in DTYPES:
             values = make(kind, 65_537, dtype)
             assert_same(ops.all_finite(values.cuda()), ops.all_finite(values), (kind, dtype))
@@ -148,7 +149,7 @@ def test_filter_and_finite():
 
 
 def test_quantize():
-    for kind in KINDS:
+    for kind in MAKERS:
         values = make(kind, 65_537) * 1000
         for value_dtype in ("float32", "float16", "bfloat16", "none"):
             assert_same(ops.quantize(values.cuda(), value_dtype), ops.quantize(values, value_dtype), value_dtype)

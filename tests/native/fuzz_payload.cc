@@ -78,8 +78,8 @@ Input ReadInput(const uint8_t* data, size_t size) {
 }
 
 void SealFast(Bytes* bytes) {  // wire.h's Seal is bit by bit
-  WriteNumber(bytes, kChecksumAt, 0, 4);
-  WriteNumber(bytes, kChecksumAt, Crc32(bytes->data(), bytes->size()), 4);
+  WriteNumber(bytes, kCrcAt, 0, 4);
+  WriteNumber(bytes, kCrcAt, Crc32(bytes->data(), bytes->size()), 4);
 }
 
 void Fit(const Input& input, int64_t size, Bytes* bytes) {

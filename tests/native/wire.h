@@ -17,7 +17,7 @@ namespace hvd_sparse {
 using Bytes = std::vector<uint8_t>;
 
 // Where the header's fields are.
-constexpr size_t kCodingAt = 5, kDTypeAt = 6, kZeroAt = 7, kElementsAt = 8, kEntriesAt = 16, kChecksumAt = 24,
+constexpr size_t kCodingAt = 5, kDTypeAt = 6, kZeroAt = 7, kElementsAt = 8, kEntriesAt = 16, kCrcAt = 24,
                  kZeroTooAt = 28, kCountsAt = 32;
 
 // CRC-32 one bit at a time.
@@ -60,8 +60,8 @@ inline void AppendNumber(Bytes* bytes, uint64_t number, int width) {
 }
 
 inline void Seal(Bytes* payload) {
-  WriteNumber(payload, kChecksumAt, 0, 4);
-  WriteNumber(payload, kChecksumAt, BitwiseCrc32(payload->data(), payload->size()), 4);
+  WriteNumber(payload, kCrcAt, 0, 4);
+  WriteNumber(payload, kCrcAt, BitwiseCrc32(payload->data(), payload->size()), 4);
 }
 
 // What a payload says, true or not.

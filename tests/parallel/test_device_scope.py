@@ -1,4 +1,4 @@
-"""The scope of parameters on a CUDA device, driven on the CPU: the same memories and sums as the CPU's own, to the bit.
+"""The scopes of parameters on a CUDA device, driven on the CPU: memories and sums are those of the CPU, to the bit.
 
 Of the device it needs one operator that the CPU lacks, which is put together here from those that it has.
 """
@@ -10,7 +10,7 @@ import torch
 from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
-from hvd_sparse.algorithms import DeepGradientCompression, TopK
+from hvd_sparse.algorithms import DeepGradientCompression, SIDCo, TopK
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import Compression, compression, device_scope, ops
 
@@ -29,9 +29,11 @@ def accumulate_bucket_hinted(*lists, hints, **options):
     return info, finite
 
 
-def trained(values, spoilt_step):
+def trained(values, spoilt_step, **settings):
     parameters = make_parameters(SHAPES)
-    compressor = Compression.dgc(parameters.items(), density=0.01, warmup=2, values=values, bucket_bytes=300)
+    compressor = Compression.dgc(
+        parameters.items(), density=0.01, warmup=2, values=values, bucket_bytes=300, **settings
+    )
     sums = []
     for step in range(STEPS):
         gradients = draw(SHAPES, step, hvd.rank())
@@ -48,18 +50,24 @@ def trained(values, spoilt_step):
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoilt_step", [None, 0, 3])
-def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step):
-    expected = trained(values, spoilt_step)
+@pytest.mark.parametrize(("scope", "min_numel"), [("tensor", 0), ("model", 0), ("model", 1000), ("model", 10_000)])
+def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step, scope, min_numel):
+    settings = {"scope": scope, "min_numel": min_numel}
+    expected = trained(values, spoilt_step, **settings)
     monkeypatch.setattr(ops, "accumulate_bucket_hinted", accumulate_bucket_hinted)
-    monkeypatch.setitem(compression.SCOPES, "tensor", device_scope.DeviceTensorScope)
-    found = trained(values, spoilt_step)
+    monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
+    found = trained(values, spoilt_step, **settings)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_there_is_not_on_a_device_yet_is_refused(monkeypatch):
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
     assert device_scope.device_layout(DeepGradientCompression()) is device_scope.DeviceTensorScope
-    for algorithm, message in ((TopK(), "laid out by model"), (DeepGradientCompression(values="int1"), "got int1")):
+    assert device_scope.device_layout(TopK()) is device_scope.DeviceModelScope
+    for algorithm, message in (
+        (SIDCo(), "laid out by threshold"),
+        (DeepGradientCompression(values="int1"), "got int1"),
+    ):
         with pytest.raises(ValueError, match=message):
             device_scope.device_layout(algorithm)
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)

@@ -21,7 +21,7 @@ struct dim3 {
 
 extern dim3 threadIdx, blockIdx, gridDim;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorNotSupported = 801 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 using cudaStream_t = void*;
 

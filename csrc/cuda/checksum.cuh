@@ -1,18 +1,19 @@
-#include "checksum.h"
+// CRC-32 of payloads, on a device: parts that are read at the same time, summed as core/checksum.h says.
+#pragma once
 
+#include "../core/checksum.h"
 #include "../core/entries.h"
 #include "../core/layout.h"
+#include "batch.cuh"
 #include "warp.cuh"
 
 namespace hvd_sparse {
-namespace {
-
 constexpr int kSlices = 4;  // bytes that are folded in at a time
 constexpr int64_t kBlockBytes = int64_t{CrcChunks::kBytes} * kThreads;
 static_assert(kThreads == CrcChunks::kCount, "a thread a chunk");
 
 // tables[s][b]: what byte b contributes when s bytes follow it.
-__device__ void MakeTables(uint32_t (*tables)[256]) {
+__device__ inline void MakeTables(uint32_t (*tables)[256]) {
   static_assert(kThreads == 256, "a thread a byte");
   const unsigned byte = threadIdx.x;
   tables[0][byte] = CrcOfByte(byte);
@@ -26,21 +27,27 @@ __device__ void MakeTables(uint32_t (*tables)[256]) {
 }
 
 // The payload's word at `at`, a multiple of 4, below a size that is one of 8.
-__device__ uint32_t ReadWord(const uint8_t* payload, int64_t at, bool is_aligned) {
+__device__ inline uint32_t ReadWord(const uint8_t* payload, int64_t at, bool is_aligned) {
   if (at == kChecksumAt) return 0;
   if (is_aligned) return *reinterpret_cast<const uint32_t*>(payload + at);
   return static_cast<uint32_t>(ReadBytes(payload, at + 4, at, 4));
 }
 
-// A block sums chunks that lie together, counted from the payload's end, so that what follows a chunk is a multiple of
-// its size.
-__global__ void __launch_bounds__(kThreads) checksum_kernel(const uint8_t* payloads, int64_t stride, int64_t size,
-                                                            CrcPowers powers, CrcChunks chunks, uint32_t* sums) {
+// Adds to *SumOf(job, row), which must be zero, the remainder of the payload at PayloadOf(job, first + row), with its
+// own checksum taken as zero. A block sums chunks that lie together, counted from the payload's end, so that what
+// follows a chunk is a multiple of its size.
+template <typename Job>
+__global__ void __launch_bounds__(kThreads)
+    checksum_kernel(Batch<Job> batch, int64_t first, CrcPowers powers, CrcChunks chunks) {
   __shared__ uint32_t tables[kSlices][256];
+  const Share<Job> share = ShareOf(batch);
+  const int64_t size = share.job.plan.size;
+  if (int64_t{share.block} * kBlockBytes >= size) return;
   MakeTables(tables);
-  const uint8_t* payload = payloads + int64_t{blockIdx.y} * stride;
+  const uint8_t* payload = PayloadOf(share.job, first + blockIdx.y);
   const bool is_aligned = reinterpret_cast<uintptr_t>(payload) % 4 == 0;
-  for (int64_t behind = int64_t{blockIdx.x} * kBlockBytes; behind < size; behind += int64_t{gridDim.x} * kBlockBytes) {
+  for (int64_t behind = int64_t{share.block} * kBlockBytes; behind < size;
+       behind += int64_t{share.blocks} * kBlockBytes) {
     const int64_t end = size - behind - int64_t{threadIdx.x} * CrcChunks::kBytes;
     uint32_t part = 0;
     for (int64_t at = end > CrcChunks::kBytes ? end - CrcChunks::kBytes : 0; at < end; at += 4) {
@@ -50,19 +57,17 @@ __global__ void __launch_bounds__(kThreads) checksum_kernel(const uint8_t* paylo
     }
     const uint32_t sum = __reduce_xor_sync(kWholeWarp, CrcMultiply(part, chunks.of[threadIdx.x]));
     if (threadIdx.x % 32 == 0 && sum != 0) {
-      atomicXor(&sums[blockIdx.y], CrcShift(sum, static_cast<uint64_t>(behind), powers));
+      atomicXor(SumOf(share.job, blockIdx.y), CrcShift(sum, static_cast<uint64_t>(behind), powers));
     }
   }
 }
 
-}  // namespace
-
-cudaError_t checksum_launch(const uint8_t* payloads, int64_t stride, int64_t count, int64_t size, uint32_t* sums,
-                            cudaStream_t stream) {
+template <typename Job>
+cudaError_t LaunchChecksums(const Batch<Job>& batch, int64_t first, int64_t rows, cudaStream_t stream) {
   static constexpr CrcPowers kPowers = MakeCrcPowers();
   static constexpr CrcChunks kChunks = MakeCrcChunks();
-  const dim3 grid(BlocksFor(size, kBlockBytes), static_cast<unsigned>(count));
-  return Launch(checksum_kernel, grid, kThreads, stream, payloads, stride, size, kPowers, kChunks, sums);
+  return Launch(checksum_kernel<Job>, dim3(batch.blocks, static_cast<unsigned>(rows)), kThreads, stream, batch, first,
+                kPowers, kChunks);
 }
 
 }  // namespace hvd_sparse
