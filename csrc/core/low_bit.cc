@@ -1,14 +1,14 @@
 #include "low_bit.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <string>
+
+#include "low_bit_centre.h"
 
 namespace hvd_sparse {
 namespace {
 
-constexpr uint32_t kUnset = 0xffffffffu;  // no magnitude has the sign bit
 constexpr int64_t kCentreBytes = sizeof(float);
 
 // Bits a value, and centres a group.
@@ -43,35 +43,6 @@ struct Slots {
   std::vector<int64_t> of;
   int64_t count = 0;
 };
-
-// To the nearest float32. Denormals are made of integers, for a host that flushes them.
-float Narrow(double magnitude) {
-  if (!(magnitude < 0x1p-126)) return static_cast<float>(magnitude);
-  return BitsToFloat(static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p149)));
-}
-
-// A set of magnitudes, none of them zero.
-struct Class {
-  double sum = 0;
-  int64_t count = 0;
-  uint32_t least = kUnset;
-
-  void Add(uint32_t bits) {
-    if (bits == 0) return;
-    sum += MagnitudeFromBits(float{}, bits);
-    ++count;
-    least = std::min(least, bits);
-  }
-  double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
-  float Of(Centre centre) const {
-    if (count == 0) return 0;
-    return centre == Centre::kMean ? Narrow(Mean()) : BitsToFloat(least);
-  }
-};
-
-float WithSignOf(float value, float magnitude) {
-  return BitsToFloat(FloatToBits(magnitude) | (FloatToBits(value) & 0x80000000u));
-}
 
 // Where the number of elements is not known: of any that there could be.
 Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
@@ -110,18 +81,18 @@ Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DT
   const Slots slots(segments, indices, k);
   const bool splits = Levels(dtype) == 2;
   std::vector<double> split(static_cast<size_t>(slots.count), 0);
-  std::vector<Class> classes(static_cast<size_t>(2 * slots.count));
+  std::vector<MagnitudeClass> classes(static_cast<size_t>(2 * slots.count));
   const auto class_of = [&](int64_t j) {
     const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
     const bool is_large = splits && MagnitudeFromBits(float{}, MagnitudeBits(values[j])) >= split[slot];
     return 2 * slot + (is_large ? 1 : 0);
   };
   if (splits) {
-    std::vector<Class> whole(static_cast<size_t>(slots.count));
+    std::vector<MagnitudeClass> whole(static_cast<size_t>(slots.count));
     for (int64_t j = 0; j < k; ++j) {
       whole[static_cast<size_t>(slots.of[static_cast<size_t>(j)])].Add(MagnitudeBits(values[j]));
     }
-    std::transform(whole.begin(), whole.end(), split.begin(), [](const Class& one) { return one.Mean(); });
+    std::transform(whole.begin(), whole.end(), split.begin(), [](const MagnitudeClass& one) { return one.Mean(); });
   }
   for (int64_t j = 0; j < k; ++j) classes[class_of(j)].Add(MagnitudeBits(values[j]));
   for (int64_t j = 0; j < k; ++j) result[j] = WithSignOf(values[j], classes[class_of(j)].Of(centre));
@@ -132,7 +103,7 @@ Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType
                    uint8_t* out) {
   const Slots slots(segments, indices, k);
   const int64_t levels = Levels(dtype);
-  std::vector<uint32_t> low(static_cast<size_t>(slots.count), kUnset);
+  std::vector<uint32_t> low(static_cast<size_t>(slots.count), kUnsetMagnitude);
   std::vector<uint32_t> high(static_cast<size_t>(slots.count), 0);
   for (int64_t j = 0; j < k; ++j) {
     const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);

@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include "accumulate.h"
+#include "low_bit.h"
 #include "pack.h"
 #include "select.h"
 
@@ -24,15 +25,36 @@ const float* JoinedResiduals(const BucketSelection& selection) {
   return joined == selection.plan.n ? selection.parts[0].memory.residual : nullptr;
 }
 
+std::vector<LowBitJob> LowBitJobsOf(const BucketSelections& selections, Centre centre) {
+  std::vector<LowBitJob> jobs;
+  for (const BucketSelection& selection : selections) {
+    if (selection.plan.levels == 0) continue;
+    jobs.emplace_back();
+    jobs.back().plan = selection.plan;
+    jobs.back().centre = centre;
+  }
+  return jobs;
+}
+
+std::vector<PackJob> PackJobsOf(const BucketSelections& selections) {
+  std::vector<PackJob> jobs(selections.size());
+  for (size_t s = 0; s < jobs.size(); ++s) jobs[s].plan = selections[s].plan;
+  return jobs;
+}
+
 // The pieces of a workspace for a bucket, and the jobs of its kernels.
 struct BucketWork {
-  BucketWork(void* base, const BucketSelections& selections, bool active, double* info, bool* finite)
-      : select(base, SizesOf(selections)), tables(nullptr) {
+  BucketWork(void* base, const BucketSelections& selections, bool active, Centre centre, double* info, bool* finite)
+      : select(base, SizesOf(selections)),
+        low_bit_jobs(LowBitJobsOf(selections, centre)),
+        low_bit(static_cast<uint8_t*>(base) + select.size, &low_bit_jobs),
+        pack_jobs(PackJobsOf(selections)),
+        pack(static_cast<uint8_t*>(base) + select.size + low_bit.size, &pack_jobs),
+        tables(nullptr) {
     Workspace workspace(base);
-    workspace.Take<uint8_t>(select.size);
+    workspace.Take<uint8_t>(select.size + low_bit.size + pack.size);
     indices = workspace.Take<int64_t>(select.total);
     values = workspace.Take<float>(select.total);
-    states = workspace.Take<PackState>(static_cast<int64_t>(selections.size()));
     tables_at = workspace.used();
     tables = Tables(static_cast<uint8_t*>(base) + tables_at);
     AddSelections(selections, info);
@@ -89,29 +111,44 @@ struct BucketWork {
     gradients = MakeGroups(jobs, &tables);
   }
 
+  // Payloads, and low-bit values: one entry of each list a selection, or a selection that has such values.
   void AddPayloads(const BucketSelections& selections) {
-    std::vector<PackJob> jobs;
-    std::vector<unsigned> blocks;
     int64_t before = 0;
-    for (const BucketSelection& selection : selections) {
-      const int64_t k = selection.plan.k;
-      jobs.push_back({selection.plan, indices + before, values + before, k, selection.payload, states + jobs.size()});
-      blocks.push_back(BlocksOf(jobs.back()));
-      before += k;
+    size_t next = 0;
+    for (size_t s = 0; s < selections.size(); ++s) {
+      const DevicePlan plan = ForDevice(selections[s].plan, &tables);
+      PackJob& job = pack_jobs[s];
+      job.plan = plan;
+      job.indices = indices + before;
+      job.values = values + before;
+      job.entries = plan.k;
+      job.payload = selections[s].payload;
+      if (plan.levels > 0) {
+        LowBitJob& low = low_bit_jobs[next++];
+        low.plan = plan;
+        low.indices = indices + before;
+        low.values = values + before;
+      }
+      before += plan.k;
     }
-    packed = tables.AddBatch(jobs, blocks);
+    packed = tables.AddBatch(pack_jobs, pack.blocks);
+    if (!low_bit_jobs.empty()) narrowed = tables.AddBatch(low_bit_jobs, low_bit.blocks);
   }
 
   SelectWork select;
+  std::vector<LowBitJob> low_bit_jobs;
+  LowBitWork low_bit;
+  std::vector<PackJob> pack_jobs;
+  PackWork pack;
   Tables tables;
   int64_t tables_at;
   int64_t* indices;
   float* values;
-  PackState* states;
   size_t members = 0;
   cudaError_t status = cudaSuccess;
   Batch<SelectJob<float>> selected;
   std::vector<AccumulateGroup> gradients;
+  Batch<LowBitJob> narrowed{};
   Batch<PackJob> packed;
 };
 
@@ -120,15 +157,15 @@ struct BucketWork {
 cudaError_t accumulate_bucket_workspace_size(const BucketSelections& selections, int64_t* size) {
   *size = 0;
   if (selections.empty()) return cudaSuccess;
-  const BucketWork work(nullptr, selections, true, nullptr, nullptr);
+  const BucketWork work(nullptr, selections, true, Centre::kMean, nullptr, nullptr);
   *size = work.size();
   return work.status;
 }
 
-cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Centre /*centre*/, double* info,
+cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Centre centre, double* info,
                                      bool* finite, void* workspace, cudaStream_t stream) {
   if (selections.empty()) return cudaSuccess;
-  const BucketWork work(workspace, selections, active, info, finite);
+  const BucketWork work(workspace, selections, active, centre, info, finite);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.tables.Upload(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, work.members * sizeof(bool), stream));
@@ -137,7 +174,10 @@ cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool ac
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(accumulate_launch(group, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cut_select_launch(work.selected, work.select, stream));
-  return pack_launch(work.packed, stream);
+  if (!work.low_bit_jobs.empty()) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(quantize_low_bit_launch(work.narrowed, work.low_bit, stream));
+  }
+  return pack_launch(work.packed, work.pack, stream);
 }
 
 }  // namespace hvd_sparse

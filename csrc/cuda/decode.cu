@@ -3,12 +3,19 @@
 #include <cub/block/block_scan.cuh>
 
 #include "checksum.cuh"
+#include "groups.cuh"
 
 namespace hvd_sparse {
 
 // For checksum_kernel.
 __device__ inline const uint8_t* PayloadOf(const DecodeJob& job, int64_t rank) { return job.data + rank * job.stride; }
 __device__ inline uint32_t* SumOf(const DecodeJob& job, int64_t row) { return job.rows.sums + row; }
+
+__device__ inline GroupRow GroupRowOf(const DecodeJob& job, int64_t row) {
+  const int64_t* indices = job.rows.indices == nullptr ? nullptr : job.rows.indices + row * job.plan.k;
+  uint32_t* slots = job.rows.slots == nullptr ? nullptr : job.rows.slots + row * (job.plan.groups + 1);
+  return {indices, job.rows.entries[row], slots};
+}
 
 namespace {
 
@@ -20,7 +27,7 @@ constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 // One payload of those that a grid works on, a row each.
 struct Row {
   __device__ Row(const DecodeJob& job, int64_t first, int64_t row)
-      : rank(static_cast<uint32_t>(first + row)),
+      : rank(static_cast<uint32_t>(job.rank + first + row)),
         payload(job.data + (first + row) * job.stride),
         failure(job.rows.failure),
         sum(job.rows.sums + row),
@@ -64,7 +71,7 @@ __device__ void CheckHeader(const Row& row, const Header& expected) {
 // A thread a payload: header and checksum; how many entries to look for.
 __global__ void check_headers_kernel(Batch<DecodeJob> batch, int64_t first) {
   const DecodeJob job = JobOfBlock(batch);
-  const PayloadPlan& plan = job.plan;
+  const DevicePlan& plan = job.plan;
   const Row row(job, first, blockIdx.y);
   CheckHeader(row, plan.header);
   const uint64_t entries = HeaderField(row.payload, offsetof(Header, entries), 8);
@@ -76,7 +83,7 @@ __global__ void check_headers_kernel(Batch<DecodeJob> batch, int64_t first) {
 }
 
 // Run lengths: how many entries a block says it has; none if it cannot have as many.
-__device__ uint32_t CountOfRuns(const PayloadPlan& plan, const Row& row, int64_t block) {
+__device__ uint32_t CountOfRuns(const DevicePlan& plan, const Row& row, int64_t block) {
   auto count = static_cast<uint32_t>(ReadBytes(row.payload, plan.size, kPositionsAt + 2 * block, 2));
   if (plan.has_full && (row.payload[plan.full_at + block / 8] >> (block % 8) & 1) != 0) count += kBlock;
   if (count <= BlockLength(plan.n, block)) return count;
@@ -85,7 +92,7 @@ __device__ uint32_t CountOfRuns(const PayloadPlan& plan, const Row& row, int64_t
 }
 
 // 32 bits of the section that has one set for each entry; none behind its end may be.
-__device__ uint32_t BitsAt(const PayloadPlan& plan, const Row& row, int64_t bit, bool* fits) {
+__device__ uint32_t BitsAt(const DevicePlan& plan, const Row& row, int64_t bit, bool* fits) {
   const int64_t end = plan.bits_at + (plan.bits + 7) / 8;
   const auto word = static_cast<uint32_t>(ReadBytes(row.payload, end, plan.bits_at + bit / 8, 4));
   const int64_t left = plan.bits - bit;
@@ -96,7 +103,7 @@ __device__ uint32_t BitsAt(const PayloadPlan& plan, const Row& row, int64_t bit,
 }
 
 // The bits of this thread, and how many are set.
-__device__ int ReadBits(const PayloadPlan& plan, const Row& row, int64_t first, uint32_t (&words)[kWords]) {
+__device__ int ReadBits(const DevicePlan& plan, const Row& row, int64_t first, uint32_t (&words)[kWords]) {
   int set = 0;
   bool fits = true;
   for (int w = 0; w < kWords; ++w) {
@@ -112,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) count_bits_kernel(Batch<DecodeJob> b
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
   const Share<DecodeJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const Row row(share.job, first, blockIdx.y);
   if (plan.coding == Coding::kRunLength) return;
   for (int64_t tile = share.block; tile < share.job.rows.tiles; tile += share.blocks) {
@@ -131,7 +138,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJ
   using Scan = cub::BlockScan<int64_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
   const DecodeJob job = JobOfBlock(batch);
-  const PayloadPlan& plan = job.plan;
+  const DevicePlan& plan = job.plan;
   const int64_t tiles = job.rows.tiles;
   const Row row(job, first, blockIdx.y);
   if (plan.coding == Coding::kDense) return;
@@ -160,7 +167,7 @@ __global__ void __launch_bounds__(kRunThreads) decode_runs_kernel(Batch<DecodeJo
   using Scan = cub::BlockScan<int64_t, kRunThreads>;
   __shared__ typename Scan::TempStorage storage;
   const Share<DecodeJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const Row row(share.job, first, blockIdx.y);
   if (plan.coding != Coding::kRunLength) return;
   for (int64_t block = share.block; block < plan.blocks; block += share.blocks) {
@@ -190,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) decode_bits_kernel(Batch<DecodeJob> 
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
   const Share<DecodeJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const Row row(share.job, first, blockIdx.y);
   if (plan.coding == Coding::kRunLength) return;
   for (int64_t tile = share.block; tile < share.job.rows.tiles; tile += share.blocks) {
@@ -217,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) decode_bits_kernel(Batch<DecodeJob> 
 // Elias-Fano's low bits may be any: what they make need not ascend, nor be below n. With no entries all are zero.
 __global__ void __launch_bounds__(kThreads) check_order_kernel(Batch<DecodeJob> batch, int64_t first) {
   const Share<DecodeJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const Row row(share.job, first, blockIdx.y);
   if (plan.coding != Coding::kEliasFano) return;
   const int64_t entries = *row.entries;
@@ -232,7 +239,7 @@ __global__ void __launch_bounds__(kThreads) check_order_kernel(Batch<DecodeJob> 
   }
 }
 
-int64_t TilesOf(const PayloadPlan& plan) {
+int64_t TilesOf(const DevicePlan& plan) {
   if (plan.coding == Coding::kDense) return 0;
   return plan.coding == Coding::kRunLength ? plan.blocks : DivideUp(plan.bits, kTileBits);
 }
@@ -245,7 +252,10 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
   sum_count = count * rows;
   failures = workspace.Take<uint32_t>(count);
   sums = workspace.Take<uint32_t>(sum_count);
-  for (const PayloadPlan& plan : plans) {
+  for (const DevicePlan& plan : plans) slot_count += rows * SlotsFor(plan);
+  slots = workspace.Take<uint32_t>(slot_count);
+  int64_t slots_before = 0;
+  for (const DevicePlan& plan : plans) {
     const auto at = static_cast<int64_t>(each.size());
     DecodeRows own{};
     own.tiles = TilesOf(plan);
@@ -255,6 +265,8 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
     own.counts = workspace.Take<uint32_t>(rows * own.tiles);
     own.starts = workspace.Take<int64_t>(rows * (own.tiles + 1));
     own.indices = plan.coding == Coding::kDense ? nullptr : workspace.Take<int64_t>(rows * plan.k);
+    if (SlotsFor(plan) > 0) own.slots = slots + slots_before;
+    slots_before += rows * SlotsFor(plan);
     each.push_back(own);
     has_runs |= plan.coding == Coding::kRunLength;
     has_bits |= plan.coding == Coding::kEliasFano || plan.coding == Coding::kBitmap;
@@ -288,7 +300,8 @@ cudaError_t decode_launch(const Batch<DecodeJob>& batch, int64_t first, int64_t 
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(has_any, scan_counts_kernel, one_each, kScanThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_runs, decode_runs_kernel, shares, kRunThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, decode_bits_kernel, shares, kThreads));
-  return launch(work.has_low, check_order_kernel, shares, kThreads);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_low, check_order_kernel, shares, kThreads));
+  return NumberGroups(batch, count, work.slots, work.slot_count, stream);
 }
 
 }  // namespace hvd_sparse

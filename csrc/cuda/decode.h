@@ -36,18 +36,20 @@ struct DecodeRows {
   uint32_t* counts;   // [rows, tiles]: entries of each
   int64_t* starts;    // [rows, tiles + 1]: entries before each
   int64_t* indices;   // [rows, k], ascending; null for dense: entry j is element j
+  uint32_t* slots;    // [rows, groups + 1], of low-bit values: the groups that hold entries, numbered; null if one
   int64_t tiles;      // what a block decodes: of run lengths a block of elements, else a piece of the bits
 };
 
 // The payloads of one selection, and the memory that their entries change.
 struct DecodeJob {
-  PayloadPlan plan;
-  const uint8_t* data;  // of rank 0
+  DevicePlan plan;
+  const uint8_t* data;  // of the first rank
   int64_t stride;       // to the next rank's
   DecodeRows rows;
   MemorySlice whole;          // of all n elements; unless there are
   const MemorySlice* slices;  // which ascend and do not overlap; null: whole
   int64_t slice_count;
+  int64_t rank;  // of `data`
 };
 
 // The pieces of a workspace for `rows` payloads of each plan.
@@ -57,6 +59,8 @@ struct DecodeWork {
   uint32_t* failures;  // one a plan
   uint32_t* sums;
   int64_t sum_count;
+  uint32_t* slots;
+  int64_t slot_count = 0;
   std::vector<DecodeRows> each;
   bool has_runs = false;  // of any: what they need is launched
   bool has_bits = false;

@@ -3,12 +3,17 @@
 #include "../core/entries.h"
 #include "../core/quantize.h"
 #include "checksum.cuh"
+#include "groups.cuh"
 
 namespace hvd_sparse {
 
 // For checksum_kernel.
 __device__ inline const uint8_t* PayloadOf(const PackJob& job, int64_t /*row*/) { return job.payload; }
 __device__ inline uint32_t* SumOf(const PackJob& job, int64_t /*row*/) { return &job.state->sum; }
+
+__device__ inline GroupRow GroupRowOf(const PackJob& job, int64_t /*row*/) {
+  return {job.indices, job.entries, job.slots};
+}
 
 namespace {
 
@@ -30,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(Batch<PackJob> batch) {
 // The header; and for run lengths, the count of each block, and the bits that mark the full ones.
 __global__ void __launch_bounds__(kThreads) heads_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const int64_t* indices = share.job.indices;
   const int64_t entries = share.job.entries;
   uint8_t* payload = share.job.payload;
@@ -61,7 +66,7 @@ __device__ void SetBit(uint8_t* payload, int64_t at, int64_t bit) {
 
 __global__ void __launch_bounds__(kThreads) positions_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const int64_t* indices = share.job.indices;
   const int64_t entries = share.job.entries;
   uint8_t* payload = share.job.payload;
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) positions_kernel(Batch<PackJob> batc
 
 __global__ void __launch_bounds__(kThreads) low_bits_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   if (share.job.entries == 0) return;
   for (int64_t at = int64_t{share.block} * kThreads + threadIdx.x; at < plan.lower_bytes;
        at += int64_t{share.blocks} * kThreads) {
@@ -91,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) low_bits_kernel(Batch<PackJob> batch
 // A launch of its own: a value may share a word with the last bits of the positions.
 __global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
-  const PayloadPlan& plan = share.job.plan;
+  const DevicePlan& plan = share.job.plan;
   const void* values = share.job.values;
   const int64_t entries = share.job.entries;
   uint8_t* payload = share.job.payload;
@@ -107,6 +112,68 @@ __global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) 
   }
 }
 
+// The smallest and the largest magnitude of each group: its centres.
+__global__ void __launch_bounds__(kThreads) extremes_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PackJob& job = share.job;
+  if (job.plan.levels == 0) return;
+  const auto* values = static_cast<const float*>(job.values);
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.entries;
+       j += int64_t{share.blocks} * kThreads) {
+    const int64_t index = job.indices[j];
+    if (index < 0 || index >= job.plan.n) continue;  // which is refused
+    const int64_t slot = SlotOf(job.plan, job.slots, index);
+    atomicMin(&job.least[slot], MagnitudeBits(values[j]));
+    atomicMax(&job.largest[slot], MagnitudeBits(values[j]));
+  }
+}
+
+// A byte of codes: a sign each, and where there are two centres, whether it is the larger.
+__device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
+  const auto* values = static_cast<const float*>(job.values);
+  const int each = 8 / job.plan.levels;
+  uint32_t codes = 0;
+  for (int e = 0; e < each; ++e) {
+    const int64_t j = byte * each + e;
+    if (j >= job.entries || job.indices[j] < 0 || job.indices[j] >= job.plan.n) continue;
+    const int64_t slot = SlotOf(job.plan, job.slots, job.indices[j]);
+    const uint32_t bits = MagnitudeBits(values[j]);
+    const bool is_large = bits != job.least[slot];
+    if (is_large && (job.plan.levels == 1 || bits != job.largest[slot])) job.state->refused = true;
+    codes |= (FloatToBits(values[j]) >> 31 | (is_large ? 2u : 0u)) << (e * job.plan.levels);
+  }
+  return static_cast<uint8_t>(codes);
+}
+
+// Values that have more magnitudes in a group than their type are refused as indices that do not ascend are.
+__global__ void __launch_bounds__(kThreads) low_bit_values_kernel(Batch<PackJob> batch) {
+  const Share<PackJob> share = ShareOf(batch);
+  const PackJob& job = share.job;
+  if (job.plan.levels == 0 || job.entries == 0) return;
+  const int64_t thread = int64_t{share.block} * kThreads + threadIdx.x;
+  const int64_t threads = int64_t{share.blocks} * kThreads;
+  const int64_t slots = job.slots == nullptr ? 1 : job.slots[job.plan.groups];
+  for (int64_t slot = thread; slot < slots; slot += threads) {
+    const int64_t at = job.plan.values_at + 4 * job.plan.levels * slot;
+    StoreAs(job.payload, at, job.least[slot]);
+    if (job.plan.levels == 2) StoreAs(job.payload, at + 4, job.largest[slot]);
+  }
+  const int64_t bytes = (job.plan.levels * job.entries + 7) / 8;
+  for (int64_t byte = thread; byte < bytes; byte += threads) {
+    job.payload[job.plan.codes_at + byte] = CodesAt(job, byte);
+  }
+}
+
+cudaError_t WriteLowBitValues(const Batch<PackJob>& batch, const PackWork& work, cudaStream_t stream) {
+  if (work.centre_count == 0) return cudaSuccess;
+  const auto bytes = static_cast<size_t>(work.centre_count) * sizeof(uint32_t);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(NumberGroups(batch, 1, work.slots, work.slot_count, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.least, 0xff, bytes, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.least + work.centre_count, 0, bytes, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(extremes_kernel, batch.blocks, kThreads, stream, batch));
+  return Launch(low_bit_values_kernel, batch.blocks, kThreads, stream, batch);
+}
+
 __global__ void seal_kernel(Batch<PackJob> batch) {
   const PackJob job = JobOfBlock(batch);
   const uint32_t checksum = job.plan.checksum_start ^ job.state->sum;
@@ -115,25 +182,54 @@ __global__ void seal_kernel(Batch<PackJob> batch) {
 
 }  // namespace
 
-cudaError_t pack_launch(const Batch<PackJob>& batch, cudaStream_t stream) {
+PackWork::PackWork(void* base, std::vector<PackJob>* jobs) {
+  Workspace workspace(base);
+  for (const PackJob& job : *jobs) {
+    slot_count += SlotsFor(job.plan);
+    if (job.plan.levels > 0) centre_count += std::min(job.plan.k, job.plan.groups);
+  }
+  auto* states = workspace.Take<PackState>(static_cast<int64_t>(jobs->size()));
+  slots = workspace.Take<uint32_t>(slot_count);
+  least = workspace.Take<uint32_t>(2 * centre_count);
+  int64_t slots_before = 0;
+  int64_t centres_before = 0;
+  for (PackJob& job : *jobs) {
+    job.state = states + blocks.size();
+    job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
+    job.least = least + centres_before;
+    job.largest = job.least + centre_count;
+    slots_before += SlotsFor(job.plan);
+    if (job.plan.levels > 0) centres_before += std::min(job.plan.k, job.plan.groups);
+    blocks.push_back(BlocksFor(job.plan.size, 8 * kThreads));
+  }
+  size = workspace.used();
+}
+
+cudaError_t pack_launch(const Batch<PackJob>& batch, const PackWork& work, cudaStream_t stream) {
   for (auto* kernel : {zero_kernel, heads_kernel, low_bits_kernel, positions_kernel, values_kernel}) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(kernel, batch.blocks, kThreads, stream, batch));
   }
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(WriteLowBitValues(batch, work, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(LaunchChecksums(batch, 0, 1, stream));
   return Launch(seal_kernel, static_cast<unsigned>(batch.count), 1, stream, batch);
 }
 
-int64_t pack_workspace_size() {
-  Workspace workspace(nullptr);
-  workspace.Take<PackState>(1);
-  return workspace.used();
+int64_t pack_workspace_size(const PayloadPlan& plan) {
+  Tables tables(nullptr);
+  std::vector<PackJob> jobs(1);
+  jobs[0].plan = ForDevice(plan, &tables);
+  return PackWork(nullptr, &jobs).size + tables.size();
 }
 
 cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,
                         uint8_t* payload, void* workspace, cudaStream_t stream) {
-  PackJob job{plan, indices, values, entries, payload, static_cast<PackState*>(workspace)};
-  job.plan.header.entries = static_cast<uint64_t>(entries);
-  return pack_launch(BatchOf(job, BlocksOf(job)), stream);
+  std::vector<PackJob> jobs{{plan, indices, values, entries, payload, nullptr, nullptr, nullptr, nullptr}};
+  const PackWork work(workspace, &jobs);
+  Tables tables(static_cast<uint8_t*>(workspace) + work.size);
+  jobs[0].plan = ForDevice(plan, &tables);
+  jobs[0].plan.header.entries = static_cast<uint64_t>(entries);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(tables.Upload(stream));
+  return pack_launch(BatchOf(jobs[0], work.blocks[0]), work, stream);
 }
 
 }  // namespace hvd_sparse

@@ -1,6 +1,8 @@
 // Payloads written on a device: the same bytes as core/payload.h's Pack.
 #pragma once
 
+#include <vector>
+
 #include "batch.h"
 #include "plan.h"
 
@@ -12,22 +14,36 @@ struct PackState {
 };
 
 // One payload: plan.size bytes, from a multiple of 8 on. `entries` is k or 0; values are float32, or float64 for that
-// type, and unread for none. Indices that do not ascend in [0, n) cannot be refused without waiting for the device: the
-// checksum of their payload is wrong on purpose, so that every decoder refuses it.
+// type, as quantize_low_bit_launch made them for low-bit types, and unread for none. Indices that do not ascend in [0,
+// n) cannot be refused without waiting for the device: the checksum of their payload is wrong on purpose, so that every
+// decoder refuses it.
 struct PackJob {
-  PayloadPlan plan;
+  DevicePlan plan;
   const int64_t* indices;
   const void* values;
   int64_t entries;
   uint8_t* payload;
   PackState* state;
+  uint32_t* slots;  // of low-bit values: the groups that hold entries, numbered; null if there is one
+  uint32_t* least;  // and the smallest and largest magnitude of each
+  uint32_t* largest;
 };
 
-inline unsigned BlocksOf(const PackJob& job) { return BlocksFor(job.plan.size, 8 * kThreads); }
+// The pieces of a workspace, which the jobs are told of.
+struct PackWork {
+  PackWork(void* base, std::vector<PackJob>* jobs);
 
-cudaError_t pack_launch(const Batch<PackJob>& batch, cudaStream_t stream);
+  std::vector<unsigned> blocks;  // of each job
+  uint32_t* slots;
+  int64_t slot_count = 0;
+  uint32_t* least;  // with `largest` behind it
+  int64_t centre_count = 0;
+  int64_t size;
+};
 
-int64_t pack_workspace_size();
+cudaError_t pack_launch(const Batch<PackJob>& batch, const PackWork& work, cudaStream_t stream);
+
+int64_t pack_workspace_size(const PayloadPlan& plan);
 
 // One payload alone.
 cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,

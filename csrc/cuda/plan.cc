@@ -16,11 +16,6 @@ uint32_t ChecksumStart(int64_t size) {
 }  // namespace
 
 Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
-  if (IsLowBit(format.dtype)) {
-    return Status::InvalidArgument(
-        "int2 and int1 values are made on the CPU only: their centres are sums in the order of entries; use float16, "
-        "bfloat16 or float32 on CUDA devices");
-  }
   int64_t size = 0;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   const int64_t n = format.n;
@@ -46,7 +41,24 @@ Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
   }
   plan->values_at = ValuesAt(format);
   plan->checksum_start = ChecksumStart(size);
+  SetGroups(format.dtype, format.segments, plan);
+  if (plan->levels > 0) {
+    const int64_t codes = (plan->levels * k + 7) / 8;
+    plan->codes_at = plan->values_at + LowBitSize(format.dtype, k, format.segments) - codes;
+  }
   return Status::Ok();
+}
+
+void SetGroups(DType dtype, const Segments& segments, PayloadPlan* plan) {
+  plan->levels = dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0;
+  plan->groups = 1;
+  plan->columns.clear();
+  if (plan->levels == 0 || segments.empty()) return;
+  plan->groups = 0;
+  for (const Segment& segment : segments) {
+    plan->columns.push_back({segment.begin, segment.columns, plan->groups});
+    plan->groups += segment.columns;
+  }
 }
 
 }  // namespace hvd_sparse

@@ -1,16 +1,26 @@
 // A payload in numbers, as kernels take it.
 #pragma once
 
+#include <vector>
+
 #include "../core/layout.h"
 #include "../core/payload.h"
-#include "launch.h"
+#include "batch.h"
 
 namespace hvd_sparse {
 
-struct PayloadPlan {
+// A segment of low-bit values, as core/low_bit.h has them, and its first column's number among all groups.
+struct Columns {
+  int64_t begin;
+  int64_t columns;
+  int64_t first;
+};
+
+// What kernels know of it.
+struct DevicePlan {
   Header header;  // of k entries, its checksum zero
   Coding coding;  // resolved: none stands for another
-  DType dtype;    // of the values; none of less than a byte
+  DType dtype;    // of the values
   int64_t n;
   int64_t k;
   int64_t size;
@@ -24,9 +34,30 @@ struct PayloadPlan {
   int64_t bits;
   int64_t values_at;
   uint32_t checksum_start;  // what joins the remainder of the bytes, to make their checksum
+  int levels;               // of low-bit values: bits each, and centres a group; 0 of others
+  int64_t groups;           // that share centres
+  int64_t codes_at;         // behind the centres of as many groups as could be met
+  const Columns* segments;  // on the device; null: all elements are one group
+  int64_t segment_count;
 };
 
-// InvalidArgument as PayloadSize, and for values of less than a byte, which no kernel knows.
+struct PayloadPlan : DevicePlan {
+  std::vector<Columns> columns;  // what is to lie at `segments`
+};
+
+// InvalidArgument as PayloadSize.
 Status MakePlan(const PayloadFormat& format, PayloadPlan* plan);
+
+// The groups of low-bit values.
+void SetGroups(DType dtype, const Segments& segments, PayloadPlan* plan);
+
+// The plan for kernels: its segments will be where the tables put them.
+inline DevicePlan ForDevice(const PayloadPlan& plan, Tables* tables) {
+  DevicePlan result = plan;
+  if (plan.columns.empty()) return result;
+  result.segments = tables->Add(plan.columns);
+  result.segment_count = static_cast<int64_t>(plan.columns.size());
+  return result;
+}
 
 }  // namespace hvd_sparse

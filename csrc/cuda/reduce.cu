@@ -3,6 +3,7 @@
 #include "../core/entries.h"
 #include "batch.cuh"
 #include "gather.cuh"
+#include "groups.cuh"
 
 namespace hvd_sparse {
 namespace {
@@ -11,12 +12,29 @@ constexpr int kAddThreads = 128;
 constexpr int kRanksAtOnce = kAddThreads / 2;
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // of a workspace, where one rank's need not be more
 
-__device__ float FloatAt(const PayloadPlan& plan, const uint8_t* payload, int64_t j) {
+// A low-bit value of an element: any bytes will do.
+__device__ float LowBitAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
+  const DevicePlan& plan = job.plan;
+  const uint32_t* slots = job.rows.slots == nullptr ? nullptr : job.rows.slots + row * (plan.groups + 1);
+  const int64_t slot = SlotOf(plan, slots, index);
+  const int64_t bit = plan.levels * j;
+  const auto code = static_cast<uint32_t>(ReadBytes(payload, plan.size, plan.codes_at + bit / 8, 1) >> (bit % 8));
+  const int64_t level = plan.levels == 2 ? (code >> 1) & 1u : 0;
+  const int64_t at = plan.values_at + 4 * (plan.levels * slot + level);
+  const auto bits = static_cast<uint32_t>(ReadBytes(payload, plan.size, at, 4));
+  return BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
+}
+
+// The value of entry j of a row, that of an element of [0, n).
+__device__ float FloatAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
+  const DevicePlan& plan = job.plan;
   const auto read = [&](int size) { return ReadBytes(payload, plan.size, plan.values_at + size * j, size); };
   switch (plan.dtype) {
     case DType::kFloat64: return static_cast<float>(__longlong_as_double(static_cast<long long>(read(8))));
     case DType::kFloat16: return ToFloat(Float16{static_cast<uint16_t>(read(2))});
     case DType::kBFloat16: return ToFloat(BFloat16{static_cast<uint16_t>(read(2))});
+    case DType::kInt2:
+    case DType::kInt1: return LowBitAt(job, row, payload, j, index);
     case DType::kNone: return 0.0f;
     default: break;
   }
@@ -76,8 +94,9 @@ __global__ void __launch_bounds__(kAddThreads)
         const uint8_t* payload = job.data + (first + group + r) * job.stride;
         SliceFinder finder(job);
         for (int64_t j = bounds[r][0] + threadIdx.x; j < bounds[r][1]; j += kAddThreads) {
-          float* out = finder.Find(IndexAt(job, group + r, j)).residual;
-          if (out != nullptr) *out += scale * FloatAt(job.plan, payload, j);
+          const int64_t index = IndexAt(job, group + r, j);
+          float* out = finder.Find(index).residual;
+          if (out != nullptr) *out += scale * FloatAt(job, group + r, payload, j, index);
         }
         __syncthreads();
       }
@@ -125,17 +144,18 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch,
   const int64_t entries = *job.rows.entries;
   SliceFinder finder(job);
   for (int64_t j = first; j < entries; j += int64_t{share.blocks} * kThreads) {
-    const Memory memory = finder.Find(IndexAt(job, 0, j));
+    const int64_t index = IndexAt(job, 0, j);
+    const Memory memory = finder.Find(index);
     if (memory.residual == nullptr) continue;
     const bool is_exact = job.plan.dtype == DType::kFloat32;
-    *memory.residual = is_exact ? 0.0f : *memory.residual - FloatAt(job.plan, job.data, j);
+    *memory.residual = is_exact ? 0.0f : *memory.residual - FloatAt(job, 0, job.data, j, index);
     if (memory.velocity != nullptr) *memory.velocity = 0.0f;
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(DecodeJob job, int64_t* report, int64_t* indices, void* values) {
-  const PayloadPlan& plan = job.plan;
+  const DevicePlan& plan = job.plan;
   const uint8_t* payload = job.data;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t entries = *job.rows.entries;
@@ -150,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint64_t bits = ReadBytes(payload, plan.size, plan.values_at + 8 * j, 8);
       static_cast<double*>(values)[j] = __longlong_as_double(static_cast<long long>(bits));
     } else {
-      static_cast<float*>(values)[j] = FloatAt(plan, payload, j);
+      static_cast<float*>(values)[j] = FloatAt(job, 0, payload, j, indices[j]);
     }
   }
 }
@@ -161,9 +181,10 @@ int64_t RanksTogether(const std::vector<PayloadPlan>& plans, int64_t ranks) {
   return std::clamp<int64_t>(kMostBytes / each, 1, std::clamp<int64_t>(ranks, 1, kLargestGridHeight));
 }
 
-std::vector<PayloadPlan> PlansOf(const ReduceSelections& selections) {
+template <typename Items>
+std::vector<PayloadPlan> PlansOf(const Items& items) {
   std::vector<PayloadPlan> plans;
-  for (const ReduceSelection& selection : selections) plans.push_back(selection.plan);
+  for (const auto& item : items) plans.push_back(item.plan);
   return plans;
 }
 
@@ -175,16 +196,30 @@ bool IsWhole(const ReduceSelection& selection) {
 struct ReduceWork {
   ReduceWork(void* base, const ReduceSelections& selections, int64_t stride, int64_t rows)
       : decode(base, PlansOf(selections), rows), tables(static_cast<uint8_t*>(base) + decode.size) {
-    std::vector<DecodeJob> jobs;
-    std::vector<unsigned> blocks;
     for (const ReduceSelection& selection : selections) {
-      DecodeJob job{selection.plan, selection.first, stride, decode.each[jobs.size()], {}, nullptr, 0};
+      DecodeJob job{
+          ForDevice(selection.plan, &tables), selection.first, stride, decode.each[jobs.size()], {}, nullptr, 0, 0};
       if (IsWhole(selection)) {
         job.whole = selection.slices[0];
       } else {
         job.slices = tables.Add(selection.slices);
         job.slice_count = static_cast<int64_t>(selection.slices.size());
       }
+      jobs.push_back(job);
+      blocks.push_back(BlocksOf(job));
+    }
+    batch = tables.AddBatch(jobs, blocks);
+  }
+
+  // Several ranks' payloads, a job each, all for one output.
+  ReduceWork(void* base, const LocatedPayloads& payloads, float* out)
+      : decode(base, PlansOf(payloads), 1), tables(static_cast<uint8_t*>(base) + decode.size) {
+    for (const LocatedPayload& located : payloads) {
+      const auto rank = static_cast<int64_t>(jobs.size());
+      DecodeJob job{
+          ForDevice(located.plan, &tables), located.payload, 0, decode.each[jobs.size()], {}, nullptr, 0, rank};
+      job.rows.failure = decode.failures;
+      job.whole = {0, located.plan.n, {out, nullptr}};
       jobs.push_back(job);
       blocks.push_back(BlocksOf(job));
     }
@@ -198,6 +233,8 @@ struct ReduceWork {
 
   DecodeWork decode;
   Tables tables;
+  std::vector<DecodeJob> jobs;
+  std::vector<unsigned> blocks;
   Batch<DecodeJob> batch;
 };
 
@@ -246,6 +283,28 @@ cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathe
                                    cudaStream_t stream) {
   return reduce_launch({{plan, gathered, {{0, plan.n, {out, nullptr}}}}}, ranks, stride, scale, status, workspace,
                        stream);
+}
+
+int64_t reduce_located_workspace_size(const LocatedPayloads& payloads) {
+  const ReduceWork work(nullptr, payloads, nullptr);
+  return work.decode.size + work.tables.size();
+}
+
+cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, float* out, DecodeStatus* status,
+                                  void* workspace, cudaStream_t stream) {
+  if (payloads.empty()) return cudaSuccess;
+  const ReduceWork work(workspace, payloads, out);
+  const auto batch_of = [&](size_t rank) { return BatchOf(work.jobs[rank], work.blocks[rank]); };
+  const Batch<DecodeJob> one = batch_of(0);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, one.blocks, kThreads, stream, one));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
+  for (size_t rank = 0; rank < payloads.size(); ++rank) {  // in launches of their own, which keep their order
+    const Batch<DecodeJob> batch = batch_of(rank);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, int64_t{0}, int64_t{1}, scale));
+  }
+  return Launch(finish_reduce_kernel, one.blocks, kThreads, stream, one, status);
 }
 
 int64_t unpack_workspace_size(const PayloadPlan& plan) {

@@ -40,6 +40,19 @@ int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks);
 cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
                                    float scale, float* out, DecodeStatus* status, void* workspace, cudaStream_t stream);
 
+// A rank's payload, where their sizes differ.
+struct LocatedPayload {
+  PayloadPlan plan;  // of the same n and values
+  const uint8_t* payload;
+};
+using LocatedPayloads = std::vector<LocatedPayload>;
+
+int64_t reduce_located_workspace_size(const LocatedPayloads& payloads);
+
+// The same of payloads in rank order.
+cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, float* out, DecodeStatus* status,
+                                  void* workspace, cudaStream_t stream);
+
 int64_t unpack_workspace_size(const PayloadPlan& plan);
 
 // Takes what a payload of the rank's own says out of the residual: nothing is left of float32, of others what rounding

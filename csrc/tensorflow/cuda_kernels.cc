@@ -175,7 +175,7 @@ class CudaPackKernel : public FormatKernel {
     }
     TF_RETURN_IF_ERROR(call.Output("payload", {size}, &payload));
     TF_RETURN_IF_ERROR(work.Open(call));
-    TF_RETURN_IF_ERROR(work.Allocate(pack_workspace_size(), &workspace));
+    TF_RETURN_IF_ERROR(work.Allocate(pack_workspace_size(plan), &workspace));
     return CudaStatus(pack_launch(plan, indices, values, entries, payload, workspace, work.stream()));
   }
 };

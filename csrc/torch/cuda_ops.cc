@@ -1,5 +1,5 @@
 // torch.ops.hvd_sparse.* of single CUDA tensors: check, launch, raise. Work is enqueued on the current stream; only
-// filter_threshold and unpack wait for it, as the size of what they return depends on the data.
+// filter_threshold, unpack and locate_payloads wait for it, as what they return depends on the data in size or place.
 #include <torch/library.h>
 
 #include <mutex>
@@ -9,6 +9,7 @@
 #include "../cuda/accumulate.h"
 #include "../cuda/filter.h"
 #include "../cuda/finite.h"
+#include "../cuda/low_bit.h"
 #include "../cuda/pack.h"
 #include "../cuda/quantize.h"
 #include "../cuda/select.h"
@@ -148,7 +149,7 @@ void PackOp(const Tensor& indices, const Tensor& values, int64_t n, int64_t k, T
   TORCH_CHECK_VALUE(out.numel() == plan.size, "hvd_sparse.pack: out must have ", plan.size, " bytes, got ",
                     out.numel());
   CheckAligned(call, "out", out.const_data_ptr());
-  const Tensor workspace = call.Bytes(pack_workspace_size());
+  const Tensor workspace = call.Bytes(pack_workspace_size(plan));
   call.Run(pack_launch(plan, indices.const_data_ptr<int64_t>(), values.const_data_ptr(), entries,
                        out.mutable_data_ptr<uint8_t>(), workspace.data_ptr(), call.stream()));
 }
@@ -207,13 +208,69 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
                                   workspace.data_ptr(), call.stream()));
 }
 
+// Where payloads lie, and how large they are, the host has to know before it can read them: it waits for their headers.
+Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
+                        const std::string& value_dtype, at::IntArrayRef columns) {
+  static const auto on_host = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("hvd_sparse::locate_payloads", "")
+                                  .typed<decltype(LocatePayloadsOp)>();
+  return on_host.call(gathered.cpu(), ns, ranks, coding, value_dtype, columns);
+}
+
+void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Tensor out, double scale,
+                     const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  const CudaCall call("reduce_located", "gathered", gathered);
+  call.CheckTensorHere("gathered", gathered, at::kByte);
+  call.CheckTensorHere("out", out, at::kFloat);
+  CheckTensor(call.op(), "places", places, at::kLong);
+  TORCH_CHECK_VALUE(places.dim() == 2 && places.size(0) == 2 && places.size(1) < kMostRanks, "hvd_sparse.", call.op(),
+                    ": places must be [2, ranks], got ", places.sizes());
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", call.op(), ": out must have ", n, " elements, got ", out.numel());
+  const int64_t ranks = places.size(1);
+  const auto* offsets = places.const_data_ptr<int64_t>();
+  LocatedPayloads payloads;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const PayloadPlan plan = ParsePlan(call, n, offsets[ranks + rank], coding, value_dtype, segments);
+    TORCH_CHECK_VALUE(offsets[rank] >= 0 && plan.size <= gathered.numel() - offsets[rank], "hvd_sparse.", call.op(),
+                      ": places leave the ", gathered.numel(), " bytes of gathered");
+    payloads.push_back({plan, gathered.const_data_ptr<uint8_t>() + offsets[rank]});
+  }
+  const Tensor workspace = call.Bytes(reduce_located_workspace_size(payloads));
+  call.Run(reduce_located_launch(payloads, static_cast<float>(scale), out.mutable_data_ptr<float>(),
+                                 call.decode_status(), workspace.data_ptr(), call.stream()));
+}
+
+// Changes k values of elements at the indices, which are not looked at where there are no segments.
+void QuantizeLowBitHere(const CudaCall& call, Tensor& values, const Tensor& indices, DType dtype, Centre centre,
+                        const Segments& segments) {
+  PayloadPlan plan{};
+  plan.n = kMaxElements;
+  plan.k = values.numel();
+  call.Check(segments.empty() ? Status::Ok() : CheckSegments(segments, kMaxElements));
+  SetGroups(dtype, segments, &plan);
+  int64_t size = 0;
+  call.Run(quantize_low_bit_workspace_size(plan, &size));
+  const Tensor workspace = call.Bytes(size);
+  call.Run(quantize_low_bit_launch(plan, centre, indices.const_data_ptr<int64_t>(), values.mutable_data_ptr<float>(),
+                                   workspace.data_ptr(), call.stream()));
+}
+
 Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
-                  const std::optional<Tensor>& /*indices*/, const std::optional<Tensor>& /*segments*/) {
+                  const std::optional<Tensor>& indices, const std::optional<Tensor>& segments) {
   const CudaCall call("quantize", "values", values);
   call.CheckTensorHere("values", values, at::kFloat);
-  ParseCentre(call.op(), centre);
+  const Centre kind = ParseCentre(call.op(), centre);
+  const Tensor places = indices.value_or(call.Empty({0}, at::kLong));
+  call.CheckTensorHere("indices", places, at::kLong);
+  const Segments groups = ParseSegments(call.op(), segments);
+  TORCH_CHECK_VALUE(groups.empty() || places.numel() == values.numel(), "hvd_sparse.quantize: ", places.numel(),
+                    " indices but ", values.numel(), " values, and segments");
   const DType dtype = ParseDType(call.op(), value_dtype);
-  TORCH_CHECK_VALUE(!IsLowBit(dtype), "hvd_sparse.quantize: int2 and int1 values are made on the CPU only");
+  if (IsLowBit(dtype)) {
+    Tensor result = values.clone();
+    QuantizeLowBitHere(call, result, places, dtype, kind, groups);
+    return result;
+  }
   Tensor result = at::empty_like(values);
   call.Run(quantize_launch(values.const_data_ptr<float>(), values.numel(), dtype, result.mutable_data_ptr<float>(),
                            call.stream()));
@@ -247,9 +304,11 @@ TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
+  m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);
   m.impl("take_decode_status", &hvd_sparse::TakeDecodeStatusOp);
-  for (const char* name : {"encode_run_length", "decode_run_length", "locate_payloads", "reduce_located"}) {
+  for (const char* name : {"encode_run_length", "decode_run_length"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&hvd_sparse::Refuse>());
   }
 }

@@ -54,7 +54,7 @@ def _register_wire_fakes() -> None:
 
     @fake("hvd_sparse::locate_payloads")
     def _(gathered, ns, ranks, coding, value_dtype, columns):
-        return _empty(gathered, (2, ranks, len(ns)), torch.int64)
+        return torch.empty((2, ranks, len(ns)), dtype=torch.int64)  # on the CPU, wherever the payloads lie
 
     @fake("hvd_sparse::reduce_located")
     def _(gathered, places, n, out, scale, coding, value_dtype, segments):

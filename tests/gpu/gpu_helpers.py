@@ -6,11 +6,12 @@ from kinds import MAKERS
 
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
+from hvd_sparse.wire import LOW_BITS
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 2, 31, 257, 4099, 65_535, 65_536, 65_537, 131_072, 3_000_001)
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")
-VALUE_DTYPES = ("float32", "float64", "float16", "bfloat16", "none")
+VALUE_DTYPES = ("float32", "float64", "float16", "bfloat16", "none", "int2", "int1")
 
 
 def reason_to_skip() -> str | None:
@@ -58,7 +59,10 @@ def draw_entries(n: int, k: int, value_dtype: str = "float32", seed: int = 0) ->
     rng = np.random.default_rng([seed, n, k])
     indices = np.sort(rng.choice(n, k, replace=False)) if k < n else np.arange(n)
     values = rng.standard_normal(k).astype(np.float64 if value_dtype == "float64" else np.float32)
-    return torch.from_numpy(indices.astype(np.int64)), torch.from_numpy(values)
+    values = torch.from_numpy(values)
+    if value_dtype in LOW_BITS:
+        values = ops.quantize(values, value_dtype)
+    return torch.from_numpy(indices.astype(np.int64)), values
 
 
 def packed(n: int, k: int, coding: str, value_dtype: str, seed: int = 0, entries: bool = True) -> torch.Tensor:

@@ -13,6 +13,8 @@ FORMS = (
     {"value_dtype": "float16", "coding": "elias_fano"},
     {"value_dtype": "bfloat16", "coding": "auto"},
     {"coding": "bitmap"},
+    {"value_dtype": "int2", "coding": "auto"},
+    {"value_dtype": "int1"},
 )
 
 
@@ -182,7 +184,5 @@ def test_what_a_bucket_refuses():
     layout, bucket.layout = bucket.layout, shared
     assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="does not fit selection 3")
     bucket.layout = layout
-    bucket.form = {"value_dtype": "int1"}
-    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="CPU only")
     bucket.form = {"value_dtype": "float64"}
     assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="float32")

@@ -43,7 +43,10 @@ def test_pack_refuses_what_it_can_see_and_spoils_what_it_cannot():
     assert_refuses(ops.pack, good, values[:2], 100, 3, out, says="3 indices but 2 values")
     assert_refuses(ops.pack, good[:2], values[:2], 100, 3, out, says="or none, got 2")
     assert_refuses(ops.pack, good, values, 100, 3, out[:-8], says="out must have")
-    assert_refuses(ops.pack, good, values, 100, 3, out, value_dtype="int2", says="CPU only")
+    form = ("run_length", "int1")
+    out = torch.empty(ops.payload_size(100, 3, *form), dtype=torch.uint8, device="cuda")
+    ops.pack(good, torch.tensor([1.0, -1.0, 2.0], device="cuda"), 100, 3, out, *form)  # more than one magnitude
+    assert_refuses(ops.unpack, out, 100, 3, *form, says="checksum")
     for bad in ([1, 1, 2], [5, 4, 6], [-1, 2, 3], [1, 2, 100]):
         for coding in CODINGS:
             out = torch.empty(ops.payload_size(100, 3, coding), dtype=torch.uint8, device="cuda")
@@ -134,3 +137,22 @@ def test_a_damaged_payload_makes_the_sum_nan_and_is_recorded():
         assert not out.isnan().any()
     assert ops.take_decode_status(out).tolist() == [0, 0]
     assert_refuses(ops.reduce_payloads, gathered.cuda(), 16, n, k, out, 1.0, coding, says="gathered must be")
+
+
+def test_located_payloads():
+    sizes = (300_001, 70_000)
+    for coding in CODINGS:
+        for value_dtype in ("float32", "bfloat16", "int2", "int1"):
+            form = (coding, value_dtype)
+            parts = [packed(n, k, *form, seed=k) for k in (5, 4000, 1) for n in sizes]
+            gathered = torch.cat(parts)
+            places = ops.locate_payloads(gathered.cuda(), list(sizes), 3, *form)
+            assert torch.equal(places, ops.locate_payloads(gathered, list(sizes), 3, *form))
+            for at, n in enumerate(sizes):
+                place = places[:, :, at].contiguous()
+                expected, out = torch.empty(n), torch.full((n,), 9.0, device="cuda")
+                ops.reduce_located(gathered, place, n, expected, 0.5, *form)
+                ops.reduce_located(gathered.cuda(), place, n, out, 0.5, *form)
+                assert_same(out, expected, (form, n))
+    assert ops.take_decode_status(out).tolist() == [0, 0]
+    assert_refuses(ops.reduce_located, gathered.cuda(), place + 10**9, n, out, 0.5, *form, says="places leave")

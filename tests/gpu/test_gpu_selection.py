@@ -153,7 +153,20 @@ def test_quantize():
         values = make(kind, 65_537) * 1000
         for value_dtype in ("float32", "float16", "bfloat16", "none"):
             assert_same(ops.quantize(values.cuda(), value_dtype), ops.quantize(values, value_dtype), value_dtype)
-    assert_refuses(ops.quantize, torch.ones(3, device="cuda"), "int1", says="CPU only")
+
+
+def test_quantize_to_bits():
+    indices = torch.arange(0, 3 * 65_537, 3)
+    for segments in (None, torch.tensor([[0, 100], [5000, 1], [6000, 700]])):
+        places = None if segments is None else indices
+        for kind in MAKERS:
+            values = make(kind, 65_537)
+            for value_dtype in ("int2", "int1"):
+                for centre in ("mean", "min"):
+                    expected = ops.quantize(values, value_dtype, centre, places, segments)
+                    on_gpu = None if places is None else places.cuda()
+                    found = ops.quantize(values.cuda(), value_dtype, centre, on_gpu, segments)
+                    assert_same(found, expected, (kind, value_dtype, centre))
 
 
 def test_tensors_on_two_devices_are_refused():

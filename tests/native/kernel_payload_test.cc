@@ -52,7 +52,7 @@ void CheckPack(const PayloadFormat& format) {
   for (const int64_t count : {format.k, int64_t{0}}) {
     const Words expected = PackOnHost(format, entries, count, plan.size);
     Words payload(expected.size(), ~uint64_t{0});
-    Scratch workspace(pack_workspace_size());
+    Scratch workspace(pack_workspace_size(plan));
     EXPECT_EQ(cudaSuccess,
               pack_launch(plan, entries.indices.data(), entries.ValuesFor(format.dtype), count, BytesOf(payload),
                           workspace.data(), nullptr),
@@ -83,7 +83,7 @@ TEST(IndicesThatDoNotAscendMakeAPayloadThatIsRefused) {
       PayloadPlan plan{};
       EXPECT_STATUS(StatusKind::kOk, MakePlan(format, &plan), "plan");
       Words payload(static_cast<size_t>(plan.size / 8));
-      Scratch workspace(pack_workspace_size());
+      Scratch workspace(pack_workspace_size(plan));
       const float values[] = {1, 2, 3};
       EXPECT_EQ(cudaSuccess, pack_launch(plan, indices.data(), values, 3, BytesOf(payload), workspace.data(), nullptr),
                 "pack");
@@ -280,10 +280,11 @@ TEST(ClearsWhatWasSent) {
   }
 }
 
-TEST(LowBitValuesAreRefused) {
+TEST(PlansOfWhatCannotBeAreRefused) {
   PayloadPlan plan{};
-  EXPECT_STATUS(StatusKind::kInvalidArgument, MakePlan({10, 2, Coding::kAuto, DType::kInt1}, &plan), "int1");
   EXPECT_STATUS(StatusKind::kInvalidArgument, MakePlan({10, 11, Coding::kAuto, DType::kFloat32}, &plan), "k > n");
+  EXPECT_STATUS(StatusKind::kInvalidArgument, MakePlan({10, 2, Coding::kAuto, DType::kInt1, {{0, 11}}}, &plan),
+                "columns > n");
 }
 
 }  // namespace

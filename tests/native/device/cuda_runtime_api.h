@@ -98,3 +98,7 @@ template <typename T>
 void atomicMin(T* to, T value) {
   if (value < *to) *to = value;
 }
+template <typename T>
+void atomicMax(T* to, T value) {
+  if (value > *to) *to = value;
+}

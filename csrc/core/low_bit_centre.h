@@ -1,0 +1,43 @@
+// The centres of low-bit values, from one magnitude after the other: their sums are taken in the order of entries, here
+// and on devices.
+#pragma once
+
+#include <cmath>
+
+#include "dtype.h"
+#include "low_bit.h"
+
+namespace hvd_sparse {
+
+constexpr uint32_t kUnsetMagnitude = 0xffffffffu;  // none has the sign bit
+
+// To the nearest float32. Denormals are made of integers, for a host that flushes them.
+HVD_SPARSE_HD inline float NarrowMagnitude(double magnitude) {
+  if (!(magnitude < 0x1p-126)) return static_cast<float>(magnitude);
+  return BitsToFloat(static_cast<uint32_t>(nearbyint(magnitude * 0x1p149)));
+}
+
+// A set of magnitudes, none of them zero.
+struct MagnitudeClass {
+  double sum = 0;
+  int64_t count = 0;
+  uint32_t least = kUnsetMagnitude;
+
+  HVD_SPARSE_HD void Add(uint32_t bits) {
+    if (bits == 0) return;
+    sum += MagnitudeFromBits(float{}, bits);
+    ++count;
+    if (bits < least) least = bits;
+  }
+  HVD_SPARSE_HD double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
+  HVD_SPARSE_HD float Of(Centre centre) const {
+    if (count == 0) return 0;
+    return centre == Centre::kMean ? NarrowMagnitude(Mean()) : BitsToFloat(least);
+  }
+};
+
+HVD_SPARSE_HD inline float WithSignOf(float value, float magnitude) {
+  return BitsToFloat(FloatToBits(magnitude) | (FloatToBits(value) & 0x80000000u));
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,88 @@
+// Which groups of low-bit values hold any entry, numbered in the order of groups: where their centres lie.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include "batch.cuh"
+#include "plan.h"
+
+namespace hvd_sparse {
+
+constexpr int kGroupThreads = 1024;
+
+// Entries, and the number of each of their groups.
+struct GroupRow {
+  const int64_t* indices;  // null: entry j is element j
+  int64_t entries;
+  uint32_t* slots;  // [groups + 1], zero at first; the last: how many there are. Null: there is one group
+};
+
+__device__ inline int64_t GroupOf(const DevicePlan& plan, int64_t index) {
+  if (plan.segments == nullptr) return 0;
+  int64_t low = 0;
+  int64_t high = plan.segment_count - 1;
+  while (low < high) {  // the last segment that begins there or before
+    const int64_t middle = low + (high - low + 1) / 2;
+    if (plan.segments[middle].begin <= index) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const Columns segment = plan.segments[low];
+  return segment.first + (index - segment.begin) % segment.columns;
+}
+
+__device__ inline int64_t SlotOf(const DevicePlan& plan, const uint32_t* slots, int64_t index) {
+  return slots == nullptr ? 0 : slots[GroupOf(plan, index)];
+}
+
+// What is no index of a tensor, in a payload that failed its checks, has no group.
+template <typename Job>
+__global__ void __launch_bounds__(kThreads) mark_groups_kernel(Batch<Job> batch) {
+  const Share<Job> share = ShareOf(batch);
+  const GroupRow row = GroupRowOf(share.job, blockIdx.y);
+  if (row.slots == nullptr) return;
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < row.entries;
+       j += int64_t{share.blocks} * kThreads) {
+    const int64_t index = row.indices == nullptr ? j : row.indices[j];
+    if (index >= 0 && index < share.job.plan.n) row.slots[GroupOf(share.job.plan, index)] = 1;
+  }
+}
+
+template <typename Job>
+__global__ void __launch_bounds__(kGroupThreads) number_groups_kernel(Batch<Job> batch) {
+  using Scan = cub::BlockScan<uint32_t, kGroupThreads>;
+  __shared__ typename Scan::TempStorage storage;
+  const Job job = JobOfBlock(batch);
+  const GroupRow row = GroupRowOf(job, blockIdx.y);
+  if (row.slots == nullptr) return;
+  uint32_t total = 0;
+  for (int64_t base = 0; base < job.plan.groups; base += kGroupThreads) {
+    const int64_t group = base + threadIdx.x;
+    const uint32_t marked = group < job.plan.groups ? row.slots[group] : 0;
+    uint32_t before = 0;
+    uint32_t all = 0;
+    Scan(storage).ExclusiveSum(marked, before, all);
+    if (group < job.plan.groups) row.slots[group] = total + before;
+    total += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) row.slots[job.plan.groups] = total;
+}
+
+// How many of these a job needs.
+inline int64_t SlotsFor(const DevicePlan& plan) { return plan.levels > 0 && plan.groups > 1 ? plan.groups + 1 : 0; }
+
+// `slots`: of all jobs and rows, which lie together.
+template <typename Job>
+cudaError_t NumberGroups(const Batch<Job>& batch, int64_t rows, uint32_t* slots, int64_t count, cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  const auto height = static_cast<unsigned>(rows);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(slots, 0, static_cast<size_t>(count) * sizeof(uint32_t), stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(mark_groups_kernel<Job>, dim3(batch.blocks, height), kThreads, stream, batch));
+  return Launch(number_groups_kernel<Job>, dim3(static_cast<unsigned>(batch.count), height), kGroupThreads, stream,
+                batch);
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,184 @@
+#include "low_bit.h"
+
+#include "../core/low_bit_centre.h"
+#include "groups.cuh"
+#include "sort.h"
+#include "warp.cuh"
+
+namespace hvd_sparse {
+
+__device__ inline GroupRow GroupRowOf(const LowBitJob& job, int64_t /*row*/) {
+  return {job.indices, job.plan.k, job.slots};
+}
+
+namespace {
+
+constexpr int kWarp = 32;
+
+__global__ void __launch_bounds__(kThreads) group_keys_kernel(Batch<LowBitJob> batch) {
+  const Share<LowBitJob> share = ShareOf(batch);
+  const LowBitJob& job = share.job;
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.plan.k;
+       j += int64_t{share.blocks} * kThreads) {
+    const int64_t group = job.slots == nullptr ? 0 : GroupOf(job.plan, job.indices[j]);
+    job.keys[j] = job.tag | static_cast<uint64_t>(group) << job.bits | static_cast<uint64_t>(j);
+  }
+}
+
+__device__ int64_t EntryAt(const LowBitJob& job, int64_t place) {
+  return static_cast<int64_t>(job.sorted[place] & ((uint64_t{1} << job.bits) - 1));
+}
+
+__device__ int64_t GroupAt(const LowBitJob& job, int64_t place) {
+  return static_cast<int64_t>((job.sorted[place] ^ job.tag) >> job.bits);
+}
+
+// Where each group's entries begin.
+__global__ void __launch_bounds__(kThreads) group_starts_kernel(Batch<LowBitJob> batch) {
+  const Share<LowBitJob> share = ShareOf(batch);
+  const LowBitJob& job = share.job;
+  for (int64_t place = int64_t{share.block} * kThreads + threadIdx.x; place < job.plan.k;
+       place += int64_t{share.blocks} * kThreads) {
+    const int64_t group = GroupAt(job, place);
+    if (place > 0 && GroupAt(job, place - 1) == group) continue;
+    job.starts[job.slots == nullptr ? 0 : job.slots[group]] = place;
+  }
+}
+
+// Calls add(bits) for the magnitude of every entry in [begin, end) of the sorted, in order, in all threads of a warp.
+template <typename Add>
+__device__ void ForMagnitudes(const LowBitJob& job, int64_t begin, int64_t end, const Add& add) {
+  const int64_t lane = threadIdx.x % kWarp;
+  for (int64_t base = begin; base < end; base += kWarp) {
+    const uint32_t mine = base + lane < end ? MagnitudeBits(job.values[EntryAt(job, base + lane)]) : 0;
+    const auto count = static_cast<int>(end - base < kWarp ? end - base : kWarp);
+    for (int other = 0; other < count; ++other) {
+      add(static_cast<uint32_t>(__shfl_sync(kWholeWarp, mine, other)));
+    }
+  }
+}
+
+// A warp a group: the mean that tells small from large, if there are two centres, and the centres.
+__global__ void __launch_bounds__(kThreads) centres_kernel(Batch<LowBitJob> batch) {
+  constexpr int kWarps = kThreads / kWarp;
+  const Share<LowBitJob> share = ShareOf(batch);
+  const LowBitJob& job = share.job;
+  const int64_t slots = job.slots == nullptr ? 1 : job.slots[job.plan.groups];
+  for (int64_t slot = int64_t{share.block} * kWarps + threadIdx.x / kWarp; slot < slots;
+       slot += int64_t{share.blocks} * kWarps) {
+    const int64_t begin = job.starts[slot];
+    const int64_t end = slot + 1 < slots ? job.starts[slot + 1] : job.plan.k;
+    double split = INFINITY;
+    if (job.plan.levels == 2) {
+      MagnitudeClass whole;
+      ForMagnitudes(job, begin, end, [&](uint32_t bits) { whole.Add(bits); });
+      split = whole.Mean();
+    }
+    MagnitudeClass small;
+    MagnitudeClass large;
+    ForMagnitudes(job, begin, end, [&](uint32_t bits) {
+      const bool is_large = job.plan.levels == 2 && MagnitudeFromBits(float{}, bits) >= split;
+      (is_large ? large : small).Add(bits);
+    });
+    if (threadIdx.x % kWarp != 0) continue;
+    job.splits[slot] = split;
+    job.centres[2 * slot] = small.Of(job.centre);
+    job.centres[2 * slot + 1] = large.Of(job.centre);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) to_centres_kernel(Batch<LowBitJob> batch) {
+  const Share<LowBitJob> share = ShareOf(batch);
+  const LowBitJob& job = share.job;
+  for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.plan.k;
+       j += int64_t{share.blocks} * kThreads) {
+    const int64_t slot = job.slots == nullptr ? 0 : SlotOf(job.plan, job.slots, job.indices[j]);
+    const float value = job.values[j];
+    const double magnitude = MagnitudeFromBits(float{}, MagnitudeBits(value));
+    const bool is_large = job.plan.levels == 2 && magnitude >= job.splits[slot];
+    job.values[j] = WithSignOf(value, job.centres[2 * slot + (is_large ? 1 : 0)]);
+  }
+}
+
+}  // namespace
+
+LowBitWork::LowBitWork(void* base, std::vector<LowBitJob>* jobs) {
+  Workspace workspace(base);
+  int64_t groups = 1;
+  int64_t entries = 1;
+  for (const LowBitJob& job : *jobs) {
+    slot_count += SlotsFor(job.plan);
+    total += job.plan.k;
+    groups = std::max(groups, job.plan.groups);
+    entries = std::max(entries, job.plan.k);
+  }
+  const int bits = BitsBelow(entries);
+  const int group_bits = groups > 1 ? BitsBelow(groups) : 0;
+  sort_bits = bits + group_bits + (jobs->size() > 1 ? BitsBelow(static_cast<int64_t>(jobs->size())) : 0);
+  slots = workspace.Take<uint32_t>(slot_count);
+  keys = workspace.Take<uint64_t>(total);
+  sorted = workspace.Take<uint64_t>(total);
+  int64_t slots_before = 0;
+  int64_t before = 0;
+  for (LowBitJob& job : *jobs) {
+    const int64_t centres = std::min(job.plan.k, job.plan.groups);
+    job.bits = bits;
+    job.tag = jobs->size() > 1 ? static_cast<uint64_t>(blocks.size()) << (bits + group_bits) : 0;
+    job.keys = keys + before;
+    job.sorted = (slot_count > 0 ? sorted : keys) + before;  // of one group each they ascend as they are
+    job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
+    job.starts = workspace.Take<int64_t>(centres);
+    job.splits = workspace.Take<double>(centres);
+    job.centres = workspace.Take<float>(2 * centres);
+    slots_before += SlotsFor(job.plan);
+    before += job.plan.k;
+    blocks.push_back(BlocksFor(job.plan.k));
+  }
+  status = cudaSuccess;
+  if (slot_count > 0) {
+    status = sort_bits > 63 ? cudaErrorInvalidValue : sort_numbers_workspace_size(total, sort_bits, &sort_size);
+  }
+  sort = workspace.Take<uint8_t>(static_cast<int64_t>(sort_size));
+  size = workspace.used();
+}
+
+cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitWork& work, cudaStream_t stream) {
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
+  const auto launch = [&](auto kernel) { return Launch(kernel, batch.blocks, kThreads, stream, batch); };
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(NumberGroups(batch, 1, work.slots, work.slot_count, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_keys_kernel));
+  if (work.slot_count > 0) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        sort_numbers_launch(work.keys, work.total, work.sort_bits, work.sort, work.sort_size, work.sorted, stream));
+  }
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_starts_kernel));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(centres_kernel));
+  return launch(to_centres_kernel);
+}
+
+cudaError_t quantize_low_bit_workspace_size(const PayloadPlan& plan, int64_t* size) {
+  *size = 0;
+  Tables tables(nullptr);
+  std::vector<LowBitJob> jobs(1);
+  jobs[0].plan = ForDevice(plan, &tables);
+  const LowBitWork work(nullptr, &jobs);
+  *size = work.size + tables.size();
+  return work.status;
+}
+
+cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Centre centre, const int64_t* indices, float* values,
+                                    void* workspace, cudaStream_t stream) {
+  if (plan.k == 0) return cudaSuccess;
+  std::vector<LowBitJob> jobs(1);
+  jobs[0].plan = plan;
+  jobs[0].centre = centre;
+  jobs[0].indices = indices;
+  jobs[0].values = values;
+  const LowBitWork work(workspace, &jobs);
+  Tables tables(static_cast<uint8_t*>(workspace) + work.size);
+  jobs[0].plan = ForDevice(plan, &tables);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(tables.Upload(stream));
+  return quantize_low_bit_launch(BatchOf(jobs[0], work.blocks[0]), work, stream);
+}
+
+}  // namespace hvd_sparse
