@@ -306,8 +306,8 @@ def accumulate_bucket_hinted(
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:
     """Return what calls on the device of `like`, a CUDA tensor, met since this was asked last, int64[2], and forget it.
 
-    How many of `reduce_payloads`, `reduce_bucket` and `clear_bucket` (each member counts) met a payload that failed a
-    check; and for the first of these rank * 256 + check, see `FAILED_CHECKS`. It is on the device: reading it waits.
+    How many selections of `reduce_payloads`, `reduce_located`, `reduce_bucket` and `clear_bucket` met a payload that
+    failed a check; and for the first of these rank * 256 + check, see `FAILED_CHECKS`. Reading it waits for the device.
     """
     return _ops.take_decode_status(like)
 
