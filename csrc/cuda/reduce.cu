@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) finish_reduce_kernel(Batch<DecodeJob
   if (share.block == 0 && threadIdx.x == 0) Record(failure, status);
 }
 
-__global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch, DecodeStatus* status) {
+__global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch, float kept, DecodeStatus* status) {
   const Share<DecodeJob> share = ShareOf(batch);
   const DecodeJob& job = share.job;
   const int64_t first = int64_t{share.block} * kThreads + threadIdx.x;
@@ -148,7 +148,9 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch,
     const Memory memory = finder.Find(index);
     if (memory.residual == nullptr) continue;
     const bool is_exact = job.plan.dtype == DType::kFloat32;
-    *memory.residual = is_exact ? 0.0f : *memory.residual - FloatAt(job, 0, job.data, j, index);
+    const float sent = is_exact && kept == 0 ? 0.0f : FloatAt(job, 0, job.data, j, index);
+    *memory.residual = is_exact ? 0.0f : *memory.residual - sent;
+    if (kept != 0) *memory.residual += kept * sent;
     if (memory.velocity != nullptr) *memory.velocity = 0.0f;
   }
 }
@@ -265,13 +267,13 @@ cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int
   return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
 }
 
-cudaError_t clear_launch(const ReduceSelections& selections, DecodeStatus* status, void* workspace,
+cudaError_t clear_launch(const ReduceSelections& selections, float kept, DecodeStatus* status, void* workspace,
                          cudaStream_t stream) {
   if (selections.empty()) return cudaSuccess;
   const ReduceWork work(workspace, selections, 0, 1);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
-  return Launch(clear_kernel, work.batch.blocks, kThreads, stream, work.batch, status);
+  return Launch(clear_kernel, work.batch.blocks, kThreads, stream, work.batch, kept, status);
 }
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks) {
@@ -313,7 +315,7 @@ int64_t unpack_workspace_size(const PayloadPlan& plan) {
 
 cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float* residual, float* velocity,
                          DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  return clear_launch({{plan, payload, {{0, plan.n, {residual, velocity}}}}}, status, workspace, stream);
+  return clear_launch({{plan, payload, {{0, plan.n, {residual, velocity}}}}}, 0, status, workspace, stream);
 }
 
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,

@@ -53,7 +53,7 @@ class CudaClearBucketKernel : public ClearBucketBase {
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, 1), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(clear_launch(selections, status, workspace, work.stream()));
+    return CudaStatus(clear_launch(selections, kept_, status, workspace, work.stream()));
   }
 };
 

@@ -119,7 +119,6 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins, const std::string& coding,
                    const std::string& value_dtype, const OptionalTensors& segments, double kept) {
   const CudaCall call("clear_bucket", "message", message);
-  TORCH_CHECK_VALUE(kept == 0, "hvd_sparse.clear_bucket: on CUDA devices kept must be 0, got ", kept);
   const size_t members = residuals.size();
   Layout layout(call.op(), ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   CheckCounts(call.op(), "member", members, {selections.size(), velocities.empty() ? members : velocities.size()});
@@ -138,7 +137,7 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
     bucket.push_back(std::move(sent));
   }
   const Tensor workspace = call.Bytes(reduce_workspace_size(bucket, 1));
-  call.Run(clear_launch(bucket, call.decode_status(), workspace.data_ptr(), call.stream()));
+  call.Run(clear_launch(bucket, static_cast<float>(kept), call.decode_status(), workspace.data_ptr(), call.stream()));
 }
 
 void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntArrayRef ns, IntArrayRef ks,

@@ -6,7 +6,7 @@ tensors, as for any gradient on a GPU. The token, which has nothing to do with t
 
 import torch
 
-from hvd_sparse.algorithms import Algorithm, SparsificationAwareMomentum
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import destinations
@@ -106,9 +106,7 @@ def device_layout(algorithm: Algorithm) -> type[DeviceScope]:
         )
     if algorithm.layout not in LAYOUTS:
         raise ValueError(
-            "on CUDA devices there are dgc, gradient_dropping and topk so far, which select exactly k; got "
+            "on CUDA devices there are dgc, samomentum, gradient_dropping and topk so far, which select exactly k; got "
             f"{algorithm.name} laid out by {algorithm.layout}"
         )
-    if isinstance(algorithm, SparsificationAwareMomentum):
-        raise ValueError(f"on CUDA devices {algorithm.name} has no kernels yet: dgc has a momentum there")
     return LAYOUTS[algorithm.layout]
