@@ -55,7 +55,7 @@ constexpr CrcChunks MakeCrcChunks() {
 }
 
 // The remainder after so many zero bytes more.
-HVD_SPARSE_HD inline uint32_t CrcShift(uint32_t remainder, uint64_t bytes, const CrcPowers& powers) {
+HVD_SPARSE_HD constexpr uint32_t CrcShift(uint32_t remainder, uint64_t bytes, const CrcPowers& powers) {
   for (int j = 0; bytes != 0; bytes >>= 1, ++j) {
     if ((bytes & 1u) != 0) remainder = CrcMultiply(remainder, powers.of[j]);
   }

@@ -1,6 +1,7 @@
 #include "reduce.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -35,17 +36,36 @@ void ClearRange(const std::vector<Slice>& slices, int64_t begin, int64_t end) {
   }
 }
 
-// `element`: the block's first.
+// `element`: the block's first; value(j): entry j's. What the loop reads is local: nothing that it writes to may change
+// it.
+template <typename Value>
+void AddEntries(const uint16_t* runs, int64_t start, int64_t stop, float scale, int64_t element,
+                const std::vector<Slice>& slices, const Value& value) {
+  SliceAt at = SliceOf(slices, element);
+  if (at == slices.end()) return;
+  Slice slice = *at;
+  for (int64_t j = start; j < stop; ++j, ++element) {
+    element += runs[j];
+    while (slice.begin + slice.size <= element) {
+      if (++at == slices.end()) return;
+      slice = *at;
+    }
+    if (element >= slice.begin) slice.out[element - slice.begin] += scale * value(j);
+  }
+}
+
 void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t count, float scale, int64_t element,
               const std::vector<Slice>& slices) {
-  auto slice = SliceOf(slices, element);
-  for (int64_t j = start; j < start + count; ++j) {
-    element += view.positions.runs[static_cast<size_t>(j)];
-    while (slice != slices.end() && slice->begin + slice->size <= element) ++slice;
-    if (slice == slices.end()) return;
-    if (element >= slice->begin) slice->out[element - slice->begin] += scale * ValueAt(view, dtype, j);
-    ++element;
+  const uint16_t* runs = view.positions.runs.data();
+  if (dtype != DType::kFloat32) {
+    return AddEntries(runs, start, start + count, scale, element, slices,
+                      [&view, dtype](int64_t j) { return ValueAt(view, dtype, j); });
   }
+  AddEntries(runs, start, start + count, scale, element, slices, [values = view.values](int64_t j) {
+    float value;
+    std::memcpy(&value, values + j * int64_t{sizeof value}, sizeof value);
+    return value;
+  });
 }
 
 // Adds to what the slices hold, or to zeros.
