@@ -1,7 +1,6 @@
 """What travelled: bytes, elements and seconds, of the last step and in total."""
 
 from collections import defaultdict
-from contextlib import contextmanager
 from time import perf_counter
 
 TIMERS = ("compress", "exchange", "decompress")
@@ -28,17 +27,21 @@ class Traffic:
         for name, count in counts.items():
             self._step[name] += count
 
-    @contextmanager
-    def timed(self, name: str):
-        """Add the time of a block to one of TIMERS, without that of the timed blocks inside it."""
-        start, outer = perf_counter(), self._inner_seconds
-        self._inner_seconds = 0.0
-        try:
-            yield
-        finally:
-            elapsed = perf_counter() - start
-            self._step[name] += elapsed - self._inner_seconds
-            self._inner_seconds = outer + elapsed
+    def timed(self, name: str) -> "Timed":
+        """Return what, used with `with`, adds the time of a block to one of TIMERS."""
+        return Timed(self, name)
+
+    def start(self) -> tuple[float, float]:
+        """Start a timed block; return what `stop` needs."""
+        outer, self._inner_seconds = self._inner_seconds, 0.0
+        return perf_counter(), outer
+
+    def stop(self, name: str, started: tuple[float, float]) -> None:
+        """Stop a timed block: its time counts without that of the timed blocks inside it."""
+        start, outer = started
+        elapsed = perf_counter() - start
+        self._step[name] += elapsed - self._inner_seconds
+        self._inner_seconds = outer + elapsed
 
     def end_step(self) -> None:
         """Close the step under way."""
@@ -55,6 +58,22 @@ class Traffic:
     def summary(self) -> dict:
         """Return {"steps": int, "step": last step, "total": all}, the two with bytes, ratio, density, seconds."""
         return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
+
+
+class Timed:
+    """A timed block: a generator in its place takes longer than what is timed with every gradient."""
+
+    __slots__ = ("_name", "_started", "_traffic")
+
+    def __init__(self, traffic: Traffic, name: str):
+        self._traffic = traffic
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._started = self._traffic.start()
+
+    def __exit__(self, *raised) -> None:
+        self._traffic.stop(self._name, self._started)
 
 
 def report(counters) -> dict:

@@ -37,6 +37,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
+from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
 from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.traffic import Traffic
 
@@ -48,7 +49,6 @@ SCOPES = {  # how a method lays out a step
     "partition": PartitionScope,
     "random": RandomScope,
 }
-REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 
 class SparseCompressor:
@@ -85,18 +85,21 @@ class SparseCompressor:
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
-        with self._lock, torch.no_grad():
+        if torch.is_grad_enabled():  # not in a hook of autograd, where this is called for nearly every gradient
+            with torch.no_grad():
+                return self.compress(tensor)
+        with self._lock:
             if not self._agreed:
                 self._agree()
             with self._traffic.timed("compress"):
                 if not self._under_way or self._finished:
                     self._begin()
-                name = self._parameters.find(tensor, self._scope.entries)
-                if name in self._scope.entries:  # the step was given up: its optimizer never stepped
+                scope, parameters = self._scope, self._parameters
+                name = parameters.find(tensor, scope.entries)
+                if name in scope.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
-                frozen = not self._parameters[name].requires_grad
-                entry = Entry(name, tensor, frozen)
-                carried = self._scope.add(entry)
+                entry = Entry(name, tensor, not parameters[name].requires_grad)
+                carried = scope.add(entry)
                 self._open.add(name)
                 return carried, entry
 
@@ -104,7 +107,7 @@ class SparseCompressor:
         """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
         if ctx is None:
             return tensor
-        with self._lock, torch.no_grad():
+        with self._lock:
             if self._scope.entries.get(ctx.name) is not ctx:
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {ctx.name} was compressed before reset() or load_state_dict(); call "
@@ -195,6 +198,7 @@ class SparseCompressor:
         self._scope.begin(self._step)
         self._under_way, self._finished = True, False
 
+    @torch.no_grad()
     def _finish(self) -> None:
         with self._traffic.timed("compress"):
             self._scope.finish()
@@ -202,6 +206,7 @@ class SparseCompressor:
             self._overflowed = self._scope.overflowed()
         self._finished = True
 
+    @torch.no_grad()
     def _end(self) -> None:
         self._scope.end()
         self._traffic.end_step()
@@ -223,9 +228,9 @@ class SparseCompressor:
         gradient = entry.gradient
         if self._overflowed:
             return gradient.new_full(gradient.shape, float("nan"))
-        scale = reduction_scale(carried, self._exchange.size()) if entry.carries_token else 1.0
+        scale = reduction_scale(carried, self._scope.ranks) if entry.carries_token else 1.0
         result = self._scope.result(entry, carried, scale)
-        return gradient if result.data_ptr() == gradient.data_ptr() else result.to(gradient.dtype).view(gradient.shape)
+        return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
 
     def _check_optimizer(self) -> None:
         """Look at the optimizer that calls: refuse other reductions, warn of a second momentum."""
@@ -239,22 +244,6 @@ class SparseCompressor:
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
         if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
-
-
-def reduction_scale(token: torch.Tensor, ranks: int) -> float:
-    """Return what the sum over ranks is to be multiplied with, as the token, sent as [1, rank + 1], tells.
-
-    Sum makes [N, N (N + 1) / 2] of it, Average a multiple of that; Min, Max and Product do not: ValueError.
-    Rounding of a predivide factor is snapped off.
-    """
-    ones, ids = token.tolist()
-    if abs(ids - ones * (ranks + 1) / 2) > 1e-4 * abs(ids):
-        raise ValueError(f"hvd_sparse: {REDUCTIONS}; the reduction turned the token into {[ones, ids]}")
-    scale = ones / ranks
-    for exact in (1.0, 1.0 / ranks):
-        if abs(scale - exact) <= 1e-6 * exact:
-            return exact
-    return scale
 
 
 def _calling_optimizer(compressor: SparseCompressor, depth: int = 8):

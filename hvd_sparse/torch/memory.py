@@ -40,9 +40,11 @@ class ResidualMemory:
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return a buffer, float32[n], zero at first."""
-        if name not in self.buffers:
-            self.buffers[name] = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
-        return self.buffers[name]
+        found = self.buffers.get(name)
+        if found is None:
+            found = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
+            self.buffers[name] = found
+        return found
 
     def adopt(self, name: str, storage: torch.Tensor) -> None:
         """Move a buffer into `storage`, float32[n], such as a slice of a whole model's."""
@@ -124,7 +126,7 @@ class MomentumMemory(ResidualMemory):
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
         decays = self.algorithm.weight_decay != 0.0
-        return self.residual, self.velocity, _flat(self.parameter).contiguous() if decays else None
+        return self.buffer("residual"), self.buffer("velocity"), _flat(self.parameter).contiguous() if decays else None
 
     def rule(self) -> dict:
         """Return momentum, nesterov and weight_decay."""

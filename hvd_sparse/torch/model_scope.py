@@ -76,7 +76,7 @@ class ModelScope(Scope):
         return group.small.narrow(0, group.offsets[entry.name], entry.gradient.numel())
 
     def _take(self, entry: Entry) -> torch.Tensor:
-        return self.token()
+        return self._tokens.take()
 
     def _seal(self) -> None:
         self._sealed = True
@@ -199,6 +199,7 @@ class ModelScope(Scope):
         self._groups = {(sparse, dense): group}
         return self._groups[sparse, dense]
 
+    @torch.no_grad()
     def _complete(self, group: Group, scale: float) -> None:
         """Wait for a group's messages; decode them into fresh tensors; clear the memory of what was sent."""
         group.completed = True

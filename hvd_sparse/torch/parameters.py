@@ -53,10 +53,10 @@ class Parameters:
         shape, by the parameter that Horovod's calling function holds.
         """
         guess = self._follows.get(self._last)
-        name = guess if guess is not None and self._by_name[guess].grad is gradient else self._search(gradient, seen)
-        self._follows[self._last] = name
-        self._last = name
-        return name
+        if guess is None or self._by_name[guess].grad is not gradient:
+            guess = self._follows[self._last] = self._search(gradient, seen)
+        self._last = guess
+        return guess
 
     def _search(self, gradient: torch.Tensor, seen: Container[str]) -> str:
         for name, parameter in self._by_name.items():

@@ -21,10 +21,11 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
 from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One gradient between its compress and its decompress."""
 
@@ -59,6 +60,8 @@ class Scope(abc.ABC):
         self.memories: dict[str, ResidualMemory] = {
             name: make_memory(algorithm, parameters[name]) for name in parameters
         }
+        least = max(algorithm.min_numel, 1)
+        self._small = [name for name in parameters if parameters[name].numel() < least]
         self.thresholds: dict[str, Threshold] = {}  # where the count varies
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
         self.expected: tuple[str, ...] = ()
@@ -68,6 +71,8 @@ class Scope(abc.ABC):
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._sealed = False
+        self._tokens = Tokens()
+        self._dense: frozenset[str] = frozenset()  # what travels dense in this step
 
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the memories."""
@@ -89,31 +94,41 @@ class Scope(abc.ABC):
         self._votes = []
         self._sealed = False
         self._deferred = []
-        self._token = torch.tensor([1.0, self.exchange.rank() + 1.0])
+        self.ranks = self.exchange.size()
+        self._dense = frozenset(self.parameters if self.density >= 1.0 else self._small)
+        self._tokens.begin(self.exchange.rank(), len(self.expected))
         self._presence = self.exchange.allreduce("present", torch.ones(1))
         self._collectives = [self._presence]
         self.traffic.count(payload_bytes=4)
 
     def add(self, entry: Entry) -> torch.Tensor:
         """Take a gradient in; return what Horovod's own allreduce is to carry: a token, or the dense tensor."""
-        self.entries[entry.name] = entry
-        self.traffic.count(
-            dense_bytes=entry.gradient.numel() * entry.gradient.element_size(), elements=entry.gradient.numel()
-        )
-        if self.is_dense(entry.name) and not entry.frozen:
+        name = entry.name
+        self.entries[name] = entry
+        if name in self._dense and not entry.frozen:
             self._look(entry)
         carried = self._take(entry)
-        self.traffic.count(payload_bytes=carried.numel() * carried.element_size())
-        self._awaited.discard(entry.name)
-        if not self._sealed and self.expected and not self._awaited:
+        self._awaited.discard(name)
+        if not self._awaited and not self._sealed and self.expected:
             self._seal()
-        self._release(wait=False)
+        if self._deferred:
+            self._release(wait=False)
         return carried
 
     def finish(self) -> None:
         """Start everything that has not been started: no compress follows in this step."""
         self._finish()
         self._release(wait=True)
+        self._count()
+
+    def _count(self) -> None:
+        """Count what Horovod alone would have been handed, and the tokens that it is."""
+        gradients = [entry.gradient for entry in self.entries.values()]
+        self.traffic.count(
+            elements=sum(gradient.numel() for gradient in gradients),
+            dense_bytes=sum(gradient.nbytes for gradient in gradients),
+            payload_bytes=TOKEN_BYTES * sum(entry.carries_token for entry in self.entries.values()),
+        )
 
     def end(self) -> None:
         """End a step that is complete: what it saw is what the next one expects.
@@ -122,6 +137,7 @@ class Scope(abc.ABC):
         """
         for collective in self._collectives:
             collective.wait()
+        self._tokens.end()
         self.expected = tuple(sorted(self.entries))
         self.entries = {}
 
@@ -147,11 +163,7 @@ class Scope(abc.ABC):
 
     def is_dense(self, name: str) -> bool:
         """Return whether a tensor travels dense in this step."""
-        return self.density >= 1.0 or self.parameters[name].numel() < max(self.algorithm.min_numel, 1)
-
-    def token(self) -> torch.Tensor:
-        """Return the token: what becomes of it in Horovod's allreduce tells the reduction that was asked for."""
-        return self._token.clone()
+        return name in self._dense
 
     def _look(self, entry: Entry) -> None:
         """Find out whether a gradient that travels dense is finite."""
@@ -229,6 +241,6 @@ class Scope(abc.ABC):
 
 
 def place_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return where its sum goes, float32[n]: Horovod's own place is the gradient that it passed, if that fits."""
+    """Return where its sum goes, n float32: Horovod's own place is the gradient that it passed, if that fits."""
     in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
-    return gradient.view(-1) if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)
+    return gradient if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)

@@ -29,6 +29,8 @@ class Message:
     pending: Pending | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # the reduced gradients, once it has arrived
     scale: float = 1.0  # that they were reduced with
+    members: tuple[str, ...] = ()  # those that `layout` is of
+    layout: ops.Layout | None = None
 
 
 class Payload(NamedTuple):
@@ -80,10 +82,7 @@ class TensorScope(Scope):
             return carried
         message = self._message_of[entry.name]
         if entry.name not in message.sums:
-            with self.traffic.timed("exchange"):
-                gathered = message.pending.wait()
-            self._clear(message)
-            self._decode(message, gathered, scale)
+            self._complete(message, scale)
         if scale != message.scale:
             raise ValueError(
                 f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
@@ -91,26 +90,36 @@ class TensorScope(Scope):
             )
         return message.sums[entry.name]
 
+    @torch.no_grad()
+    def _complete(self, message: Message, scale: float) -> None:
+        """Wait for a bucket; take what was sent out of the memories; sum."""
+        with self.traffic.timed("exchange"):
+            gathered = message.pending.wait()
+        self._clear(message)
+        self._decode(message, gathered, scale)
+
     def _take(self, entry: Entry) -> torch.Tensor:
-        if self.is_dense(entry.name):
+        name = entry.name
+        if name in self._dense:
             return self._take_dense(entry)
         self._prepare(entry)
-        message = self._message_of.get(entry.name)
+        message = self._message_of.get(name)
         if message is not None:
-            message.missing.discard(entry.name)
+            message.missing.discard(name)
             if not message.missing:
                 self._start(message)
-        return self.token()
+        return self._tokens.take()
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
         memory = self.memories[entry.name]
         entry.carries_token = False
-        self.traffic.count(sent=entry.gradient.numel())
+        dtype = memory.dense_dtype(entry.gradient)
+        self.traffic.count(sent=entry.gradient.numel(), payload_bytes=entry.gradient.numel() * dtype.itemsize)
         if entry.finite and not entry.frozen:
             factor = memory.clip_factor(entry.gradient, self.exchange.size())
             carried, entry.commit = memory.take_all(entry.gradient, factor)
             return carried
-        return entry.gradient.new_zeros(entry.gradient.shape, dtype=memory.dense_dtype(entry.gradient))
+        return entry.gradient.new_zeros(entry.gradient.shape, dtype=dtype)
 
     def _seal(self) -> None:
         """Start the buckets that miss a member."""
@@ -223,16 +232,20 @@ class TensorScope(Scope):
         return {name: entry for name, entry in members.items() if not entry.frozen}
 
     def _layout(self, message: Message, names) -> ops.Layout:
-        """Return where the payloads of these members lie; each is a selection of its own."""
-        payloads = [self._payload(name) for name in names]
-        return ops.Layout(
-            ns=[payload.n for payload in payloads],
-            ks=[payload.k for payload in payloads],
-            offsets=[message.bucket.offsets[name] for name in names],
-            segments=[payload.segments for payload in payloads],
-            selections=range(len(payloads)),
-            begins=[0] * len(payloads),
-        )
+        """Return where the payloads of these members lie; each is a selection of its own. Mostly they are all."""
+        members = tuple(names)
+        if message.layout is None or message.members != members:
+            payloads = [self._payload(name) for name in members]
+            message.members = members
+            message.layout = ops.Layout(
+                ns=[payload.n for payload in payloads],
+                ks=[payload.k for payload in payloads],
+                offsets=[message.bucket.offsets[name] for name in members],
+                segments=[payload.segments for payload in payloads],
+                selections=list(range(len(payloads))),
+                begins=[0] * len(payloads),
+            )
+        return message.layout
 
 
 class VaryingScope(TensorScope):
