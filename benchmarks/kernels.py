@@ -85,6 +85,20 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> float:
+    """Return how many times as fast two threads compress as one does, in turns."""
+    source, worker = Gradients(n), framework.Worker(algorithm, n)
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(settle + rounds):
+        for threads, times in seconds.items():
+            framework.use_threads(threads)
+            gradient = framework.as_tensor(source.next())
+            took = timed(worker.compress, gradient)
+            if turn >= settle:
+                times.append(took)
+    return statistics.median(seconds[1]) / statistics.median(seconds[2])
+
+
 def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return bits an index, and the median seconds of packing and of unpacking, of each coding of positions."""
     generator, result = np.random.default_rng(1), {}
@@ -137,6 +151,10 @@ def main() -> None:
         figures[prefix + "compress_over_memcpy"] = round(seconds["compress"] / seconds["memcpy"], 2)
         for name in sorted({"reduce", "add"} & set(seconds)):
             figures[f"{prefix}{name}_over_memcpy"] = round(seconds[name] / seconds["memcpy"], 3)
+    if framework.CAN_CHANGE_THREADS:
+        ratio = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
+        figures["two_threads_over_one"] = round(ratio, 2)
+        framework.use_threads(arguments.threads)
     for coding, found in measure_codings(framework, n, k, 5 * arguments.rounds).items():
         print(f"{coding}: {found['bits']:.3f} bits an index, {1e3 * found['pack']:.2f} ms to pack, ", end="")
         print(f"{1e3 * found['unpack']:.2f} ms to unpack")

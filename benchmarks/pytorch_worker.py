@@ -2,11 +2,15 @@
 
 import numpy as np
 import torch
+from entries import draw_entries
 
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import make_memory
 from hvd_sparse.wire import payload_size, top_k_count
+
+
+CAN_CHANGE_THREADS = True  # at any time
 
 
 def use_threads(count: int) -> None:
@@ -72,8 +76,10 @@ class Worker:
         self.memory.accumulate(gradient)
 
     def reduce(self, ranks: int) -> None:
-        """Decode and add the payloads of so many ranks."""
-        self.gathered = self.bytes.repeat(ranks, 1) if not hasattr(self, "gathered") else self.gathered
+        """Decode and add the payloads of so many ranks, each with places of its own."""
+        if not hasattr(self, "gathered"):
+            draws = [draw_entries(self.n, self.k, rank) for rank in range(ranks)]
+            self.gathered = torch.stack([pack(*drawn, self.n, "run_length") for drawn in draws])
         ops.reduce_payloads(self.gathered, 0, self.n, self.k, self.out)
 
     def add(self) -> None:

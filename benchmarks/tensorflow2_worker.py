@@ -6,11 +6,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import tensorflow as tf
+from entries import draw_entries
 
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_memory
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.wire import top_k_count
+
+
+CAN_CHANGE_THREADS = False  # once there was an operation
 
 
 def use_threads(count: int) -> None:
@@ -86,8 +90,10 @@ class Worker:
         self._accumulate(gradient).numpy()
 
     def reduce(self, ranks: int) -> None:
-        """Decode and add the payloads of so many ranks."""
-        self.gathered = tf.tile(self.bytes[None], [ranks, 1]) if not hasattr(self, "gathered") else self.gathered
+        """Decode and add the payloads of so many ranks, each with places of its own."""
+        if not hasattr(self, "gathered"):
+            draws = [draw_entries(self.n, self.k, rank) for rank in range(ranks)]
+            self.gathered = tf.stack([pack(*drawn, self.n, "run_length") for drawn in draws])
         self._reduce(self.gathered).numpy()
 
     def arrays(self) -> dict[str, np.ndarray]:
