@@ -9,7 +9,6 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import make_memory
 from hvd_sparse.wire import payload_size, top_k_count
 
-
 CAN_CHANGE_THREADS = True  # at any time
 
 

@@ -13,7 +13,6 @@ from hvd_sparse.tensorflow.memory import make_memory
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.wire import top_k_count
 
-
 CAN_CHANGE_THREADS = False  # once there was an operation
 
 
