@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
 from hvd_sparse.parameter_server.layout import Layout
-from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.methods import METHODS, Method
 from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import MPIEndpoint
@@ -22,6 +23,7 @@ from hvd_sparse.parameter_server.worker import Worker
 
 COLOCATED = "colocated"
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
+_open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
 class Placement(NamedTuple):
@@ -70,6 +72,8 @@ class Session:
     ):
         from mpi4py import MPI
 
+        if not isinstance(method, Method):
+            raise TypeError(f"method must be one of {', '.join(sorted(METHODS))}, such as DGS(); got {method!r}")
         self.communicator = communicator or MPI.COMM_WORLD
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers)
@@ -82,8 +86,16 @@ class Session:
         self._failure: BaseException | None = None  # of the server's thread
         self._failed = ""  # what went wrong where this rank joined
         self._check(MPI)
+        if _open.setdefault(self.communicator.py2f(), self) is not self:
+            raise RuntimeError(
+                "a session is open on this communicator, and would get this one's messages: close() it, or pass another"
+            )
         if self.is_server:
-            self._server = self._make_server(parameters, restore)
+            try:
+                self._server = self._make_server(parameters, restore)
+            except BaseException:
+                self._release()
+                raise
             if self.is_worker:
                 self._start_thread()
 
@@ -111,11 +123,12 @@ class Session:
         if self._server is None:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
         if self._thread is None:
-            with interrupted_by_sigterm():
-                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
-        for worker, why in self._server.departures.items():
-            if why:
-                print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
+            try:
+                with interrupted_by_sigterm():
+                    serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
+            finally:
+                self._release()
+            self._report()
         return dict(self._server.departures)
 
     def join(self, parameters: dict[str, np.ndarray]) -> None:
@@ -130,6 +143,7 @@ class Session:
             connection.leave(self._failed)  # some servers may know it already
             if self._thread is not None:
                 self._thread.join()
+            self._release()
             raise
         self._connection = connection
         if self._silence is not None:
@@ -190,16 +204,26 @@ class Session:
             error = sys.exc_info()[1] or getattr(sys, "last_value", None) or self._failure
             connection.leave(f"{type(error).__name__}: {error}" if error else "")
         atexit.unregister(self.close)
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
-            self._thread = None
-            self.serve()
+            self._report()
+        self._release()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _release(self) -> None:
+        """Let another session use the communicator."""
+        if _open.get(self.communicator.py2f()) is self:
+            del _open[self.communicator.py2f()]
+
+    def _report(self) -> None:
+        for worker, why in self._server.departures.items():
+            if why:
+                print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
 
     def _answers(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
         self.synchronize()

@@ -83,8 +83,9 @@ class TorchSession(Session):
             self.share(np.concatenate([_as_array(buffer).reshape(-1) for buffer in buffers.values()]))
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the servers' model as it is now: for evaluation, and for a checkpoint of the model.
+        """Return the servers' model as it is now: for a checkpoint, or to be loaded into another model for evaluation.
 
+        Not into the one that trains: what a worker has must be what it was sent, until `close`.
         Of a module, all that its `state_dict` has, the average of buffers among it; of parameters, these.
         """
         if self.model is not None:
@@ -113,9 +114,10 @@ class TorchSession(Session):
 class AsynchronousOptimizer(torch.optim.Optimizer):
     """Pushes an update in `step`, and takes the servers' answer; learning-rate schedulers work on it as on any other.
 
-    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. What the worker
-    remembers, residual and velocity, is in `state_dict`. Gradients of any type and device are brought to float32 on the
-    CPU; one that is not finite somewhere counts as zero there, see `TorchSession.stats`.
+    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has what
+    the worker remembers, residual and velocity, and its step, for the density's schedule. Gradients of any type and
+    device are brought to float32 on the CPU; one that is not finite somewhere counts as zero there, see
+    `TorchSession.stats`. A `torch.amp.GradScaler` works as with any optimizer: what it skips is not pushed.
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
@@ -127,7 +129,6 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         )
         self.session = session
         self._names = {id(parameter): name for name, parameter in session.tensors.items()}
-        self._steps = 0
         strange = [tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) not in self._names]
         if strange:
             raise ValueError(f"params must be among those that were connected; of others, the shapes are {strange}")
@@ -147,20 +148,29 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     gradients[name] = _as_array(parameter.grad).reshape(-1)
         self.session.exchange(gradients, lr, weight_decay)
-        self._steps += 1
-        if self._steps % SHARE_EVERY == 0:
+        if self.session.worker.step % SHARE_EVERY == 0:
             self.session.share_buffers()
         return loss
 
+    def state_dict(self) -> dict:
+        """Return groups, and what the worker remembers."""
+        return {**super().state_dict(), "step": self.session.worker.step}
+
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over groups, and what a worker remembered; of a worker of the same model."""
+        """Take over groups, and what a worker remembered; ValueError if it had another method or model."""
+        worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
+        kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
+        for name, memory in zip(names, kept, strict=False):
+            part = worker.part(name)
+            expected = dict.fromkeys(worker.memory(), part.stop - part.start)
+            found = {kind: tensor.numel() for kind, tensor in memory.items()}
+            if found not in ({}, expected):
+                raise ValueError(f"the state of {name} must have {expected} elements, got {found}: of another method?")
         super().load_state_dict(state_dict)
-        kept = [state_dict["state"].get(i) for group in state_dict["param_groups"] for i in group["params"]]
-        worker = self.session.worker
-        for parameter, memory in zip(self._parameters(), kept, strict=True):
-            part = worker.part(self._names[id(parameter)])
+        for name, memory in zip(names, kept, strict=True):
             for kind, flat in worker.memory().items():
-                flat[part] = 0.0 if not memory else _as_array(memory[kind]).reshape(-1)
+                flat[worker.part(name)] = _as_array(memory[kind]).reshape(-1) if memory else 0.0
+        worker.step = state_dict.get("step", 0)
         self._expose()
 
     def _expose(self) -> None:

@@ -1,0 +1,419 @@
+"""PyTorch's session and optimizer: parameters, gradients and options of every kind; one rank works and serves."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("mpi4py")
+from hvd_sparse.parameter_server import Simulation
+from hvd_sparse.torch.asynchronous import ASGD, DGS, MSGD, DGCAsync, GradientDroppingAsync, connect
+
+SMALL = {"density": 0.1, "min_numel": 8}
+
+
+@pytest.fixture
+def join():
+    """Return connect on this process alone, which closes the session before."""
+    sessions = []
+
+    def connect_here(model, method=None, **options):
+        if sessions:
+            sessions[-1].close()
+        options = {"servers": "colocated", "silence": None, "timeout": 20.0, **options}
+        sessions.append(connect(model, method or ASGD(), **options))
+        return sessions[-1]
+
+    yield connect_here
+    if sessions:
+        sessions[-1].close()
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+
+
+def learn(model, optimizer, steps, seed=0, dtype=torch.float32, before=lambda step: None):
+    random = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        before(step)
+        optimizer.zero_grad()
+        x = torch.randn(5, 6, generator=random).to(dtype)
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+
+
+def numbers(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one, other, **close):
+    assert one.keys() == other.keys()
+    for name in one:
+        if close:
+            torch.testing.assert_close(one[name].float(), other[name].float(), **close, msg=name)
+        else:
+            assert torch.equal(one[name], other[name]), name
+
+
+def test_one_dense_worker_is_sgd(join):
+    ours, theirs = network(), network()
+    session = join(ours)
+    learn(ours, session.optimizer(lr=0.1, weight_decay=0.01), 30)
+    learn(theirs, torch.optim.SGD(theirs.parameters(), 0.1, weight_decay=0.01), 30)
+    same(numbers(ours), numbers(theirs), rtol=1e-5, atol=1e-6)
+    same(session.global_state_dict(), ours.state_dict())
+
+
+def test_momentum_sgd_on_one_worker(join):
+    for nesterov in (False, True):
+        ours, theirs = network(), network()
+        session = join(ours, MSGD(momentum=0.9, nesterov=nesterov))
+        learn(ours, session.optimizer(lr=0.05), 30)
+        learn(theirs, torch.optim.SGD(theirs.parameters(), 0.05, 0.9, nesterov=nesterov), 30)
+        same(numbers(ours), numbers(theirs), rtol=1e-4, atol=1e-5)
+        session.close()
+
+
+@pytest.mark.parametrize("method", [DGS(**SMALL), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL, pull_density=0.3)])
+def test_it_does_what_the_simulation_does(join, method):
+    model, twin = network(), network()
+    session = join(model, method)
+    learn(model, session.optimizer(lr=0.1), 40)
+    simulation = Simulation(method, {name: p.numpy() for name, p in numbers(twin).items()}, 1)
+    random = torch.Generator().manual_seed(0)
+
+    def gradients(worker, theta):
+        twin.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in theta.items()})
+        twin.zero_grad()
+        (twin(torch.randn(5, 6, generator=random)) - 1).square().mean().backward()
+        return {name: parameter.grad.numpy() for name, parameter in twin.named_parameters()}
+
+    for _ in range(40):
+        simulation.step(0, gradients, 0.1)
+    for name, parameter in numbers(model).items():
+        assert (parameter.numpy().reshape(-1) == simulation.workers[0].parameters[name]).all()
+
+
+@pytest.mark.parametrize("method", [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL)])
+def test_a_checkpoint_goes_on_exactly(join, method):
+    """The servers' model and the worker's memory: what comes after is what would have come."""
+    model = network()
+    first = join(model, method)
+    optimizer = first.optimizer(lr=0.1)
+    learn(model, optimizer, 15)
+    file = io.BytesIO()
+    torch.save({"model": first.global_state_dict(), "optimizer": optimizer.state_dict()}, file)
+    first.close()
+    file.seek(0)
+    kept = torch.load(file)
+    again = network(seed=99)
+    again.load_state_dict(kept["model"])
+    session = join(again, method)
+    resumed = session.optimizer(lr=99.0)
+    resumed.load_state_dict(kept["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 0.1 and resumed.state_dict()["step"] == 15
+    learn(again, resumed, 15, seed=1)
+    straight = network()
+    session = join(straight, method)
+    optimizer = session.optimizer(lr=0.1)
+    learn(straight, optimizer, 15)
+    learn(straight, optimizer, 15, seed=1)
+    same(numbers(straight), numbers(again))
+    for one, other in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        same(one, other)
+
+
+def test_states_of_others_are_refused(join):
+    other = copy.deepcopy(join(network(), DGCAsync(**SMALL)).optimizer(lr=0.1).state_dict())
+    wider = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
+    wider = copy.deepcopy(join(wider, DGS(**SMALL)).optimizer(lr=0.1).state_dict())
+    session = join(network(), DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="of another method"):
+        optimizer.load_state_dict(other)
+    with pytest.raises(ValueError, match=r"the state of 0\.weight must have \{'residual': 54\} elements, got .*63"):
+        optimizer.load_state_dict(wider)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    empty = torch.optim.SGD(network().parameters(), lr=0.3).state_dict()
+    session.worker.residual[:] = 1.0
+    optimizer.load_state_dict(empty)  # of one that has done nothing yet
+    assert (session.worker.residual == 0).all() and optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_schedulers_and_groups(join):
+    ours, theirs = network(), network()
+
+    def groups(model):
+        return [
+            {"params": model[0].parameters(), "lr": 0.2, "weight_decay": 0.1},
+            {"params": [model[2].weight]},
+            {"params": [model[2].bias], "weight_decay": 0.02},
+        ]
+
+    session = join(ours)
+    optimizers = session.optimizer(groups(ours), lr=0.05), torch.optim.SGD(groups(theirs), lr=0.05)
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        learn(model, optimizer, 20, before=lambda step, scheduler=scheduler: step and scheduler.step())
+    assert optimizers[0].param_groups[1]["lr"] == pytest.approx(optimizers[1].param_groups[1]["lr"])
+    assert optimizers[0].param_groups[0]["lr"] < 0.01
+    same(numbers(ours), numbers(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_of_the_parameters(join):
+    model = network()
+    before = numbers(model)
+    session = join(model)
+    learn(model, session.optimizer(model[2].parameters(), lr=0.1), 5)
+    after = numbers(model)
+    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["2.weight"], after["2.weight"])
+
+
+def test_closures(join):
+    ours, theirs = network(), network()
+    x = torch.randn(5, 6)
+    losses = []
+    for model, optimizer in (
+        (ours, join(ours).optimizer(lr=0.1)),
+        (theirs, torch.optim.SGD(theirs.parameters(), lr=0.1)),
+    ):
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(10)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_types_have_a_float32_master(join, dtype):
+    """The parameters are what servers hold, rounded: small updates add up in float32."""
+    model = network().to(dtype)
+    session = join(model)
+    optimizer = session.optimizer(lr=1e-4)
+    for _ in range(100):
+        model[0].bias.grad = torch.ones(9, dtype=dtype)
+        optimizer.step()
+    expected = network()[0].bias.detach().to(dtype).float() - 0.01
+    master = session.worker.parameters["0.bias"]
+    np.testing.assert_allclose(master, expected.numpy(), atol=2e-6)
+    assert torch.equal(model[0].bias.detach(), torch.from_numpy(master).to(dtype))
+    assert {value.dtype for value in session.global_state_dict().values()} == {dtype}
+    state = optimizer.state_dict()["state"]
+    assert all(value.dtype == torch.float32 for memory in state.values() for value in memory.values())
+    learn(model, optimizer, 3, dtype=dtype)
+
+
+class Odd(nn.Module):
+    """Parameters that are not contiguous, of no dimension, frozen, tied, and one without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(16, 5).t())
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.words = nn.Embedding(20, 4)
+        self.out = nn.Linear(4, 20, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, image, word):
+        hidden = self.convolution(image).mean((2, 3)) @ self.turned[:4] * self.scale
+        return hidden.sum() + self.out(self.words(word)).square().mean()
+
+
+def step_odd(model, optimizer, step):
+    torch.manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), torch.arange(6)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_odd_parameters(join, density):
+    ours, theirs = Odd(), Odd()
+    assert not ours.convolution.weight.is_contiguous() and not ours.turned.is_contiguous()
+    method = GradientDroppingAsync(density=density, min_numel=0)
+    session = join(ours, method)
+    optimizer, sgd = session.optimizer(lr=0.01), torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for step in range(10):
+        step_odd(ours, optimizer, step)
+        if density < 1:
+            continue
+        step_odd(theirs, sgd, step)
+        same(numbers(ours), numbers(theirs), rtol=1e-5, atol=1e-6)
+    before = Odd()
+    assert torch.equal(ours.frozen, before.frozen) and torch.equal(ours.unused, before.unused)
+    assert "frozen" not in session.tensors and ours.out.weight is ours.words.weight
+    assert not ours.convolution.weight.is_contiguous()
+    fresh = Odd()
+    fresh.load_state_dict(session.global_state_dict())
+    same(numbers(fresh), numbers(ours))
+    assert {"out.weight", "words.weight", "frozen"} <= session.global_state_dict().keys()
+
+
+def test_sparse_gradients(join):
+    ours, theirs = (nn.Embedding(30, 4, sparse=sparse) for sparse in (True, False))
+    theirs.load_state_dict(ours.state_dict())
+    session = join(ours)
+    optimizer, sgd = session.optimizer(lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(5):
+        for model, one in ((ours, optimizer), (theirs, sgd)):
+            one.zero_grad()
+            model(torch.tensor([1, 2, 2, 7])).square().sum().backward()
+            one.step()
+    assert ours.weight.grad.is_sparse
+    same(numbers(ours), numbers(theirs), rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_scaler(join):
+    """It scales back before the step, and leaves a step with infinite gradients out: nothing is pushed."""
+    ours, theirs = network(), network()
+    session = join(ours)
+    optimizer, sgd = session.optimizer(lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(10):
+        torch.manual_seed(step)
+        x = torch.randn(5, 6)
+        optimizer.zero_grad()
+        factor = float("inf") if step == 4 else 1.0
+        scaler.scale((ours(x) - 1).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 4:
+            sgd.zero_grad()
+            (theirs(x) - 1).square().mean().backward()
+            sgd.step()
+    assert session.stats()["pushes"] == 9 and session.stats()["non_finite"] == 0 and scaler.get_scale() == 512.0
+    same(numbers(ours), numbers(theirs), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_are_not_finite_count_as_zero(join):
+    model = network()
+    session = join(model)
+    optimizer, before = session.optimizer(lr=0.1), numbers(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step()
+    same(numbers(model), before)
+    assert session.stats()["non_finite"] == 4
+
+
+def test_buffers_are_averaged_and_in_the_global_state(join):
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+    model.register_buffer("hidden", torch.ones(3), persistent=False)
+    session = join(model)
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 12)  # buffers travel at the tenth step
+    session.synchronize()
+    assert session.state()[1].size == 9 + 9 + 3
+    state = session.global_state_dict()
+    assert state.keys() == model.state_dict().keys()
+    same(state, model.state_dict())  # one worker: its own
+    assert state["1.num_batches_tracked"].dtype == torch.int64 and state["1.num_batches_tracked"] == 12
+    fresh = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+    fresh.load_state_dict(state)
+    model.eval(), fresh.eval()
+    assert torch.equal(model(torch.ones(1, 6)), fresh(torch.ones(1, 6)))
+
+
+def test_named_parameters_in_place_of_a_model(join):
+    model = network()
+    session = join(model.named_parameters(), DGS(**SMALL))
+    learn(model, session.optimizer(lr=0.1), 5)
+    same(session.global_state_dict(), numbers(model))
+
+
+def test_overlap_takes_each_answer_one_step_later(join):
+    model = network()
+    session = join(model, overlap=True)
+    optimizer = session.optimizer(lr=0.1)
+    before = numbers(model)
+    learn(model, optimizer, 1)
+    same(numbers(model), before)
+    learn(model, optimizer, 1)
+    changed = numbers(model)
+    assert not torch.equal(changed["0.weight"], before["0.weight"])
+    session.synchronize()
+    assert not torch.equal(numbers(model)["0.weight"], changed["0.weight"])
+    same(session.global_state_dict(), model.state_dict())
+
+
+def test_saved_and_restored(join, tmp_path):
+    model = network()
+    session = join(model, DGS(**SMALL))
+    learn(model, session.optimizer(lr=0.1), 5)
+    path = str(tmp_path / "state.npz")
+    session.save(path)
+    session.close()
+    other = network(seed=5)
+    join(other, DGS(**SMALL), restore=path)
+    same(numbers(other), numbers(model))
+    with pytest.raises(ValueError, match=r"is of another model: \['0.weight'\] are missing"):
+        join(nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2)), DGS(**SMALL), restore=path)
+
+
+BAD_ARGUMENTS = [
+    (lambda join: join(network(), "dgs"), TypeError, "method must be one of asgd, .*DGS.* got 'dgs'"),
+    (lambda join: join(network(), DGS), TypeError, "method must be one of"),
+    (lambda join: join(nn.Tanh(), DGS()), ValueError, "there must be parameters"),
+    (lambda join: join(network().requires_grad_(False), DGS()), ValueError, "there must be parameters"),
+    (
+        lambda join: join([("c", nn.Parameter(torch.ones(2, dtype=torch.complex64)))]),
+        ValueError,
+        "parameters must be of real numbers, got c of torch.complex64",
+    ),
+    (lambda join: join(network(), servers=1), ValueError, "servers must be 'colocated' or a number from 1"),
+    (lambda join: join(network(), servers=True), ValueError, "servers must be"),
+    (lambda join: join(network()).optimizer(lr=-1.0), ValueError, "lr must be at least 0, got -1.0"),
+    (lambda join: join(network()).optimizer(lr=float("nan")), ValueError, "lr must be at least 0, got nan"),
+    (lambda join: join(network()).optimizer(lr=0.1, weight_decay=-1), ValueError, "weight_decay must be at least 0"),
+    (
+        lambda join: join(network()).optimizer(network().parameters(), lr=0.1),
+        ValueError,
+        r"params must be among those that were connected; of others, the shapes are \[\(9, 6\)",
+    ),
+    (lambda join: join(network()).serve(), RuntimeError, "^$"),
+    (lambda join: DGS(momentum=1.0), ValueError, "momentum must be in"),
+    (lambda join: DGS(density=0.0), ValueError, "density must be in"),
+    (lambda join: DGS(pull_density=2), ValueError, "pull_density must be in"),
+    (lambda join: DGS(values="int3"), ValueError, "values must be one of"),
+    (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
+def test_bad_arguments(join, call, error, text):
+    if text == "^$":
+        assert call(join) == {}  # a co-located rank serves by itself
+        return
+    with pytest.raises(error, match=text):
+        call(join)
+
+
+def test_two_sessions_on_one_communicator_are_refused(join):
+    first = join(network())
+    with pytest.raises(RuntimeError, match="a session is open on this communicator"):
+        connect(network(), ASGD(), servers="colocated", silence=None, timeout=5.0)
+    learn(first.model, first.optimizer(lr=0.1), 3)
+
+
+def test_after_close_it_says_so(join):
+    model = network()
+    session = join(model)
+    optimizer = session.optimizer(lr=0.1)
+    session.close()
+    session.close()
+    with pytest.raises(RuntimeError, match="rank 0 has left the run"):
+        learn(model, optimizer, 1)
