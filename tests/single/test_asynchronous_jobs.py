@@ -169,6 +169,9 @@ def test_interrupting_mpirun_ends_all_ranks(tmp_path):
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode != 0
     pids = [pid for file in tmp_path.iterdir() for pid in re.findall(r"pid (\d+)", file.read_text())]
+    deadline = time.monotonic() + 10  # they may still be writing why, when mpirun has ended
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
 
 

@@ -257,6 +257,22 @@ def test_servers_that_forget_workers_at_any_time_lose_and_repeat_nothing(name, s
         assert run.flat(worker).tobytes() == run.theirs(number).tobytes()
 
 
+def test_questions_are_asked_again_on_a_bad_wire():
+    run = Run(CASES["dgs"], 3, seed=4, harm=0.3)
+    run.join(0)
+    run.settle()
+    for _ in range(100):
+        run.push(0)
+        run.settle()
+        run.send(0, run.workers[0].ask("state"))
+        run.settle()
+        assert not run.workers[0].is_waiting
+        found = [arrays["parameters"] for _, (_, arrays) in sorted(run.workers[0].answers.items())]
+        assert (np.concatenate(found) == run.theirs(0)).all()
+        assert (run.flat(run.workers[0]) == run.theirs(0)).all()
+    check_books(run)
+
+
 def test_a_worker_that_nothing_reaches_gives_up():
     run = Run(CASES["dgs"], 1, seed=0, harm=0.0)
     run.join(0)

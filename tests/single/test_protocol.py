@@ -253,6 +253,24 @@ def test_old_pushes_and_messages_of_strangers_need_no_answer(pair):
     assert snapshot(server) == before
 
 
+def test_buffers_move_to_the_average_of_workers(pair):
+    """By 1/N of the difference, N the workers that are here; the first come as they are."""
+    server, worker = pair
+    first = np.arange(5, dtype=np.float32)
+    assert (server.buffers == first).all()
+    other = Worker(2, server.layout, server.method, worker.parameters)
+    exchange(server, other, other.hello()[0])
+    exchange(server, other, other.share(first + 8)[0])
+    assert (server.buffers == first + 4).all()
+    for _ in range(60):
+        exchange(server, worker, worker.share(first)[0])
+        exchange(server, other, other.share(first + 8)[0])
+    assert (np.abs(server.buffers - first - 4) < 1.5).all()  # swings about the mean, by 1/N each
+    exchange(server, other, other.leave()[0])
+    exchange(server, worker, worker.share(first - 3)[0])
+    assert (server.buffers == first - 3).all()
+
+
 def test_hello_of_another_model_or_method(pair):
     server, _ = pair
     ours = introduction(server.layout, server.method)
