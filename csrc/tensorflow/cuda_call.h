@@ -73,5 +73,6 @@ inline absl::Status PlanOf(const Call& call, const PayloadFormat& format, Payloa
 
 }  // namespace hvd_sparse
 
-// Then, with HostMemory, what lies on the host, and a semicolon.
-#define HVD_SPARSE_ON_GPU(name) Name("HvdSparse" #name).Device(tensorflow::DEVICE_GPU)
+// Then, with HostMemory, what lies on the host. The CPU comes first, unless a user or where a variable lies asks for
+// the GPU: no kernel has been tried there yet.
+#define HVD_SPARSE_ON_GPU(name) Name("HvdSparse" #name).Device(tensorflow::DEVICE_GPU).Priority(-1)
