@@ -159,12 +159,14 @@ class Server:
         )
 
     def _tell(self, message: Message) -> Message:
-        """Answer a question: "statistics", "state", or "start", all parameters that the run began with."""
+        """Answer a question: "statistics", "buffers", "state", or "start", all parameters that the run began with."""
         description, arrays = self.state()
         if message.text == "start" and self._start is not None:
             arrays = {"parameters": self._start}
         elif message.text == "statistics":
             arrays = {}
+        elif message.text == "buffers":
+            del arrays["parameters"]
         elif message.text != "state":
             raise DamagedMessage(f"there is no answer to {message.text!r}")
         place = (message.worker, message.incarnation, message.sequence, self.clock, message.k)

@@ -49,7 +49,7 @@ def place(ranks: int, servers: int | str) -> Placement:
 
 
 class Session:
-    """One rank's part in a run. `parameters`: {name: array}; those of the first server are what the run begins with.
+    """One rank's part in a run. `parameters`, `buffers`: {name: array}; it begins with those of the first server.
 
     servers: how many ranks do nothing but serve, the last ones; or "colocated". overlap: the answer to a push is taken
     at the next one, after another gradient has been computed: faster, and one step more stale. restore: a file that
@@ -62,6 +62,7 @@ class Session:
         self,
         parameters: Mapping[str, np.ndarray],
         method: Method,
+        buffers: Mapping[str, np.ndarray] | None = None,
         *,
         servers: int | str = 1,
         overlap: bool = False,
@@ -92,7 +93,7 @@ class Session:
             )
         if self.is_server:
             try:
-                self._server = self._make_server(parameters, restore)
+                self._server = self._make_server(parameters, flattened(buffers), restore)
             except BaseException:
                 self._release()
                 raise
@@ -181,6 +182,10 @@ class Session:
         flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
         return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
 
+    def averages(self) -> np.ndarray:
+        """Return the average of buffers as it is now, or the first server's, where no worker has shared any."""
+        return self._answers("buffers")[0][1]["buffers"]
+
     def save(self, path: str) -> None:
         """Write the servers' parameters, the average of buffers, and settings to a file, for `restore`."""
         parameters, buffers = self.state()
@@ -250,18 +255,18 @@ class Session:
     def _endpoint(self, is_server: bool) -> MPIEndpoint:
         return MPIEndpoint(self.communicator, is_server)
 
-    def _make_server(self, parameters, restore: str | None) -> Server:
+    def _make_server(self, parameters, buffers: np.ndarray, restore: str | None) -> Server:
         number = self.placement.servers.index(self.rank)
         if restore is not None:
             flat, buffers = restored(restore, self.layout)
         else:
-            flat, buffers = self.layout.flatten(parameters), None
+            flat = self.layout.flatten(parameters)
             flat = flat if number == 0 else self._first_parameters(flat)
         shard = self.layout.shards(len(self.placement.servers))[number]
         keeps_start = number == 0 and restore is None and len(self.placement.servers) > 1
         workers = len(self.placement.workers)
         server = Server(self.layout, shard, self.method, flat, workers, self._silence, keeps_start)
-        if number == 0 and buffers is not None:
+        if number == 0:
             server.buffers = buffers
         return server
 
@@ -292,6 +297,11 @@ class Session:
 
         self._thread = threading.Thread(target=run, name="hvd_sparse server", daemon=True)
         self._thread.start()
+
+
+def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
+    """Return buffers one after the other, float32[n]."""
+    return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
 def restored(path: str, layout: Layout) -> tuple[np.ndarray, np.ndarray]:

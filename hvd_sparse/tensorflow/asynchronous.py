@@ -64,12 +64,13 @@ class TensorFlowSession(Session):
     def __init__(self, model, method: Method, **options):
         self.tensors, self.buffers = trained_and_buffers(model)
         arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
-        super().__init__(arrays, method, **options)
+        buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
+        super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
             self.join({name: array.reshape(-1) for name, array in arrays.items()})
             self.synchronize()
-            if options.get("restore") is not None:
-                self._assign_buffers(self.state()[1])
+            if buffers:
+                self._assign_buffers(self.averages())
 
     def optimizer(self, learning_rate, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker. learning_rate: see `AsynchronousOptimizer`."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
-from hvd_sparse.parameter_server.session import Session
+from hvd_sparse.parameter_server.session import Session, flattened
 
 __all__ = [
     "ASGD",
@@ -59,10 +59,14 @@ class TorchSession(Session):
         for name, parameter in self.tensors.items():
             if not parameter.is_floating_point():
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
-        super().__init__({name: _as_array(parameter) for name, parameter in self.tensors.items()}, method, **options)
+        arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())
+        super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
-            self.join({name: _as_array(parameter).reshape(-1) for name, parameter in self.tensors.items()})
+            self.join({name: array.reshape(-1) for name, array in arrays.items()})
             self.synchronize()
+            with torch.no_grad():
+                for name, average in self._averages(self.averages() if buffers else np.empty(0)).items():
+                    self._buffers()[name].copy_(average)
 
     def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker. params: parameters or groups of them, as of `torch.optim`; None: all."""
@@ -80,7 +84,7 @@ class TorchSession(Session):
         """Send this worker's buffers of real numbers into the average over workers."""
         buffers = self._buffers()
         if buffers:
-            self.share(np.concatenate([_as_array(buffer).reshape(-1) for buffer in buffers.values()]))
+            self.share(flattened(_as_arrays(buffers)))
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the servers' model as it is now: for a checkpoint, or to be loaded into another model for evaluation.
@@ -95,14 +99,24 @@ class TorchSession(Session):
         if self.model is None:
             return tensors
         buffers = self._buffers()
-        parts = np.split(averages, np.cumsum([buffer.numel() for buffer in buffers.values()])[:-1])
-        for (name, buffer), part in zip(buffers.items(), parts, strict=bool(buffers)):
-            tensors[name] = torch.from_numpy(part.copy()).to(buffer.dtype).view(buffer.shape)
+        tensors |= self._averages(averages)
         by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **buffers}.items()}
         whole = self.model.state_dict(keep_vars=True)  # a shared parameter has several names there
         return {
             name: by_tensor[id(value)] if id(value) in by_tensor else value.detach().clone()
             for name, value in whole.items()
+        }
+
+    def _averages(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the buffers of a flat vector, by name, of their types and shapes."""
+        buffers = self._buffers()
+        sizes = [buffer.numel() for buffer in buffers.values()]
+        if sum(sizes) != averages.size:
+            raise ValueError(f"buffers must have {averages.size} elements, as the first server's; got {sum(sizes)}")
+        parts = np.split(averages, np.cumsum(sizes)[:-1])
+        return {
+            name: torch.from_numpy(part.copy()).to(buffer.dtype).view(buffer.shape)
+            for (name, buffer), part in zip(buffers.items(), parts, strict=bool(buffers))
         }
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -182,6 +196,11 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return tensors as `_as_array` does."""
+    return {name: _as_array(tensor) for name, tensor in tensors.items()}
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

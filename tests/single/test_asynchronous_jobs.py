@@ -344,3 +344,27 @@ def test_horovod_and_a_session_in_one_process(run_job):
         """
     )
     assert code == 0 and output.count("sum [3.0, 3.0, 3.0]") == 3, output
+
+
+def test_a_run_begins_with_the_model_of_the_first_server(run_job):
+    """Statistics of batch normalisation with it: a pretrained model need be loaded on that rank only."""
+    code, output = run_job(
+        """
+        import torch
+        from hvd_sparse.torch.asynchronous import ASGD, connect
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        for tensor in model.state_dict().values():
+            tensor.fill_(1 + RANK)
+        session = connect(model, ASGD(), servers=2)
+        if session.is_worker:
+            found = {float(value) for tensor in model.state_dict().values() if tensor.ndim for value in tensor.view(-1)}
+            print(f"rank {RANK} begins with {found}")
+            session.close()
+        else:
+            session.serve()
+        """,
+        4,
+    )
+    assert code == 0
+    assert [f"rank {rank} begins with {{3.0}}" in output for rank in (0, 1)] == [True, True], output
