@@ -23,3 +23,22 @@ def make():
         return torch.from_numpy(MAKERS[kind](n, np.random.default_rng(n))).to(getattr(torch, dtype))
 
     return make_values
+
+
+@pytest.fixture
+def join():
+    """Return connect on this process alone, which closes the session before."""
+    from hvd_sparse.torch.asynchronous import ASGD, connect
+
+    sessions = []
+
+    def connect_here(model, method=None, **options):
+        if sessions:
+            sessions[-1].close()
+        options = {"servers": "colocated", "silence": None, "timeout": 20.0, **options}
+        sessions.append(connect(model, method or ASGD(), **options))
+        return sessions[-1]
+
+    yield connect_here
+    if sessions:
+        sessions[-1].close()

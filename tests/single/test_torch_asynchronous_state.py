@@ -1,0 +1,128 @@
+"""PyTorch's session and optimizer: checkpoints, and what is refused; one rank works and serves."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch_session import SMALL, learn, network, numbers, same
+
+from hvd_sparse.torch.asynchronous import ASGD, DGS, DGCAsync, GradientDroppingAsync, connect
+
+
+@pytest.mark.parametrize("method", [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL)])
+def test_a_checkpoint_goes_on_exactly(join, method):
+    """The servers' model and the worker's memory: what comes after is what would have come."""
+    model = network()
+    first = join(model, method)
+    optimizer = first.optimizer(lr=0.1)
+    learn(model, optimizer, 15)
+    file = io.BytesIO()
+    torch.save({"model": first.global_state_dict(), "optimizer": optimizer.state_dict()}, file)
+    first.close()
+    file.seek(0)
+    kept = torch.load(file)
+    again = network(seed=99)
+    again.load_state_dict(kept["model"])
+    session = join(again, method)
+    resumed = session.optimizer(lr=99.0)
+    resumed.load_state_dict(kept["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 0.1 and resumed.state_dict()["step"] == 15
+    learn(again, resumed, 15, seed=1)
+    straight = network()
+    session = join(straight, method)
+    optimizer = session.optimizer(lr=0.1)
+    learn(straight, optimizer, 15)
+    learn(straight, optimizer, 15, seed=1)
+    same(numbers(straight), numbers(again))
+    for one, other in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        same(one, other)
+
+
+def test_states_of_others_are_refused(join):
+    other = copy.deepcopy(join(network(), DGCAsync(**SMALL)).optimizer(lr=0.1).state_dict())
+    wider = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
+    wider = copy.deepcopy(join(wider, DGS(**SMALL)).optimizer(lr=0.1).state_dict())
+    session = join(network(), DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="of another method"):
+        optimizer.load_state_dict(other)
+    with pytest.raises(ValueError, match=r"the state of 0\.weight must have \{'residual': 54\} elements, got .*63"):
+        optimizer.load_state_dict(wider)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    empty = torch.optim.SGD(network().parameters(), lr=0.3).state_dict()
+    session.worker.residual[:] = 1.0
+    optimizer.load_state_dict(empty)  # of one that has done nothing yet
+    assert (session.worker.residual == 0).all() and optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_saved_and_restored(join, tmp_path):
+    model = network()
+    session = join(model, DGS(**SMALL))
+    learn(model, session.optimizer(lr=0.1), 5)
+    path = str(tmp_path / "state.npz")
+    session.save(path)
+    session.close()
+    other = network(seed=5)
+    join(other, DGS(**SMALL), restore=path)
+    same(numbers(other), numbers(model))
+    with pytest.raises(ValueError, match=r"is of another model: \['0.weight'\] are missing"):
+        join(nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2)), DGS(**SMALL), restore=path)
+    join(network(), DGS(**SMALL), restore=path)  # it may be tried again
+
+
+BAD_ARGUMENTS = [
+    (lambda join: join(network(), "dgs"), TypeError, "method must be one of asgd, .*DGS.* got 'dgs'"),
+    (lambda join: join(network(), DGS), TypeError, "method must be one of"),
+    (lambda join: join(nn.Tanh(), DGS()), ValueError, "there must be parameters"),
+    (lambda join: join(network().requires_grad_(False), DGS()), ValueError, "there must be parameters"),
+    (
+        lambda join: join([("c", nn.Parameter(torch.ones(2, dtype=torch.complex64)))]),
+        ValueError,
+        "parameters must be of real numbers, got c of torch.complex64",
+    ),
+    (lambda join: join(network(), servers=1), ValueError, "servers must be 'colocated' or a number from 1"),
+    (lambda join: join(network(), servers=True), ValueError, "servers must be"),
+    (lambda join: join(network()).optimizer(lr=-1.0), ValueError, "lr must be at least 0, got -1.0"),
+    (lambda join: join(network()).optimizer(lr=float("nan")), ValueError, "lr must be at least 0, got nan"),
+    (lambda join: join(network()).optimizer(lr=0.1, weight_decay=-1), ValueError, "weight_decay must be at least 0"),
+    (
+        lambda join: join(network()).optimizer(network().parameters(), lr=0.1),
+        ValueError,
+        r"params must be among those that were connected; of others, the shapes are \[\(9, 6\)",
+    ),
+    (lambda join: join(network()).serve(), RuntimeError, "^$"),
+    (lambda join: DGS(momentum=1.0), ValueError, "momentum must be in"),
+    (lambda join: DGS(density=0.0), ValueError, "density must be in"),
+    (lambda join: DGS(pull_density=2), ValueError, "pull_density must be in"),
+    (lambda join: DGS(values="int3"), ValueError, "values must be one of"),
+    (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
+def test_bad_arguments(join, call, error, text):
+    if text == "^$":
+        assert call(join) == {}  # a co-located rank serves by itself
+        return
+    with pytest.raises(error, match=text):
+        call(join)
+
+
+def test_two_sessions_on_one_communicator_are_refused(join):
+    first = join(network())
+    with pytest.raises(RuntimeError, match="a session is open on this communicator"):
+        connect(network(), ASGD(), servers="colocated", silence=None, timeout=5.0)
+    learn(first.model, first.optimizer(lr=0.1), 3)
+
+
+def test_after_close_it_says_so(join):
+    model = network()
+    session = join(model)
+    optimizer = session.optimizer(lr=0.1)
+    session.close()
+    session.close()
+    with pytest.raises(RuntimeError, match="rank 0 has left the run"):
+        learn(model, optimizer, 1)
