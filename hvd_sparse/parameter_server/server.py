@@ -221,7 +221,8 @@ class Server:
         elif self.buffers.size != theirs.size:
             raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {self.buffers.size}")
         else:
-            self.buffers += (theirs - self.buffers) / np.float32(len(self._records))
+            part = np.float32(1.0 / len(self._records))
+            self.buffers = self.buffers * (np.float32(1.0) - part) + theirs * part
 
     def _refusal(self, reason: Reason, message: Message, text: str) -> Message:
         """Return a refusal; of a worker that this server has known, it says in k which push was the last applied."""
