@@ -46,8 +46,8 @@ class Server:
     """Holds elements [begin, end) of a model, float32, which it copies from `parameters`, the whole of it.
 
     workers: how many there may be; `is_finished` when all of them have come and left. silence: seconds without a sign
-    of life after which a worker counts as dead, None: never. keeps_start: `parameters` is kept for other servers, which
-    begin with it and not with their own. now: gives the time.
+    of life after which a worker counts as dead, None: never. others: how many servers will ask for `parameters`, to
+    begin with these and not with their own; it is kept until they have. now: gives the time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Server:
         parameters: np.ndarray,
         workers: int,
         silence: float | None = None,
-        keeps_start: bool = False,
+        others: int = 0,
         now=time.monotonic,
     ):
         self.layout, self.shard, self.method = layout, shard, method
@@ -70,7 +70,7 @@ class Server:
         self._workers, self._silence, self._now, self._started = workers, silence, now, now()
         self._records: dict[int, Record] = {}
         self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers whose record is gone
-        self._start = parameters if keeps_start else None
+        self._others, self._start = others, parameters if others else None
         pieces = layout.pieces(*shard)
         self._segments = segments_of(pieces, shard[0])
         if method.is_mirrored:
@@ -87,7 +87,8 @@ class Server:
     def nbytes(self) -> int:
         """The bytes of parameters and of what is tracked."""
         answers = sum(record.answer.nbytes for record in self._records.values() if record.answer is not None)
-        return self.parameters.nbytes + self._tracker.nbytes + answers
+        start = 0 if self._start is None else self._start.nbytes
+        return self.parameters.nbytes + self._tracker.nbytes + answers + start
 
     @property
     def is_occupied(self) -> bool:
@@ -161,8 +162,10 @@ class Server:
     def _tell(self, message: Message) -> Message:
         """Answer a question: "statistics", "buffers", "state", or "start", all parameters that the run began with."""
         description, arrays = self.state()
-        if message.text == "start" and self._start is not None:
+        if message.text == "start" and self._others > 0:
             arrays = {"parameters": self._start}
+            self._others -= 1
+            self._start = self._start if self._others else None
         elif message.text == "statistics":
             arrays = {}
         elif message.text == "buffers":

@@ -263,9 +263,9 @@ class Session:
             flat = self.layout.flatten(parameters)
             flat = flat if number == 0 else self._first_parameters(flat)
         shard = self.layout.shards(len(self.placement.servers))[number]
-        keeps_start = number == 0 and restore is None and len(self.placement.servers) > 1
+        others = len(self.placement.servers) - 1 if number == 0 and restore is None else 0
         workers = len(self.placement.workers)
-        server = Server(self.layout, shard, self.method, flat, workers, self._silence, keeps_start)
+        server = Server(self.layout, shard, self.method, flat, workers, self._silence, others)
         if number == 0:
             server.buffers = buffers
         return server
