@@ -148,19 +148,35 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run everything, and write the table."""
-    args = parse_arguments()
-    jobs = [(run, args) for run in planned(args)]
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        results = list(tqdm(pool.imap(train, jobs), total=len(jobs), unit="run"))
-    text = table(results)
-    print(text)
-    settings = {key: getattr(args, key) for key in ("updates", "batch_size", "lr")}
+def write(results: list[dict], settings: dict, out: Path) -> str:
+    """Write runs and table; return the table."""
+    out.mkdir(parents=True, exist_ok=True)
     summary = {"settings": settings, "machine": machine(), "runs": results}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "asynchronous.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (args.out / "asynchronous.md").write_text(f"{text}\n")
+    (out / "asynchronous.json").write_text(json.dumps(summary, indent=1) + "\n")
+    text = table(results)
+    (out / "asynchronous.md").write_text(f"{text}\n")
+    return text
+
+
+def made_before(settings: dict, out: Path) -> list[dict]:
+    """Return the runs that a call with these settings has written."""
+    file = out / "asynchronous.json"
+    summary = json.loads(file.read_text()) if file.exists() else {"settings": None}
+    return summary["runs"] if summary["settings"] == settings else []
+
+
+def main() -> None:
+    """Run what is missing, and write all of it after each run."""
+    args = parse_arguments()
+    settings = {key: getattr(args, key) for key in ("updates", "batch_size", "lr")}
+    results = made_before(settings, args.out)
+    known = [{key: run[key] for key in ("name", "workers", "momentum", "seed")} for run in results]
+    jobs = [(run, args) for run in planned(args) if run not in known]
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for result in tqdm(pool.imap(train, jobs), total=len(jobs), unit="run"):
+            results.append(result)
+            write(results, settings, args.out)
+    print(write(results, settings, args.out))
     print(json.dumps({"benchmark": "asynchronous", **settings, "runs": len(results)}))
 
 

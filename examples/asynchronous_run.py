@@ -162,6 +162,26 @@ def perplexity(loss):
     return math.exp(min(700.0, loss))
 
 
+def run(example, description, tasks, prepare, connect, learn):
+    """Run an example on every rank: servers serve, workers train, the first of them reports.
+
+    prepare(args): sets the framework up. connect: the framework's. learn(session, task, model, args): see `train`.
+    """
+    args = parse_arguments(description)
+    prepare(args)
+    task = start(args, tasks)
+    model = task.make_model()
+    session = connect(model, make_method(args), servers=args.servers, overlap=args.overlap)
+    if not session.is_worker:
+        session.serve()
+        return
+    begin = time.perf_counter()
+    with session:
+        rows = learn(session, task, model, args)
+        if args.rank == 0:
+            report(example, rows, session.stats(), time.perf_counter() - begin, task, args)
+
+
 def wait_for_others(session, updates, seconds=120.0):
     """Wait until the servers have so many updates, those of all workers, or it has taken too long."""
     end = time.monotonic() + seconds

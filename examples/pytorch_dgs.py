@@ -7,8 +7,6 @@ Tasks: `digits`, a convolutional network with batch normalisation, and `char_lst
 standard library. Horovod is not needed.
 """
 
-import time
-
 import asynchronous_run
 import char_data
 import reporting
@@ -116,23 +114,10 @@ def train(session, task, model, args):
     return asynchronous_run.train(session, task, args, step, evaluate)
 
 
-def main():
-    """Run the example on every rank: servers serve, workers train, the first of them reports."""
-    args = asynchronous_run.parse_arguments(__doc__)
+def prepare(args):
+    """Seed PyTorch."""
     torch.manual_seed(args.seed)
-    task = asynchronous_run.start(args, TASKS)
-    model = task.make_model()
-    session = connect(model, asynchronous_run.make_method(args), servers=args.servers, overlap=args.overlap)
-    if not session.is_worker:
-        session.serve()
-        return
-    begin = time.perf_counter()
-    with session:
-        rows = train(session, task, model, args)
-        if args.rank == 0:
-            seconds = time.perf_counter() - begin
-            asynchronous_run.report("pytorch_dgs", rows, session.stats(), seconds, task, args)
 
 
 if __name__ == "__main__":
-    main()
+    asynchronous_run.run("pytorch_dgs", __doc__, TASKS, prepare, connect, train)

@@ -8,7 +8,6 @@ standard library. Works with Keras 3 and Keras 2 (TF_USE_LEGACY_KERAS=1); Horovo
 """
 
 import os
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -156,23 +155,5 @@ def prepare(args):
     tf.keras.utils.set_random_seed(args.seed)
 
 
-def main():
-    """Run the example on every rank: servers serve, workers train, the first of them reports."""
-    args = asynchronous_run.parse_arguments(__doc__)
-    prepare(args)
-    task = asynchronous_run.start(args, TASKS)
-    model = task.make_model()
-    session = connect(model, asynchronous_run.make_method(args), servers=args.servers, overlap=args.overlap)
-    if not session.is_worker:
-        session.serve()
-        return
-    begin = time.perf_counter()
-    with session:
-        rows = train(session, task, model, args)
-        if args.rank == 0:
-            seconds = time.perf_counter() - begin
-            asynchronous_run.report("tensorflow2_dgs", rows, session.stats(), seconds, task, args)
-
-
 if __name__ == "__main__":
-    main()
+    asynchronous_run.run("tensorflow2_dgs", __doc__, TASKS, prepare, connect, train)
