@@ -138,13 +138,18 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not 0.0 <= float(value):
                 raise ValueError(f"{name} must be at least 0, got {value!r}")
+        self.session = session
+        self._names = {id(parameter): name for name, parameter in session.tensors.items()}
         super().__init__(
             list(session.tensors.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
         )
-        self.session = session
-        self._names = {id(parameter): name for name, parameter in session.tensors.items()}
-        strange = [tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) not in self._names]
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer` does; ValueError unless all were connected."""
+        super().add_param_group(param_group)
+        strange = [tuple(p.shape) for p in self.param_groups[-1]["params"] if id(p) not in self._names]
         if strange:
+            del self.param_groups[-1]
             raise ValueError(f"params must be among those that were connected; of others, the shapes are {strange}")
         self._expose()
 

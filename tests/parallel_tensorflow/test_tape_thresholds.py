@@ -206,7 +206,7 @@ def test_micro_is_that_of_the_paper_and_its_density_right_from_the_first():
     shapes = {"only": (n,)}
     reduce = reducer(lambda variables: Compression.micro(variables, density=0.01, min_numel=0), shapes)
     oracle = MicroOracle(n, hvd.size())
-    for t in range(30):
+    for t in range(100):
         everyone = np.stack([draw(shapes, t, rank)["only"] * scale for rank in range(hvd.size())])
         reduced = reduce({"only": everyone[hvd.rank()]})["only"]
         count = oracle.check(everyone, reduced)

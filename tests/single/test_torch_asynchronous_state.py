@@ -118,6 +118,19 @@ def test_two_sessions_on_one_communicator_are_refused(join):
     learn(first.model, first.optimizer(lr=0.1), 3)
 
 
+def test_a_group_may_be_added_of_what_was_connected(join):
+    model = network()
+    first, *others = model.parameters()
+    optimizer = join(model).optimizer([first], lr=0.1)
+    with pytest.raises(ValueError, match="params must be among those that were connected"):
+        optimizer.add_param_group({"params": list(network().parameters())})
+    optimizer.add_param_group({"params": others, "lr": 0.2})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    learn(model, optimizer, 2)
+    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state_dict()["state"]) == 1 + len(others)
+
+
 def test_after_close_it_says_so(join):
     model = network()
     session = join(model)
