@@ -57,7 +57,9 @@ def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step
     monkeypatch.setattr(ops, "accumulate_bucket_hinted", accumulate_bucket_hinted)
     monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
     found = trained(values, spoilt_step, **settings)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    # Small tensors travel by Horovod's own allreduce, which from three ranks on adds in an order that varies.
+    rounding = 0.0 if hvd.size() <= 2 or min_numel == 0 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def test_what_there_is_not_on_a_device_yet_is_refused(monkeypatch):
