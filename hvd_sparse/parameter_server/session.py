@@ -23,6 +23,7 @@ from hvd_sparse.parameter_server.worker import Worker
 
 COLOCATED = "colocated"
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
+SHARE_EVERY = 10  # a worker's steps: buffers are a few per cent of a push
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
@@ -290,6 +291,7 @@ class Session:
 
     def _start_thread(self) -> None:
         def run() -> None:
+            """Serve, and keep what ends it otherwise for the main thread."""
             try:
                 serve(self._server, self._endpoint(True), self.placement.workers, self._timeout, lambda: self._failed)
             except BaseException as error:

@@ -28,6 +28,7 @@ def by_speed(seconds: Sequence[float], seed: int = 0, jitter: float = 0.2) -> It
     random = np.random.default_rng(seed)
 
     def step(worker: int) -> float:
+        """Return how long the next step of a worker takes."""
         return seconds[worker] * (1.0 + jitter * random.uniform(-1.0, 1.0))
 
     queue = [(step(worker), worker) for worker in range(len(seconds))]
@@ -39,7 +40,7 @@ def by_speed(seconds: Sequence[float], seed: int = 0, jitter: float = 0.2) -> It
 
 
 class Simulation:
-    """`workers` workers and their servers. `shapes`, `parameters`: {name: shape}, {name: array} to begin with.
+    """`workers` workers and their servers. `parameters`: {name: array}, to begin with.
 
     `step(worker)` computes a gradient at the worker's parameters, pushes it, and applies the answer.
     """

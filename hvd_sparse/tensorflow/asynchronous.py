@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
-from hvd_sparse.parameter_server.session import Session
+from hvd_sparse.parameter_server.session import SHARE_EVERY, Session, flattened
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 untraced = tf.autograph.experimental.do_not_convert
-SHARE_EVERY = 10  # steps: buffers are a few per cent of a push
 
 
 def connect(model, method: Method, **options) -> "TensorFlowSession":
@@ -84,7 +83,7 @@ class TensorFlowSession(Session):
     def share_buffers(self) -> None:
         """Send this worker's buffers into the average over workers."""
         if self.buffers:
-            self.share(np.concatenate([_as_array(buffer).reshape(-1) for buffer in self.buffers.values()]))
+            self.share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
 
     def global_variables(self) -> dict[str, np.ndarray]:
         """Return the servers' parameters as they are now, by name, of the variables' types and shapes.
@@ -195,8 +194,7 @@ class AsynchronousOptimizer(tf.Module):
         self.session, self.memory = session, WorkerMemory(session)
         self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
         self.learning_rate, self.weight_decay = learning_rate, _checked_number("weight_decay", weight_decay)
-        self._names = {id(variable): name for name, variable in session.tensors.items()}
-        session.worker  # noqa: B018, a server has none, and says so
+        self._names = {id(session.tensors[name]): name for name in session.worker.parameters}
 
     @property
     def learning_rate(self):
@@ -205,6 +203,7 @@ class AsynchronousOptimizer(tf.Module):
 
     @learning_rate.setter
     def learning_rate(self, value) -> None:
+        """Set a number of at least 0, a variable, a schedule, or a function of the step."""
         if not callable(value) and not isinstance(unwrapped(value), tf.Variable):
             value = _checked_number("learning_rate", value)
         self._learning_rate = value

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
-from hvd_sparse.parameter_server.session import Session, flattened
+from hvd_sparse.parameter_server.session import SHARE_EVERY, Session, flattened
 
 __all__ = [
     "ASGD",
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
-SHARE_EVERY = 10  # steps: buffers are a few per cent of a push
 
 
 def connect(model: torch.nn.Module | Named, method: Method, **options) -> "TorchSession":
