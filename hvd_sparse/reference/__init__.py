@@ -43,6 +43,15 @@ from hvd_sparse.reference.positions import (
     encode_bitmap,
     encode_elias_fano,
 )
+from hvd_sparse.reference.rows import (
+    filter_threshold_rows,
+    laplace_threshold_rows,
+    pack_kept,
+    pack_rows,
+    select_top_k_rows,
+    unpack_kept,
+    unpack_rows,
+)
 from hvd_sparse.reference.selection import (
     all_finite,
     check_count,
