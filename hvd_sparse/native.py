@@ -51,16 +51,19 @@ _ARGUMENTS = {
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(find_library("numpy"))
-    for name, types in _ARGUMENTS.items():
-        function = getattr(library, f"hvd_sparse_{name}")
-        function.argtypes, function.restype = [*types, ctypes.c_char_p], ctypes.c_int
-    return library
+    return ctypes.CDLL(find_library("numpy"))
+
+
+@functools.cache
+def _function(name: str):
+    function = getattr(_library(), f"hvd_sparse_{name}")
+    function.argtypes, function.restype = [*_ARGUMENTS[name], ctypes.c_char_p], ctypes.c_int
+    return function
 
 
 def _call(name: str, *arguments) -> None:
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    if getattr(_library(), f"hvd_sparse_{name}")(*arguments, message) != 0:
+    if _function(name)(*arguments, message) != 0:
         raise ValueError(f"hvd_sparse.{name}: {message.value.decode()}")
 
 

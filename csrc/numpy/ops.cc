@@ -1,35 +1,16 @@
 // The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework: call, report. Sizes and
 // types of arrays are the caller's business; coding, value type and centre are numbers of the wire, which it has
-// checked. Each returns 0, 1 for a bad argument or 2 for a damaged payload, and then writes why into
-// message[kMessageBytes].
+// checked.
 #include <algorithm>
-#include <cstring>
 
 #include "../core/accumulate.h"
 #include "../core/low_bit.h"
-#include "../core/payload.h"
 #include "../core/quantize.h"
 #include "../core/select.h"
-
-#define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
-
-namespace hvd_sparse {
-namespace {
-
-constexpr size_t kMessageBytes = 512;
-
-int Report(const Status& status, char* message) {
-  if (status.ok()) return 0;
-  const size_t length = std::min(status.message.size(), kMessageBytes - 1);
-  std::memcpy(message, status.message.data(), length);
-  message[length] = 0;
-  return status.kind == StatusKind::kCorruptPayload ? 2 : 1;
-}
-
-}  // namespace
-}  // namespace hvd_sparse
+#include "report.h"
 
 using hvd_sparse::DType;
+using hvd_sparse::FormatOf;
 using hvd_sparse::Report;
 using hvd_sparse::SerialFor;
 
@@ -39,15 +20,6 @@ struct HvdSparseRule {
   float momentum;
   float weight_decay;
   int32_t nesterov;
-};
-
-struct HvdSparseForm {
-  int64_t n;
-  int64_t k;
-  int32_t coding;
-  int32_t dtype;
-  const int64_t* segments;  // pairs of begin and columns
-  int64_t segment_count;
 };
 
 namespace {
@@ -62,15 +34,6 @@ hvd_sparse::AccumulateParams ParamsOf(const HvdSparseRule& rule, const float* pa
   params.weight_decay = parameter ? rule.weight_decay : 0.0f;
   params.parameter = parameter;
   return params;
-}
-
-hvd_sparse::PayloadFormat FormatOf(const HvdSparseForm& form) {
-  hvd_sparse::PayloadFormat format{
-      form.n, form.k, static_cast<hvd_sparse::Coding>(form.coding), static_cast<DType>(form.dtype), {}};
-  for (int64_t s = 0; s < form.segment_count; ++s) {
-    format.segments.push_back({form.segments[2 * s], form.segments[2 * s + 1]});
-  }
-  return format;
 }
 
 int Select(const hvd_sparse::Status& status, const hvd_sparse::Selection& selection, int64_t* indices, double* info,

@@ -8,6 +8,7 @@ from hvd_sparse.wire import BLOCK
 def register(with_cuda: bool) -> None:
     """Tell torch of all operators, once their library is loaded; some are there only if it was built with CUDA."""
     _register_selection_fakes()
+    _register_row_fakes()
     _register_wire_fakes()
     if with_cuda:
         _register_cuda_fakes()
@@ -46,6 +47,23 @@ def _register_selection_fakes() -> None:
     @fake("hvd_sparse::all_finite")
     def _(values):
         return _empty(values, (), torch.bool)
+
+
+def _register_row_fakes() -> None:
+    """Tell the same of what selects in rows."""
+    fake = torch.library.register_fake
+
+    @fake("hvd_sparse::select_top_k_rows")
+    def _(values, k, seed):
+        return _empty(values, values.shape, torch.bool), _empty(values, values.shape[:1], torch.float64)
+
+    @fake("hvd_sparse::laplace_threshold_rows")
+    def _(values, density):
+        return _empty(values, values.shape[:1], torch.float64)
+
+    @fake("hvd_sparse::filter_threshold_rows")
+    def _(values, thresholds):
+        return _empty(values, values.shape, torch.bool)
 
 
 def _register_wire_fakes() -> None:

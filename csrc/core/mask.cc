@@ -1,0 +1,158 @@
+#include "mask.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <type_traits>
+
+#include "multiversion.h"
+#include "run_length.h"
+
+namespace hvd_sparse {
+namespace {
+
+HVD_SPARSE_MULTIVERSION int64_t CountBytes(const uint8_t* mask, int64_t n) {  // of up to 255
+  uint8_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count = static_cast<uint8_t>(count + (mask[i] != 0));
+  return count;
+}
+
+// As Pack takes them: float32, or float64 for that type.
+template <typename T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+bool IsScalar(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
+Status CheckValues(const PayloadFormat& format, DType dtype, int64_t kept) {
+  if (!IsScalar(format.dtype) || format.dtype != dtype) {
+    return Status::InvalidArgument(
+        "value dtype must be float32, float64, float16 or bfloat16 and that of the values, " +
+        std::to_string(static_cast<int>(dtype)) + " on the wire; got " +
+        std::to_string(static_cast<int>(format.dtype)));
+  }
+  if (kept == format.k || (kept == 0 && format.k == 1)) return Status::Ok();
+  return Status::InvalidArgument("k must be as many as the mask keeps, " + std::to_string(kept) +
+                                 ", or 1 for none; got " + std::to_string(format.k));
+}
+
+// Packs the values that a mask keeps; their places in the matrix, or for all of what is sent, one after the other.
+Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_t* mask, bool places,
+                  uint8_t* payload) {
+  const int64_t kept = CountKept(mask, values.size);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckValues(format, values.dtype, kept));
+  std::vector<int64_t> indices(static_cast<size_t>(kept));
+  return Dispatch(values, [&](const auto* data) {
+    using W = Wide<std::decay_t<decltype(*data)>>;
+    std::vector<W> wide(static_cast<size_t>(kept));
+    size_t at = 0;
+    ForEachKept(mask, values.size, [&](int64_t i) {
+      indices[at] = i;
+      if constexpr (std::is_same_v<W, double>) {
+        wide[at++] = data[i];
+      } else {
+        wide[at++] = ToFloat(data[i]);
+      }
+    });
+    if (!places) std::iota(indices.begin(), indices.end(), 0);
+    return Pack(format, indices.data(), wide.data(), kept, payload);
+  });
+}
+
+// Sets values[index] to one after the other of a payload's, of type W.
+template <typename W, typename ValueOf>
+void Scatter(const std::vector<int64_t>& indices, const ValueOf& value_of, void* values) {
+  auto* out = static_cast<W*>(values);
+  for (size_t j = 0; j < indices.size(); ++j) out[indices[j]] = value_of(static_cast<int64_t>(j));
+}
+
+template <typename W>
+W Stored(const PayloadView& view, int64_t j) {
+  W value;
+  std::memcpy(&value, view.values + j * static_cast<int64_t>(sizeof value), sizeof value);
+  return value;
+}
+
+// values: n elements, zero where there is no index.
+void ScatterValues(DType dtype, const PayloadView& view, const std::vector<int64_t>& indices, int64_t n, bool wide,
+                   void* values) {
+  const bool half = ItemSize(dtype) == 2;
+  const int64_t width = half && wide ? static_cast<int64_t>(sizeof(float)) : ItemSize(dtype);
+  std::memset(values, 0, static_cast<size_t>(n * width));
+  if (half && !wide) {
+    Scatter<uint16_t>(indices, [&](int64_t j) { return Stored<uint16_t>(view, j); }, values);
+  } else if (dtype == DType::kFloat64) {
+    Scatter<double>(indices, [&](int64_t j) { return Stored<double>(view, j); }, values);
+  } else {
+    Scatter<float>(indices, [&](int64_t j) { return ValueAt(view, dtype, j); }, values);
+  }
+}
+
+Status CheckScalar(DType dtype) {
+  if (IsScalar(dtype)) return Status::Ok();
+  return Status::InvalidArgument("value dtype must be float32, float64, float16 or bfloat16, got " +
+                                 std::to_string(static_cast<int>(dtype)) + " on the wire");
+}
+
+}  // namespace
+
+int64_t CountKept(const uint8_t* mask, int64_t n) {
+  constexpr int64_t kMost = 248;  // of whole vectors, what a byte can count
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += kMost) count += CountBytes(mask + i, std::min(kMost, n - i));
+  return count;
+}
+
+PayloadFormat RowsFormat(int64_t n, int64_t kept, Coding coding, DType dtype) {
+  return {n, std::max<int64_t>(1, kept), coding, dtype, {}};
+}
+
+PayloadFormat KeptFormat(int64_t kept, DType dtype) {
+  const int64_t n = std::max<int64_t>(1, kept);
+  return {n, n, Coding::kDense, dtype, {}};
+}
+
+Status PackRows(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
+  if (format.n != values.size) {
+    return Status::InvalidArgument("n must be the number of values, " + std::to_string(values.size) + "; got " +
+                                   std::to_string(format.n));
+  }
+  return PackMasked(format, values, mask, true, payload);
+}
+
+Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
+  return PackMasked(format, values, mask, false, payload);
+}
+
+Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, bool wide, void* values,
+                  uint8_t* mask) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(format.dtype));
+  PayloadView view;
+  HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
+  std::vector<int64_t> indices(static_cast<size_t>(view.entries));
+  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices.data());
+  ScatterValues(format.dtype, view, indices, format.n, wide, values);
+  std::memset(mask, 0, static_cast<size_t>(format.n));
+  for (const int64_t index : indices) mask[index] = 1;
+  return Status::Ok();
+}
+
+Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, bool wide,
+                  void* values) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(dtype));
+  const int64_t kept = CountKept(mask, n);
+  PayloadView view;
+  HVD_SPARSE_RETURN_IF_ERROR(Validate(KeptFormat(kept, dtype), payload, size, &view));
+  if (view.entries != kept) {
+    return Status::CorruptPayload("payload entries is " + std::to_string(view.entries) + ", expected " +
+                                  std::to_string(kept) + ", as many as the mask keeps");
+  }
+  std::vector<int64_t> indices;
+  indices.reserve(static_cast<size_t>(kept));
+  ForEachKept(mask, n, [&](int64_t i) { indices.push_back(i); });
+  ScatterValues(dtype, view, indices, n, wide, values);
+  return Status::Ok();
+}
+
+}  // namespace hvd_sparse

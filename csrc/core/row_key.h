@@ -1,0 +1,43 @@
+// The order of a selection in rows, spelled as integers: a larger key comes first, among equal keys a smaller tie. NaN
+// comes first, then numbers by magnitude, then zeros.
+#pragma once
+
+#include "dtype.h"
+#include "host_device.h"
+#include "random.h"
+
+namespace hvd_sparse {
+
+template <typename T>
+constexpr BitsOf<T> kRowNanKey = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);
+
+template <typename T>
+HVD_SPARSE_HD inline BitsOf<T> RowKey(T value) {
+  const BitsOf<T> bits = MagnitudeBits(value);
+  const BitsOf<T> missing = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);
+  return bits < missing ? bits : missing;
+}
+
+// A seeded hash, or for what is not a number other than zero, the column itself.
+template <typename T>
+HVD_SPARSE_HD inline uint64_t RowTie(BitsOf<T> key, uint64_t seed, int64_t column) {
+  const auto place = static_cast<uint64_t>(column);
+  return key > 0 && key <= kInfinityBits<T> ? Hash(seed, place) : place;
+}
+
+// The magnitude that a key stands for.
+template <typename T>
+HVD_SPARSE_HD inline double MagnitudeOfRowKey(BitsOf<T> key) {
+  return key <= kInfinityBits<T> ? MagnitudeFromBits(T{}, key) : MagnitudeFromBits(double{}, 0x7ff8000000000000ull);
+}
+
+// What a magnitude adds to a row's sum: NaN and infinities nothing.
+template <typename T>
+HVD_SPARSE_HD inline double FiniteMagnitude(T value) {
+  const BitsOf<T> bits = MagnitudeBits(value);
+  return bits < kInfinityBits<T> ? MagnitudeFromBits(T{}, bits) : 0.0;
+}
+
+constexpr int kSumLanes = 16;  // column c is added in lane c % 16, then lane after lane: the same bits everywhere
+
+}  // namespace hvd_sparse

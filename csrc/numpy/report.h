@@ -1,0 +1,42 @@
+// What the C functions for NumPy share: how they report. Each returns 0, 1 for a bad argument or 2 for a damaged
+// payload, and then writes why into message[kMessageBytes].
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "../core/payload.h"
+
+#define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
+
+// What `hvd_sparse.native` lays out alike.
+struct HvdSparseForm {
+  int64_t n;
+  int64_t k;
+  int32_t coding;
+  int32_t dtype;
+  const int64_t* segments;  // pairs of begin and columns
+  int64_t segment_count;
+};
+
+namespace hvd_sparse {
+
+constexpr size_t kMessageBytes = 512;
+
+inline int Report(const Status& status, char* message) {
+  if (status.ok()) return 0;
+  const size_t length = std::min(status.message.size(), kMessageBytes - 1);
+  std::memcpy(message, status.message.data(), length);
+  message[length] = 0;
+  return status.kind == StatusKind::kCorruptPayload ? 2 : 1;
+}
+
+inline PayloadFormat FormatOf(const HvdSparseForm& form) {
+  PayloadFormat format{form.n, form.k, static_cast<Coding>(form.coding), static_cast<DType>(form.dtype), {}};
+  for (int64_t s = 0; s < form.segment_count; ++s) {
+    format.segments.push_back({form.segments[2 * s], form.segments[2 * s + 1]});
+  }
+  return format;
+}
+
+}  // namespace hvd_sparse

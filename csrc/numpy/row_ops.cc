@@ -1,0 +1,71 @@
+// Selection in rows, and masked matrices on the wire, as plain C functions on pointers, for `hvd_sparse.native_rows`.
+// Sizes and types of arrays are the caller's business, as in ops.cc.
+#include "../core/mask.h"
+#include "../core/row_select.h"
+#include "report.h"
+
+using hvd_sparse::Report;
+using hvd_sparse::SerialFor;
+
+// What `hvd_sparse.native_rows` lays out alike.
+struct HvdSparseMatrix {
+  const void* data;
+  int64_t rows;
+  int64_t columns;
+  int32_t dtype;
+};
+
+namespace {
+
+hvd_sparse::Matrix MatrixOf(const HvdSparseMatrix& values) {
+  return {values.data, values.rows, values.columns, static_cast<hvd_sparse::DType>(values.dtype)};
+}
+
+}  // namespace
+
+// mask[rows * columns], thresholds[rows].
+HVD_SPARSE_API int hvd_sparse_select_top_k_rows(const HvdSparseMatrix* values, int64_t k, uint64_t seed, uint8_t* mask,
+                                                double* thresholds, char* message) {
+  return Report(hvd_sparse::SelectTopKRows(MatrixOf(*values), k, seed, SerialFor, mask, thresholds), message);
+}
+
+HVD_SPARSE_API int hvd_sparse_laplace_threshold_rows(const HvdSparseMatrix* values, double density, double* thresholds,
+                                                     char* message) {
+  return Report(hvd_sparse::LaplaceThresholdRows(MatrixOf(*values), density, SerialFor, thresholds), message);
+}
+
+// thresholds[count]: one for each row, or one for all.
+HVD_SPARSE_API int hvd_sparse_filter_threshold_rows(const HvdSparseMatrix* values, const double* thresholds,
+                                                    int64_t count, uint8_t* mask, char* message) {
+  return Report(hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask), message);
+}
+
+HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t* kept, char* /*message*/) {
+  *kept = hvd_sparse::CountKept(mask, n);
+  return 0;
+}
+
+// payload: as many bytes as `hvd_sparse.wire.payload_size` says of the form.
+HVD_SPARSE_API int hvd_sparse_pack_rows(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
+                                        uint8_t* payload, char* message) {
+  return Report(hvd_sparse::PackRows(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
+}
+
+HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
+                                        uint8_t* payload, char* message) {
+  return Report(hvd_sparse::PackKept(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
+}
+
+// values and mask: form->n elements; values as wide as `wide` says.
+HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int32_t wide,
+                                          void* values, uint8_t* mask, char* message) {
+  return Report(hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, wide != 0, values, mask), message);
+}
+
+// mask and values: n elements.
+HVD_SPARSE_API int hvd_sparse_unpack_kept(int32_t dtype, const uint8_t* payload, int64_t size, const uint8_t* mask,
+                                          int64_t n, int32_t wide, void* values, char* message) {
+  return Report(
+      hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, wide != 0, values),
+      message);
+}

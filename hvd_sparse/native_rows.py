@@ -1,0 +1,166 @@
+"""Calls into the native functions on rows of matrices and on their masks, on NumPy arrays, without any framework.
+
+Every function has a twin of the same name in `hvd_sparse.reference`, which specifies it. Values are a contiguous matrix
+of float32, float64, float16, ml_dtypes.bfloat16, or, where `value_dtype="bfloat16"` says so, of the bits of bfloat16 as
+uint16; masks are bool. Bad arguments and damaged payloads raise ValueError. Calls run in the caller's thread, and let
+others run meanwhile.
+"""
+
+import ctypes
+
+import numpy as np
+
+from hvd_sparse.native import _ARGUMENTS, _POINTER, _SIZE, _address, _call, _checked, _form, _values_type
+from hvd_sparse.wire import VALUE_BYTES, VALUE_DTYPES, checked_integer, payload_size
+
+_TYPES = tuple(name for name, size in VALUE_BYTES.items() if size > 0)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [("data", _POINTER), ("rows", _SIZE), ("columns", _SIZE), ("dtype", ctypes.c_int32)]
+
+
+_ARGUMENTS.update(
+    {
+        "select_top_k_rows": [_POINTER, _SIZE, ctypes.c_uint64, _POINTER, _POINTER],
+        "laplace_threshold_rows": [_POINTER, ctypes.c_double, _POINTER],
+        "filter_threshold_rows": [_POINTER, _POINTER, _SIZE, _POINTER],
+        "count_kept": [_POINTER, _SIZE, _POINTER],
+        "pack_rows": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "pack_kept": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "unpack_rows": [_POINTER, _POINTER, _SIZE, ctypes.c_int32, _POINTER, _POINTER],
+        "unpack_kept": [ctypes.c_int32, _POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_int32, _POINTER],
+    }
+)
+
+
+def select_top_k_rows(
+    values: np.ndarray, k: int, seed: int = 0, value_dtype: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mask the k entries of largest magnitude of each row, exactly k in every row, NaN first.
+
+    Returns (mask bool[B, f], thresholds float64[B]: the magnitude of the k-th entry, NaN if that is NaN). ValueError
+    unless 1 <= k <= f.
+    """
+    matrix, _ = _matrix(values, value_dtype)
+    mask, thresholds = np.empty(values.shape, np.bool_), np.empty(matrix.rows)
+    found = (_address(mask), _address(thresholds))
+    _call("select_top_k_rows", ctypes.byref(matrix), checked_integer("k", k, 1), seed % 2**64, *found)
+    return mask, thresholds
+
+
+def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str | None = None) -> np.ndarray:
+    """Return float64[B]: for each row the magnitude that a part `density` of a Laplace distribution reaches."""
+    matrix, _ = _matrix(values, value_dtype)
+    thresholds = np.empty(matrix.rows)
+    _call("laplace_threshold_rows", ctypes.byref(matrix), density, _address(thresholds))
+    return thresholds
+
+
+def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
+    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+
+    thresholds: float64[B], or [1] for all rows.
+    """
+    matrix, _ = _matrix(values, value_dtype)
+    bars = _checked("thresholds", np.ascontiguousarray(thresholds, np.float64), np.float64)
+    mask = np.empty(values.shape, np.bool_)
+    _call("filter_threshold_rows", ctypes.byref(matrix), _address(bars), bars.size, _address(mask))
+    return mask
+
+
+def pack_rows(values: np.ndarray, mask: np.ndarray, coding: str = "auto", value_dtype: str | None = None) -> np.ndarray:
+    """Return the payload, uint8[bytes], of what a mask keeps of a matrix: positions and values, in the matrix' type.
+
+    A payload of k of n = B * f elements, k as many as are kept; of none, an empty one of k = 1.
+    """
+    kept = max(1, _count_kept(mask))
+    return _pack("pack_rows", values, mask, (values.size, kept, coding), value_dtype)
+
+
+def pack_kept(values: np.ndarray, mask: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
+    """Return the payload, uint8[bytes], of what a mask keeps of a matrix, for one who has the mask: values alone."""
+    kept = max(1, _count_kept(mask))
+    return _pack("pack_kept", values, mask, (kept, kept, "dense"), value_dtype)
+
+
+def unpack_rows(
+    payload: np.ndarray,
+    shape: tuple[int, int],
+    k: int,
+    value_dtype: str,
+    coding: str = "auto",
+    wide: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check a `pack_rows` payload of k of B * f entries; return (values[B, f], zero elsewhere; mask bool[B, f]).
+
+    Values are float32, float64 for that type; if not `wide`, of the payload's own type, bfloat16 as uint16 of its bits.
+    """
+    _checked("payload", payload, np.uint8)
+    rows, columns = (checked_integer("shape", side, 0) for side in shape)
+    found = _found_type(value_dtype, wide)
+    payload_size(rows * columns, k, coding, value_dtype)  # checks them before memory is asked for
+    form = _form(rows * columns, k, coding, value_dtype, None)
+    values, mask = np.empty((rows, columns), found), np.empty((rows, columns), np.bool_)
+    arrays = (_address(values), _address(mask))
+    _call("unpack_rows", ctypes.byref(form), _address(payload), payload.size, wide, *arrays)
+    return values, mask
+
+
+def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: bool = True) -> np.ndarray:
+    """Check a `pack_kept` payload; return its values where the mask keeps, zero elsewhere; types as of `unpack_rows`."""
+    _checked("payload", payload, np.uint8)
+    found = _found_type(value_dtype, wide)
+    _check_mask(mask)
+    values = np.empty(mask.shape, found)
+    arrays = (_address(mask), mask.size, wide, _address(values))
+    _call("unpack_kept", VALUE_DTYPES[value_dtype], _address(payload), payload.size, *arrays)
+    return values
+
+
+def _matrix(values: np.ndarray, value_dtype: str | None) -> tuple[_Matrix, str]:
+    """Return a matrix as the library takes it, and the name of its type."""
+    if not isinstance(values, np.ndarray) or values.ndim != 2 or values.shape[1] == 0:
+        found = list(values.shape) if isinstance(values, np.ndarray) else type(values).__name__
+        raise ValueError(f"values must be a matrix with at least one column, got {found}")
+    name = values.dtype.name if value_dtype is None else value_dtype
+    stored = {values.dtype.name} | ({"bfloat16"} if values.dtype == np.uint16 else set())
+    if name not in _TYPES or name not in stored:
+        asked = "" if value_dtype is None else f' with value_dtype="{value_dtype}"'
+        raise ValueError(
+            f'values must be of dtype {", ".join(_TYPES)}, or uint16 with value_dtype="bfloat16"; '
+            f"got {values.dtype.name}{asked}"
+        )
+    if not values.flags.c_contiguous:
+        raise ValueError(f"values must be contiguous, got strides {list(values.strides)} of {list(values.shape)}")
+    return _Matrix(_address(values), *values.shape, VALUE_DTYPES[name]), name
+
+
+def _check_mask(mask: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or not mask.flags.c_contiguous:
+        found = f"{mask.dtype}{list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+        raise ValueError(f"mask must be a contiguous array of bool, got {found}")
+    if shape is not None and mask.shape != shape:
+        raise ValueError(f"mask must have the shape of the values, {list(shape)}; got {list(mask.shape)}")
+
+
+def _count_kept(mask: np.ndarray) -> int:
+    _check_mask(mask)
+    kept = ctypes.c_int64()
+    _call("count_kept", _address(mask), mask.size, ctypes.byref(kept))
+    return kept.value
+
+
+def _pack(name: str, values: np.ndarray, mask: np.ndarray, form: tuple, value_dtype: str | None) -> np.ndarray:
+    matrix, dtype = _matrix(values, value_dtype)
+    _check_mask(mask, values.shape)
+    payload = np.empty(payload_size(*form, dtype), np.uint8)
+    arrays = (ctypes.byref(matrix), _address(mask), _address(payload))
+    _call(name, ctypes.byref(_form(*form, dtype, None)), *arrays)
+    return payload
+
+
+def _found_type(value_dtype: str, wide: bool) -> type:
+    if value_dtype not in _TYPES:
+        raise ValueError(f"value_dtype must be one of {', '.join(_TYPES)}; got {value_dtype!r}")
+    return _values_type(value_dtype) if wide else np.dtype("uint16" if value_dtype == "bfloat16" else value_dtype).type

@@ -1,0 +1,36 @@
+"""Typed calls into the native operators on rows of a matrix, on CPU and CUDA tensors.
+
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+raise ValueError. Values are a matrix [B, f] of float32, float64, float16 or bfloat16; results lie where the values do.
+A mask has no gradient.
+"""
+
+import torch
+
+from hvd_sparse.torch.ops import _ops, _signed
+
+
+def select_top_k_rows(values: torch.Tensor, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask the k entries of largest magnitude of each row, exactly k in every row.
+
+    NaN come first, by lower column; equal magnitudes are cut by a seeded hash of the column; zeros come last, by lower
+    column. Returns mask bool[B, f], and thresholds float64[B]: the magnitude of the k-th entry, NaN if that is NaN.
+    """
+    return _ops.select_top_k_rows(values.detach(), k, _signed(seed))
+
+
+def laplace_threshold_rows(values: torch.Tensor, density: float) -> torch.Tensor:
+    """Return float64[B]: for each row the magnitude that a part `density` of a Laplace distribution reaches.
+
+    That is the row's mean magnitude, in which NaN and infinities count as zero, times -ln(density).
+    """
+    return _ops.laplace_threshold_rows(values.detach(), density)
+
+
+def filter_threshold_rows(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+
+    thresholds: float64[B], or [1] for all rows, at least 0. On a CUDA device one that is not raises nothing: below 0
+    counts as 0, and what reaches NaN is infinite or NaN.
+    """
+    return _ops.filter_threshold_rows(values.detach(), thresholds.detach())
