@@ -1,17 +1,16 @@
 """How messages get from rank to rank: by MPI, or in one process in an order that the caller decides.
 
-MPI is used without collective operations, so that nobody waits for a rank that comes late; and without its blocking
-receive, which in most implementations keeps a core busy: an idle rank looks now and then, and sleeps in between.
+MPI is used without collective operations, so that nobody waits for a rank that comes late.
 """
 
 import abc
 import collections
-import time
 
 import numpy as np
 
+from hvd_sparse.mailbox import Mailbox, poll
+
 TO_SERVERS, TO_WORKERS = 7311, 7312  # tags: a rank may be both
-SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what an answer may wait for at most, and an idle rank's load
 
 
 class Endpoint(abc.ABC):
@@ -34,46 +33,20 @@ class MPIEndpoint(Endpoint):
     """An end on an MPI communicator of mpi4py. `is_server`: messages to servers and to workers have different tags."""
 
     def __init__(self, communicator, is_server: bool):
-        from mpi4py import MPI
-
-        self._mpi, self._communicator = MPI, communicator
+        self._mailbox = Mailbox(communicator)
         self._listens, self._sends = (TO_SERVERS, TO_WORKERS) if is_server else (TO_WORKERS, TO_SERVERS)
-        self._pending: list = []  # (request, data): data must live until the request is done
 
     def send(self, rank: int, data: np.ndarray) -> None:
         """Send without waiting."""
-        self._reap()
-        self._pending.append((self._communicator.Isend([data, self._mpi.BYTE], rank, self._sends), data))
+        self._mailbox.post(rank, self._sends, data)
 
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Look for a message now and then."""
-        end, nap = time.monotonic() + timeout, SHORTEST_NAP
-        status = self._mpi.Status()
-        while True:
-            message = self._communicator.Improbe(self._mpi.ANY_SOURCE, self._listens, status)
-            if message is not None:
-                data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-                message.Recv([data, self._mpi.BYTE])
-                return status.Get_source(), data
-            self._reap()
-            if time.monotonic() >= end:
-                return None
-            time.sleep(nap)
-            nap = min(1.5 * nap, LONGEST_NAP)
+        return poll(lambda: self._mailbox.look(self._listens), timeout)
 
     def close(self, timeout: float) -> None:
         """Wait for what was sent; what nobody takes any more is given up."""
-        end = time.monotonic() + timeout
-        while self._pending and time.monotonic() < end:
-            self._reap()
-            time.sleep(SHORTEST_NAP)
-        for request, _ in self._pending:
-            request.Cancel()
-            request.Free()
-        self._pending.clear()
-
-    def _reap(self) -> None:
-        self._pending = [(request, data) for request, data in self._pending if not request.Test()]
+        self._mailbox.close(timeout)
 
 
 class Network:

@@ -1,0 +1,65 @@
+"""Messages between two ranks by MPI, without collective operations and without waiting in MPI.
+
+MPI's blocking receive keeps a core busy in most implementations: an idle rank looks now and then, and sleeps between.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for at most, and an idle rank's load
+
+
+def poll(look: Callable, timeout: float):
+    """Return what `look` returns once that is not None; None after `timeout` seconds."""
+    end, nap = time.monotonic() + timeout, SHORTEST_NAP
+    while (found := look()) is None and time.monotonic() < end:
+        time.sleep(nap)
+        nap = min(1.5 * nap, LONGEST_NAP)
+    return found
+
+
+class Mailbox:
+    """What a rank sends and receives on a communicator of mpi4py."""
+
+    def __init__(self, communicator):
+        from mpi4py import MPI
+
+        self._mpi, self._communicator, self._status = MPI, communicator, MPI.Status()
+        self._pending: list = []  # (request, data): data must live until the request is done
+
+    def post(self, rank: int, tag: int, data: np.ndarray) -> None:
+        """Send bytes, uint8, without waiting; they must not change any more."""
+        self.reap()
+        self._pending.append((self._communicator.Isend([data, self._mpi.BYTE], rank, tag), data))
+
+    def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
+        """Return the rank that the first message of a tag is of, and its bytes; None if there is none.
+
+        source: of this rank only.
+        """
+        message = self._communicator.Improbe(self._mpi.ANY_SOURCE if source is None else source, tag, self._status)
+        if message is None:
+            self.reap()
+            return None
+        rank, data = self._status.Get_source(), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
+        message.Recv([data, self._mpi.BYTE])
+        return rank, data
+
+    def reap(self) -> None:
+        """Let go of what has been sent."""
+        self._pending = [(request, data) for request, data in self._pending if not request.Test()]
+
+    def close(self, timeout: float) -> None:
+        """Wait for what was sent, at most `timeout` seconds; what nobody takes any more is given up."""
+
+        def is_empty() -> bool | None:
+            self.reap()
+            return not self._pending or None
+
+        poll(is_empty, timeout)
+        for request, _ in self._pending:
+            request.Cancel()
+            request.Free()
+        self._pending.clear()

@@ -1,0 +1,15 @@
+"""Model-parallel training with sparse activations (DCT-MP): boundaries, messages, pipelines, without any framework.
+
+`hvd_sparse.torch.model_parallel` and `hvd_sparse.tensorflow.model_parallel` are what training scripts use.
+
+A stage's activations are a matrix B x f, a row a sample. Forward, a row keeps its largest d * f magnitudes; values and
+mask travel. Backward, the gradient travels at the same mask, as values alone. Nothing is remembered (no error
+feedback). Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2, algorithm 2.
+"""
+
+from hvd_sparse.model_parallel.boundary import THRESHOLDS, BoundarySettings
+from hvd_sparse.model_parallel.channel import PipelineError
+from hvd_sparse.model_parallel.layout import Layout
+from hvd_sparse.model_parallel.schedule import SCHEDULES
+
+__all__ = ["SCHEDULES", "THRESHOLDS", "BoundarySettings", "Layout", "PipelineError"]

@@ -1,0 +1,52 @@
+"""What a boundary does, in numbers, whatever the framework."""
+
+import math
+from typing import NamedTuple
+
+from hvd_sparse.algorithms import check_choice, check_number
+from hvd_sparse.wire import top_k_count
+
+THRESHOLDS = ("topk", "laplace")
+
+
+class BoundarySettings(NamedTuple):
+    """The settings of a `ThresholdBoundary`, checked by `checked`."""
+
+    density: float
+    threshold: str
+    start_dim: int
+    momentum: float
+    seed: int
+
+    def checked(self) -> "BoundarySettings":
+        """Return self; ValueError or TypeError says which argument is wrong."""
+        check_number("density", self.density, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
+        check_choice("threshold", self.threshold, THRESHOLDS)
+        check_number("momentum", self.momentum, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
+        for name, value in (("start_dim", self.start_dim), ("seed", self.seed)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        if self.start_dim == 0:
+            raise ValueError("start_dim must not be 0: at least the first dimension counts samples; got 0")
+        return self
+
+    def kept(self, columns: int) -> int:
+        """Return how many of a row's elements "topk" keeps: round(density * f), half rounded up, at least 1."""
+        return top_k_count(columns, self.density)
+
+    def row_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return (B, f) of activations: dimensions before start_dim are rows. ValueError if there are none, or f = 0."""
+        ndim = len(shape)
+        start = self.start_dim + ndim if self.start_dim < 0 else self.start_dim
+        if not 1 <= start < ndim:
+            raise ValueError(
+                f"activations must have dimensions before and from start_dim={self.start_dim} on, got shape {list(shape)}"
+            )
+        rows, columns = math.prod(shape[:start]), math.prod(shape[start:])
+        if columns == 0:
+            raise ValueError(f"activations must have at least one feature, got shape {list(shape)}")
+        return rows, columns
+
+    def describe(self) -> str:
+        """Say it for `repr`."""
+        return f"density={self.density:g}, threshold={self.threshold!r}, start_dim={self.start_dim}"

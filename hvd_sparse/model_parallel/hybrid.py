@@ -1,0 +1,41 @@
+"""Model and data parallel training at once: replicas of a pipeline, Horovod between the replicas of a stage."""
+
+from typing import NamedTuple
+
+from hvd_sparse.model_parallel.layout import Layout
+
+
+class Hybrid(NamedTuple):
+    """What `hybrid` made: where this rank is, Horovod's process set of its stage, and its replica's communicator."""
+
+    layout: Layout
+    process_set: object
+    communicator: object
+
+
+def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
+    """Start Horovod with a process set a stage; return what this rank is. In place of `hvd.init()`, on every rank.
+
+    hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
+    order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's optimizer.
+    Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    layout = Layout(world.Get_rank(), world.Get_size(), stages, order).checked()
+    if hvd.is_initialized():
+        raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
+    if stages == 1:
+        hvd.init()
+        process_set = hvd.global_process_set
+    else:
+        sets = [hvd.ProcessSet(layout.stage_ranks(stage)) for stage in range(stages)]
+        hvd.init(process_sets=sets)
+        process_set = sets[layout.stage]
+    if hvd.size() != layout.size:
+        raise RuntimeError(
+            f"MPI has {layout.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
+            "a Horovod built with MPI"
+        )
+    return Hybrid(layout, process_set, world.Split(layout.replica, layout.stage))

@@ -1,0 +1,65 @@
+"""Which rank is which stage of which replica."""
+
+from typing import NamedTuple
+
+ORDERS = ("pipeline", "replica")
+
+
+class Layout(NamedTuple):
+    """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbouring ranks, or "replica".
+
+    Activations travel between stages of a replica, gradients between replicas of a stage: neighbours, which often
+    share a node, should be those that exchange more. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
+    """
+
+    rank: int
+    size: int
+    stages: int
+    order: str = "pipeline"
+
+    def checked(self) -> "Layout":
+        """Return self; ValueError unless the ranks can be shared out so."""
+        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
+            raise ValueError(f"stages must be a whole number of at least 1, got {self.stages!r}")
+        if self.size % self.stages:
+            raise ValueError(
+                f"stages must divide the number of ranks, got stages={self.stages} on {self.size} ranks: start a "
+                f"multiple of {self.stages}"
+            )
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}; got {self.order!r}")
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are."""
+        return self.size // self.stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.rank % self.stages if self.order == "pipeline" else self.rank // self.replicas
+
+    @property
+    def replica(self) -> int:
+        """This rank's copy of the model."""
+        return self.rank // self.stages if self.order == "pipeline" else self.rank % self.replicas
+
+    def rank_of(self, stage: int, replica: int) -> int:
+        """Return the rank of a stage of a replica."""
+        return replica * self.stages + stage if self.order == "pipeline" else stage * self.replicas + replica
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """Return the ranks that hold a stage: those of its Horovod process set."""
+        return [self.rank_of(stage, replica) for replica in range(self.replicas)]
+
+    def pipeline_ranks(self) -> list[int]:
+        """Return the ranks of this rank's replica, stage after stage."""
+        return [self.rank_of(stage, self.replica) for stage in range(self.stages)]
+
+    def describe(self) -> str:
+        """Say what this rank is."""
+        return (
+            f"rank {self.rank} of {self.size}: stage {self.stage} of {self.stages}, replica {self.replica} of "
+            f"{self.replicas}; activations on ranks {self.pipeline_ranks()}, gradients on {self.stage_ranks(self.stage)}"
+        )

@@ -1,0 +1,205 @@
+"""What stages send each other, and its validation: nothing of a message is used before it is checked.
+
+A message is a header, a description and a body, little-endian:
+
+    header 32: u32 magic "HVDM", u8 version, u8 kind, u16 flags, u32 step, u16 micro-batch, u16 micro-batches of the step,
+               u32 rows of the micro-batch, u32 rows of the step, u32 bytes of the description,
+               u32 CRC-32 of header (this field taken as zero) and description
+
+    FORWARD    to the next stage     activations: values, and masks
+    BACKWARD   to the stage before   their gradients: values alone, for both ends have the masks; no description
+    TARGETS    first to last stage   what the loss compares with
+    LOSS       last stage to all     float64, of the step
+
+Description: u16 bytes of the structure, structure as JSON (`tree.flatten`), then of each tensor
+    u8 dtype, u8 form, u8 whether a gradient is wanted, u8 dimensions, u32 f, u64 entries kept, u32 each dimension
+Body: the tensors one after the other, by form: WHOLE: raw elements; MASKED: a payload of positions and values
+(`hvd_sparse.wire`; all of B * f elements, coding "auto"). Of BACKWARD: raw elements, or a payload of values alone.
+"""
+
+import enum
+import json
+import math
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_sparse import native_rows
+from hvd_sparse.wire import payload_size
+
+MAGIC = 0x4D445648  # the bytes "HVDM"
+VERSION = 1
+HEADER = struct.Struct("<IBBHIHHIIII")
+TENSOR = struct.Struct("<BBBBIQ")
+DTYPES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128"
+).split()
+MASKABLE = DTYPES[:4]
+WHOLE, MASKED = 0, 1
+EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
+
+
+class Kind(enum.IntEnum):
+    """What a message is; also its tag's offset."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    TARGETS = 3
+    LOSS = 4
+
+
+class Head(NamedTuple):
+    """Where in the run a message belongs."""
+
+    kind: Kind
+    step: int = 0
+    micro: int = 0
+    micros: int = 1
+    rows: int = 0
+    total_rows: int = 0
+    flags: int = 0
+
+    def __str__(self) -> str:
+        what = f"{self.kind.name} of micro-batch {self.micro} in {'evaluation' if self.flags & EVALUATING else 'step'}"
+        return f"{what} {self.step}"
+
+
+class Tensor(NamedTuple):
+    """A tensor on its way. array: of its shape, bfloat16 as uint16. mask: bool[B, f], what is sent of it; None: all."""
+
+    array: np.ndarray
+    dtype: str
+    mask: np.ndarray | None = None
+    gradient: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.array.nbytes
+
+
+class DamagedMessage(ValueError):
+    """Bytes that are not the message that was expected."""
+
+
+def item_type(dtype: str) -> np.dtype:
+    """Return what NumPy calls the elements of a dtype: bfloat16 are uint16 there."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def encode(head: Head, structure=None, tensors: list[Tensor] = (), describe: bool = True) -> np.ndarray:
+    """Return the bytes of a message, uint8. describe: False for BACKWARD, whose receiver knows the masks."""
+    bodies = [_body(tensor, positions=describe) for tensor in tensors]
+    description = b""
+    if describe:
+        text = json.dumps(structure, separators=(",", ":")).encode()
+        description = struct.pack("<H", len(text)) + text + b"".join(map(_describe, tensors))
+    fields = (MAGIC, VERSION, head.kind, head.flags, head.step, head.micro, head.micros, head.rows, head.total_rows)
+    start = HEADER.pack(*fields, len(description), 0)
+    check = zlib.crc32(description, zlib.crc32(start))
+    parts = [HEADER.pack(*fields, len(description), check), description, *bodies]
+    return np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+
+
+def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
+    """Return head, description and body of a message; DamagedMessage says what is wrong with it."""
+    if data.size < HEADER.size:
+        raise DamagedMessage(f"a message has at least {HEADER.size} bytes, got {data.size}")
+    magic, version, kind, flags, step, micro, micros, rows, total, size, check = HEADER.unpack_from(data)
+    if magic != MAGIC or HEADER.size + size > data.size:
+        raise DamagedMessage("this is no message of a pipeline")
+    description = bytes(data[HEADER.size : HEADER.size + size])
+    zeroed = bytes(data[: HEADER.size - 4]) + bytes(4)
+    if zlib.crc32(description, zlib.crc32(zeroed)) != check:
+        raise DamagedMessage("the header's checksum does not match")
+    if version != VERSION:
+        raise DamagedMessage(f"version {version} of the protocol; this is version {VERSION}: install the same on all")
+    if kind not in list(Kind):
+        raise DamagedMessage(f"unknown kind of message {kind}")
+    return Head(Kind(kind), step, micro, micros, rows, total, flags), description, data[HEADER.size + size :]
+
+
+def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[Tensor]]:
+    """Return structure and tensors of a message with a description; DamagedMessage says what is wrong with it."""
+    try:
+        (size,) = struct.unpack_from("<H", description)
+        structure = json.loads(description[2 : 2 + size])
+        tensors, place, offset = [], 2 + size, 0
+        while place < len(description):
+            shape, form, place = _parse(description, place)
+            tensor, offset = _read(shape, form, body, offset)
+            tensors.append(tensor)
+    except (struct.error, ValueError, KeyError, IndexError) as error:
+        raise DamagedMessage(f"a tensor cannot be read: {error}") from error
+    if offset != body.size:
+        raise DamagedMessage(f"{body.size - offset} bytes are left over")
+    return structure, tensors
+
+
+def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of tensors, masked as these were; DamagedMessage if the bytes are not theirs."""
+    gradients, offset = [], 0
+    for like in likes:
+        form = (like.dtype, MASKED if like.mask is not None else WHOLE, True, 0, 0)
+        tensor, offset = _read(like.array.shape, form, body, offset, like.mask)
+        gradients.append(tensor)
+    if offset != body.size:
+        raise DamagedMessage(
+            f"gradients of {offset} bytes were expected, got {body.size}: the next stage's gradients have other shapes"
+        )
+    return gradients
+
+
+def _body(tensor: Tensor, positions: bool) -> np.ndarray:
+    array = np.ascontiguousarray(tensor.array)
+    if tensor.mask is None:
+        return array.reshape(-1).view(np.uint8)
+    pack = native_rows.pack_rows if positions else native_rows.pack_kept
+    return pack(array.reshape(tensor.mask.shape), tensor.mask, value_dtype=tensor.dtype)
+
+
+def _describe(tensor: Tensor) -> bytes:
+    form, columns, kept = WHOLE, 0, 0
+    if tensor.mask is not None:
+        form, columns, kept = MASKED, tensor.mask.shape[1], int(np.count_nonzero(tensor.mask))
+    shape = tensor.array.shape
+    start = TENSOR.pack(DTYPES.index(tensor.dtype), form, tensor.gradient, len(shape), columns, kept)
+    return start + struct.pack(f"<{len(shape)}I", *shape)
+
+
+def _parse(description: bytes, place: int):
+    """Return shape, (dtype, form, gradient, f, kept), and where the next tensor's description starts."""
+    dtype, form, gradient, ndim, columns, kept = TENSOR.unpack_from(description, place)
+    place += TENSOR.size
+    shape = struct.unpack_from(f"<{ndim}I", description, place)
+    return shape, (DTYPES[dtype], form, bool(gradient), columns, kept), place + 4 * ndim
+
+
+def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = None) -> tuple[Tensor, int]:
+    """Return a tensor of the body at an offset, and where it ends. mask: of a gradient."""
+    dtype, kind, gradient, columns, kept = form
+    numel = math.prod(shape)
+    if kind == WHOLE:
+        size = numel * item_type(dtype).itemsize
+        part = _part(body, offset, size)
+        return Tensor(part.view(item_type(dtype)).reshape(shape), dtype, None, gradient), offset + size
+    if mask is not None:
+        known = max(1, int(np.count_nonzero(mask)))
+        size = payload_size(known, known, "dense", dtype)
+        values = native_rows.unpack_kept(_part(body, offset, size), mask, dtype, wide=False)
+    else:
+        if dtype not in MASKABLE or columns == 0 or numel % columns or numel == 0:
+            raise ValueError(f"a mask of {columns} columns does not fit {dtype}{list(shape)}")
+        rows, known = (numel // columns, columns), max(1, kept)
+        size = payload_size(numel, known, "auto", dtype)
+        values, mask = native_rows.unpack_rows(_part(body, offset, size), rows, known, dtype, wide=False)
+    return Tensor(values.reshape(shape), dtype, mask, gradient), offset + size
+
+
+def _part(body: np.ndarray, offset: int, size: int) -> np.ndarray:
+    """Return bytes of the body, copied where what they hold must be aligned."""
+    if offset + size > body.size:
+        raise DamagedMessage(f"{size} bytes were announced, {body.size - offset} are there")
+    return body[offset : offset + size].copy()

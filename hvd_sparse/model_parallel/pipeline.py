@@ -1,0 +1,318 @@
+"""One stage of a pipeline: what it computes when, what it sends to whom. Frameworks derive from `Pipeline`."""
+
+import abc
+from collections import Counter
+
+import numpy as np
+
+from hvd_sparse.algorithms import check_choice
+from hvd_sparse.model_parallel import message, tree
+from hvd_sparse.model_parallel.channel import Channel
+from hvd_sparse.model_parallel.message import EVALUATING, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
+
+TIMEOUT = 600.0  # seconds
+REDUCTIONS = ("mean", "sum")
+
+
+class Pass:
+    """A micro-batch on its way through a stage. inputs, outputs: the framework's tensors, without their structure."""
+
+    def __init__(self, head: Head, inputs: list, structure, received: list[Tensor]):
+        self.head, self.inputs, self.structure = head, inputs, structure
+        self.received = received  # as the stage before sent them; none on the first stage
+        self.outputs: list = []
+        self.passed_on: list[Tensor] = []  # as they went to the next stage
+        self.loss = None
+        self.tape = None  # what the framework keeps for backward
+
+
+class Batch:
+    """What a stage knows of the batch under way."""
+
+    def __init__(self, step: int, training: bool, compares: bool):
+        self.step, self.training, self.compares = step, training, compares
+        self.inputs: list = []  # of each micro-batch, on the first stage
+        self.structure = None
+        self.heads: list[Head] = []
+        self.targets = None
+        self.runs: dict[int, Pass] = {}
+        self.losses: list = []
+        self.outputs: list[list] = []
+        self.output_structure = None
+
+
+class Pipeline(abc.ABC):
+    """A stage that runs micro-batches, on one rank of a communicator; see the frameworks' `Pipeline`."""
+
+    def __init__(self, stage, communicator, micro_batches: int, schedule: str, loss, reduction: str, timeout: float):
+        if communicator is None:
+            from mpi4py import MPI
+
+            communicator = MPI.COMM_WORLD
+        self._channel = Channel(communicator, timeout)
+        self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
+        self._step = 0
+        self._traffic: Counter = Counter()
+        error = None
+        try:
+            if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+                raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
+            check_choice("schedule", schedule, tuple(SCHEDULES))
+            check_choice("reduction", reduction, REDUCTIONS)
+            if self.is_last and not callable(loss):
+                raise TypeError(f"loss must be a function of outputs and targets on the last stage, got {loss!r}")
+            self._check()
+        except (TypeError, ValueError) as caught:
+            error = caught
+        self._channel.agree(error)
+        self._micro_batches, self._schedule, self._loss, self._reduction = micro_batches, schedule, loss, reduction
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes the inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.index == self.stages - 1
+
+    def step(self, inputs=None, targets=None) -> float:
+        """Run a batch forward and backward, on every stage; return its loss, on every stage.
+
+        inputs: on the first stage; a tensor, or a tuple or dict of them, whose first dimension counts samples. targets:
+        likewise, on the first stage, from where they travel to the last one, or on the last stage. Gradients are added
+        to what is there, as in any backward. Raises `PipelineError` on all other stages where one fails.
+        """
+        return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
+
+    def evaluate(self, inputs=None, targets=None) -> float:
+        """Return the loss of a batch, on every stage, without gradients, of the thresholded network."""
+        return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=False, compares=True))[0]
+
+    def predict(self, inputs=None):
+        """Return the last stage's outputs for a batch, on the last stage; None elsewhere."""
+        _, batch = self._guarded(self._run, inputs, None, Batch(self._step + 1, training=False, compares=False))
+        if not self.is_last:
+            return None
+        leaves = [self._concatenate(list(parts)) for parts in zip(*batch.outputs, strict=True)]
+        return tree.unflatten(leaves, batch.output_structure)
+
+    def stats(self) -> dict:
+        """Return what this stage has sent since it was built.
+
+        {"forward": ..., "backward": ...} with messages, dense_bytes (the tensors as they are), sent_bytes (messages,
+        headers included), ratio; "targets_bytes"; "occupancy": part of the elements that was kept of what is masked.
+        Those of evaluation are counted apart, under "evaluation".
+        """
+        count = self._traffic
+        occupancy = count["kept"] / count["elements"] if count["elements"] else 1.0
+        directions = {name: self._direction(name) for name in ("forward", "backward", "evaluation")}
+        return {**directions, "targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._step}
+
+    def close(self) -> None:
+        """End this stage's part, and tell the others; done at the interpreter's end otherwise."""
+        self._channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            self._channel.fail(error)
+        self.close()
+
+    @abc.abstractmethod
+    def _check(self) -> None:
+        """Raise ValueError or TypeError for wrong arguments of the framework's own."""
+
+    @abc.abstractmethod
+    def _check_outputs(self, names: list[str]) -> None:
+        """Raise ValueError if outputs of these names are not what there are boundaries for."""
+
+    @abc.abstractmethod
+    def _split(self, leaf, sizes: list[int]) -> list:
+        """Return parts of a tensor along its first dimension."""
+
+    @abc.abstractmethod
+    def _concatenate(self, parts: list):
+        """Return parts of a tensor as one."""
+
+    @abc.abstractmethod
+    def _from_wire(self, tensor: Tensor):
+        """Return a message's tensor as the framework's."""
+
+    @abc.abstractmethod
+    def _to_wire(self, name: str, leaf, training: bool) -> Tensor:
+        """Return a tensor as a message's, masked where there is a boundary for outputs of this name."""
+
+    @abc.abstractmethod
+    def _forward(self, run: Pass, targets, weight: float, training: bool):
+        """Compute outputs, as a tree; and where there are targets, run.loss, times weight. Keep what backward needs."""
+
+    @abc.abstractmethod
+    def _backward(self, run: Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+        """Add up the parameters' gradients; return those of the inputs that want one.
+
+        gradients: of the outputs that want one; None on the last stage, which begins at its loss.
+        """
+
+    def _guarded(self, function, inputs, targets, batch: Batch):
+        """Call; whatever fails here is told to all stages."""
+        if self._channel.failure:
+            raise RuntimeError(f"this pipeline has failed before, and cannot go on: {self._channel.failure}")
+        self._step = batch.step
+        try:
+            return function(inputs, targets, batch)
+        except BaseException as error:
+            self._channel.fail(error)
+            raise
+
+    def _run(self, inputs, targets, batch: Batch) -> tuple[float, Batch]:
+        if self.is_first:
+            self._begin(inputs, targets, batch)
+        batch.runs[0] = self._take(0, batch)  # says how many micro-batches there are
+        head = batch.runs[0].head
+        if self.is_last and targets is not None:
+            batch.targets = self._parts(targets, split_rows(head.total_rows, head.micros))
+        for what, micro in steps_of(self._schedule, self.index, self.stages, head.micros):
+            if what == FORWARD:
+                self._run_forward(micro, batch)
+            elif batch.training:
+                self._run_backward(micro, batch)
+            self._channel.progress()
+        return self._share_loss(batch), batch
+
+    def _begin(self, inputs, targets, batch: Batch) -> None:
+        """Cut the inputs into micro-batches, and send the targets on their way."""
+        leaves, batch.structure = tree.flatten(inputs)
+        rows = {len(leaf) for leaf in leaves}
+        if len(rows) != 1 or rows == {0}:
+            raise ValueError(
+                "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same number "
+                f"of samples, at least 1; got {len(leaves)} tensors with {sorted(rows)} samples"
+            )
+        (total,) = rows
+        sizes = split_rows(total, self._micro_batches)
+        travels = targets is not None and not self.is_last
+        flags = (0 if batch.training else EVALUATING) | (TARGETS_FOLLOW if travels else 0)
+        place = {"micros": len(sizes), "total_rows": total, "flags": flags}
+        batch.heads = [Head(Kind.FORWARD, batch.step, m, rows=size, **place) for m, size in enumerate(sizes)]
+        batch.inputs = list(zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True))
+        if travels:
+            for head, part in zip(batch.heads, self._parts(targets, sizes), strict=True):
+                parts, structure = tree.flatten(part)
+                tensors = [self._to_wire("", leaf, batch.training) for leaf in parts]
+                data = message.encode(head._replace(kind=Kind.TARGETS), structure, tensors)
+                self._traffic["targets"] += data.size
+                self._channel.send(self.stages - 1, Kind.TARGETS, data)
+
+    def _parts(self, targets, sizes: list[int]) -> list:
+        """Return a tree's parts along the first dimension, one a micro-batch."""
+        leaves, structure = tree.flatten(targets)
+        wrong = [len(leaf) for leaf in leaves if len(leaf) != sum(sizes)]
+        if wrong:
+            raise ValueError(f"targets must have as many samples as inputs, {sum(sizes)}; got {wrong[0]}")
+        parts = zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True)
+        return [tree.unflatten(list(part), structure) for part in parts]
+
+    def _take(self, micro: int, batch: Batch) -> Pass:
+        """Return a micro-batch's inputs: this stage's own, or those that the stage before sends."""
+        if self.is_first:
+            return Pass(batch.heads[micro], list(batch.inputs[micro]), batch.structure, [])
+        head, structure, tensors = self._receive(self.index - 1, Kind.FORWARD, micro, batch)
+        return Pass(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
+
+    def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
+        """Return head, structure and tensors of the message that is next; ValueError if it is another."""
+        wanted = Head(kind, batch.step, micro, flags=0 if batch.training else EVALUATING)
+        head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
+        if (head.step, head.micro, head.flags & EVALUATING) != (wanted.step, micro, wanted.flags):
+            raise ValueError(
+                f"stage {self.index} expects {wanted} from stage {stage}, got {head}: every stage must call step, "
+                "evaluate and predict in the same order"
+            )
+        if kind == Kind.BACKWARD:
+            likes = [tensor for tensor in batch.runs[micro].passed_on if tensor.gradient]
+            return head, None, message.decode_gradients(body, likes)
+        return head, *message.decode_tensors(description, body)
+
+    def _run_forward(self, micro: int, batch: Batch) -> None:
+        run = batch.runs.pop(micro, None) or self._take(micro, batch)
+        weight = run.head.rows / run.head.total_rows if self._reduction == "mean" else 1.0
+        targets = self._targets(micro, run, batch) if self.is_last and batch.compares else None
+        run.outputs, structure = tree.flatten(self._forward(run, targets, weight, batch.training))
+        if not self.is_last:
+            self._pass_on(run, structure, batch)
+        elif not batch.compares:
+            batch.outputs.append(run.outputs)
+            batch.output_structure = structure
+        else:
+            batch.losses.append(run.loss)
+        if batch.training:
+            batch.runs[micro] = run
+
+    def _targets(self, micro: int, run: Pass, batch: Batch):
+        """Return what the loss of a micro-batch compares with."""
+        if run.head.flags & TARGETS_FOLLOW:
+            _, structure, tensors = self._receive(0, Kind.TARGETS, micro, batch)
+            return tree.unflatten([self._from_wire(tensor) for tensor in tensors], structure)
+        if batch.targets is None:
+            raise ValueError("targets must be given on the first stage, or on the last one; got none")
+        return batch.targets[micro]
+
+    def _pass_on(self, run: Pass, structure, batch: Batch) -> None:
+        """Send outputs to the next stage."""
+        names = tree.names(structure)
+        self._check_outputs(names)
+        run.passed_on = [self._to_wire(n, leaf, batch.training) for n, leaf in zip(names, run.outputs, strict=True)]
+        data = message.encode(run.head._replace(kind=Kind.FORWARD), structure, run.passed_on)
+        self._channel.send(self.index + 1, Kind.FORWARD, data)
+        self._count("forward" if batch.training else "evaluation", run.passed_on, data)
+        if not batch.training:
+            return
+        for tensor in run.passed_on:
+            if tensor.mask is not None:
+                self._traffic["kept"] += int(np.count_nonzero(tensor.mask))
+                self._traffic["elements"] += tensor.mask.size
+
+    def _run_backward(self, micro: int, batch: Batch) -> None:
+        run = batch.runs[micro]
+        gradients = None
+        if not self.is_last:
+            _, _, gradients = self._receive(self.index + 1, Kind.BACKWARD, micro, batch)
+        arrays = self._backward(run, gradients)
+        del batch.runs[micro]
+        if self.is_first:
+            return
+        likes = [tensor for tensor in run.received if tensor.gradient]
+        back = [like._replace(array=array) for like, array in zip(likes, arrays, strict=True)]
+        data = message.encode(run.head._replace(kind=Kind.BACKWARD), tensors=back, describe=False)
+        self._channel.send(self.index - 1, Kind.BACKWARD, data)
+        self._count("backward", back, data)
+
+    def _share_loss(self, batch: Batch) -> float:
+        """Return the batch's loss on all stages; 0.0 where none was asked for."""
+        if not batch.compares:
+            return 0.0
+        head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
+        if not self.is_last:
+            _, _, (tensor,) = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
+            return float(tensor.array)
+        loss = sum(float(part) for part in batch.losses)
+        data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
+        for stage in range(self.stages - 1):
+            self._channel.send(stage, Kind.LOSS, data)
+        return loss
+
+    def _count(self, direction: str, tensors: list[Tensor], data: np.ndarray) -> None:
+        self._traffic[f"{direction} messages"] += 1
+        self._traffic[f"{direction} dense"] += sum(tensor.nbytes for tensor in tensors)
+        self._traffic[f"{direction} sent"] += data.size
+
+    def _direction(self, name: str) -> dict:
+        count = self._traffic
+        dense, sent = count[f"{name} dense"], count[f"{name} sent"]
+        ratio = dense / sent if sent else 1.0
+        return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}

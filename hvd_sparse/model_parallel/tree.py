@@ -1,0 +1,62 @@
+"""Several tensors as one: nested tuples and dicts, taken apart for the wire and put together again."""
+
+from typing import Any
+
+Structure = Any  # an int, the leaf's number; a list; a dict; None
+
+
+def flatten(tree) -> tuple[list, Structure]:
+    """Return leaves and structure of nested tuples, lists and dicts; None stays. A list comes back as a tuple.
+
+    TypeError for a dict whose keys are not strings.
+    """
+    leaves: list = []
+
+    def walk(node):
+        if node is None:
+            return None
+        if isinstance(node, (tuple, list)):
+            return [walk(part) for part in node]
+        if isinstance(node, dict):
+            wrong = [key for key in node if not isinstance(key, str)]
+            if wrong:
+                raise TypeError(f"keys of what crosses a boundary must be strings, got {wrong[0]!r}")
+            return {key: walk(part) for key, part in node.items()}
+        leaves.append(node)
+        return len(leaves) - 1
+
+    return leaves, walk(tree)
+
+
+def unflatten(leaves: list, structure: Structure):
+    """Return the tree that `flatten` took apart, with these leaves."""
+    if structure is None:
+        return None
+    if isinstance(structure, list):
+        return tuple(unflatten(leaves, part) for part in structure)
+    if isinstance(structure, dict):
+        return {key: unflatten(leaves, part) for key, part in structure.items()}
+    return leaves[structure]
+
+
+def names(structure: Structure, prefix: str = "") -> list[str]:
+    """Return the leaves' names: "output" of a single tensor, else the path of keys and numbers, such as "0" or "a.1"."""
+    if structure is None:
+        return []
+    parts = enumerate(structure) if isinstance(structure, list) else structure.items() if _is_dict(structure) else None
+    if parts is None:
+        return [prefix or "output"]
+    return [name for key, part in parts for name in names(part, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def call(function, tree, **options):
+    """Call a stage: the parts of a tuple are its arguments, those of a dict its keyword arguments."""
+    if isinstance(tree, (tuple, list)):
+        return function(*tree, **options)
+    if isinstance(tree, dict):
+        return function(**tree, **options)
+    return function(tree, **options)
+
+
+def _is_dict(structure: Structure) -> bool:
+    return isinstance(structure, dict)

@@ -1,0 +1,113 @@
+"""The boundary of DCT-MP as a module: keeps the largest activations of each row, forward and backward.
+
+Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from the paper:
+"topk" keeps exactly round(density * f) of a row, ties cut without favour; NaN is kept first, so that it stays visible;
+the threshold that evaluation uses under "laplace" is a running mean, where the paper leaves open how it is estimated.
+"""
+
+import torch
+
+from hvd_sparse.model_parallel.boundary import BoundarySettings
+from hvd_sparse.torch import row_ops as ops
+
+
+class ThresholdBoundary(torch.nn.Module):
+    """Let the largest magnitudes of each row through, and in backward the gradient at the same places.
+
+    Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
+
+    density: the part of a row's elements to keep, in (0, 1]; 1 lets everything through. threshold: "topk", exactly
+    max(1, round(density * f)) of each row; "laplace", what reaches the row's threshold -b ln(density), b the mean
+    magnitude: one pass, no sort, and a density that drifts (see `stats`). start_dim: dimensions before it are rows,
+    those from it on one row's f elements; -1: vectors of the last dimension; 1: all of a sample. momentum: of the
+    running threshold, as batch normalisation has it. seed: of the order among equal magnitudes.
+
+    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a buffer; nothing is
+    cut off before that has been estimated. A zero is never kept under "laplace". Input: float32, float64, float16,
+    bfloat16 of any shape with rows; output alike. Raises ValueError and TypeError.
+    """
+
+    def __init__(
+        self,
+        density: float,
+        threshold: str = "topk",
+        *,
+        start_dim: int = -1,
+        momentum: float = 0.1,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.settings = BoundarySettings(density, threshold, start_dim, momentum, seed).checked()
+        self.register_buffer("running_threshold", torch.zeros(()))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("_last", torch.zeros(2, dtype=torch.int64), persistent=False)  # kept, of how many
+        self.register_buffer("_total", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def forward(self, activations: torch.Tensor) -> torch.Tensor:
+        """Return the activations where they are kept, zero elsewhere."""
+        if self.settings.density == 1.0:
+            self._count(None, activations.numel())
+            return activations
+        if not activations.is_floating_point():
+            raise ValueError(f"activations must be of real numbers, got {activations.dtype}")
+        mask = self.mask(activations).view(activations.shape)
+        return torch.where(mask, activations, activations.new_zeros(()))
+
+    def mask(self, activations: torch.Tensor) -> torch.Tensor:
+        """Return what is kept, bool[B, f], and take note of it, as `forward` does."""
+        settings = self.settings
+        with torch.no_grad():
+            rows = activations.detach().reshape(settings.row_shape(activations.shape))
+            if settings.density == 1.0:
+                self._count(None, rows.numel())
+                return torch.ones_like(rows, dtype=torch.bool)
+            if settings.threshold == "topk":
+                mask, thresholds = ops.select_top_k_rows(rows, settings.kept(rows.shape[1]), settings.seed)
+            elif self.training:
+                thresholds = ops.laplace_threshold_rows(rows, settings.density)
+                mask = ops.filter_threshold_rows(rows, thresholds)
+            else:
+                thresholds = self.running_threshold.double().view(1)
+                mask = ops.filter_threshold_rows(rows, thresholds)
+            self._count(mask, rows.numel())
+            if self.training and rows.shape[0] > 0:
+                self._learn(thresholds)
+            return mask
+
+    def stats(self) -> dict:
+        """Return occupancy, of the last batch and in total, the part that was kept, threshold and batches seen.
+
+        The threshold is the running mean over training batches of the rows' mean threshold. Waits for the device.
+        """
+        (kept, numel), (all_kept, all_numel) = self._last.tolist(), self._total.tolist()
+        return {
+            "occupancy": kept / max(1, numel),
+            "mean_occupancy": all_kept / max(1, all_numel),
+            "threshold": float(self.running_threshold),
+            "batches": int(self.batches),
+        }
+
+    def extra_repr(self) -> str:
+        """Say the settings."""
+        return self.settings.describe()
+
+    def _learn(self, thresholds: torch.Tensor) -> None:
+        """Move the running threshold towards a batch's; the first batch's is taken as it is."""
+        if _is_recomputing():
+            return
+        mean = thresholds.nan_to_num(0.0).mean().to(self.running_threshold.dtype)
+        part = torch.where(self.batches == 0, 1.0, self.settings.momentum).to(mean.dtype)
+        self.running_threshold.add_(part * (mean - self.running_threshold))
+        self.batches.add_(1)
+
+    def _count(self, mask: torch.Tensor | None, numel: int) -> None:
+        if _is_recomputing():
+            return
+        self._last[0] = numel if mask is None else mask.sum()
+        self._last[1] = numel
+        self._total.add_(self._last)
+
+
+def _is_recomputing() -> bool:
+    """Return whether this runs in backward: activation checkpointing, of a batch that has been counted already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

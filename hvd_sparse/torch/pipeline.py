@@ -1,0 +1,138 @@
+"""Pipelines of stages for PyTorch: one stage a rank, sparse activations between them (DCT-MP)."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from hvd_sparse.model_parallel import message, tree
+from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel.message import Tensor
+from hvd_sparse.torch.boundary import ThresholdBoundary
+
+DTYPES = {getattr(torch, name): name for name in message.DTYPES if hasattr(torch, name)}
+Boundary = ThresholdBoundary | float | None
+
+
+class Pipeline(stages.Pipeline):
+    """This rank's stage of a pipeline, on a communicator of mpi4py whose ranks are the stages.
+
+        pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=torch.nn.functional.cross_entropy)
+        loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
+        optimizer.step()
+
+    stage: any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword arguments;
+    tensors of integers and bool cross without a gradient. boundary: how a stage's outputs are thresholded; None: not
+    at all; a density; a `ThresholdBoundary`; or {name: one of these} for several outputs, named by key or number. What
+    has less than two dimensions crosses whole. micro_batches: into how many parts a batch is cut; fewer where it has
+    fewer samples. schedule: "gpipe" or "1f1b", which holds fewer activations; the gradients are the same bits. loss:
+    a function of outputs and targets, on the last stage. reduction: what `loss` does over samples, "mean" (micro-batches
+    count by their samples) or "sum". timeout: seconds to wait for another stage. communicator: the world if None.
+
+    Build it on every rank of the communicator. CPU or CUDA; messages pass through the CPU. `stage.train()` and
+    `stage.eval()` are set by `step`, `evaluate` and `predict`. With `hvd.DistributedOptimizer` on a stage's
+    parameters, give that `backward_passes_per_step=` the number of micro-batches. Errors: a stage that fails ends the
+    others with a `PipelineError`, also in the constructor.
+    """
+
+    def __init__(
+        self,
+        stage: torch.nn.Module,
+        *,
+        boundary: Boundary | Mapping[str, Boundary] = None,
+        micro_batches: int = 1,
+        schedule: str = "gpipe",
+        loss: Callable | None = None,
+        reduction: str = "mean",
+        timeout: float = stages.TIMEOUT,
+        communicator=None,
+    ):
+        self._boundary = boundary
+        self.boundaries = torch.nn.ModuleDict()  # by name of the output; a module's state is in its state_dict
+        super().__init__(stage, communicator, micro_batches, schedule, loss, reduction, timeout)
+
+    def stats(self) -> dict:
+        """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
+        found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
+        return {**super().stats(), "boundaries": found}
+
+    def _check(self) -> None:
+        if not isinstance(self.stage, torch.nn.Module):
+            raise TypeError(f"stage must be a torch.nn.Module, got {type(self.stage).__name__}")
+        parameter = next(self.stage.parameters(), None)
+        self._device = torch.device("cpu") if parameter is None else parameter.device
+        if not isinstance(self._boundary, Mapping):
+            self._make(self._boundary)
+            return
+        for name, boundary in self._boundary.items():
+            if boundary is not None:
+                self.boundaries[_key(name)] = self._make(boundary)
+
+    def _check_outputs(self, names: list[str]) -> None:
+        if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
+            raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
+
+    def _split(self, leaf: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+        return list(torch.split(leaf, sizes))
+
+    def _concatenate(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
+
+    def _from_wire(self, tensor: Tensor) -> torch.Tensor:
+        received = torch.from_numpy(tensor.array)
+        if tensor.dtype == "bfloat16":
+            received = received.view(torch.bfloat16)
+        return received.to(self._device).requires_grad_(tensor.gradient)
+
+    def _to_wire(self, name: str, leaf: torch.Tensor, training: bool) -> Tensor:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        mask, boundary = None, self._boundary_of(name) if leaf.dim() > 1 and leaf.numel() > 0 else None
+        if boundary is not None and leaf.is_floating_point():
+            mask = boundary.train(training).mask(leaf).cpu().numpy()
+        return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, leaf.requires_grad)
+
+    def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
+        self.stage.train(training)
+        with torch.set_grad_enabled(training):
+            outputs = tree.call(self.stage, tree.unflatten(run.inputs, run.structure))
+            if targets is not None:
+                run.loss = self._loss(outputs, targets) * weight
+                run.tape = run.loss
+                run.loss = run.loss.detach()
+        return outputs
+
+    def _backward(self, run: stages.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+        if gradients is None:
+            run.tape.backward()
+        else:
+            roots = [leaf for leaf in run.outputs if leaf.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [self._from_wire(gradient) for gradient in gradients])
+        wanted = [leaf for leaf in run.inputs if leaf.requires_grad]
+        return [_as_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in wanted]
+
+    def _boundary_of(self, name: str) -> ThresholdBoundary | None:
+        """Return the boundary of an output, made when it is first seen where one density is that of all."""
+        if not name or isinstance(self._boundary, Mapping) or self._boundary is None:
+            return self.boundaries[_key(name)] if _key(name) in self.boundaries else None
+        if _key(name) not in self.boundaries:
+            self.boundaries[_key(name)] = self._make(self._boundary)
+        return self.boundaries[_key(name)]
+
+    def _make(self, boundary: Boundary) -> ThresholdBoundary | None:
+        """Return the boundary that an argument stands for; ValueError or TypeError says what is wrong with it."""
+        if boundary is not None and not isinstance(boundary, ThresholdBoundary):
+            boundary = ThresholdBoundary(boundary)
+        return None if boundary is None else boundary.to(self._device)
+
+
+def _key(name: str) -> str:
+    """Return a name as a module can have it."""
+    return name.replace(".", "/")
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's elements on the CPU; bfloat16 as uint16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
