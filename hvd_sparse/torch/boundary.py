@@ -92,10 +92,12 @@ class ThresholdBoundary(torch.nn.Module):
         return self.settings.describe()
 
     def _learn(self, thresholds: torch.Tensor) -> None:
-        """Move the running threshold towards a batch's; the first batch's is taken as it is."""
+        """Move the running threshold towards a batch's, the mean of its finite ones; the first is taken as it is."""
         if _is_recomputing():
             return
-        mean = thresholds.nan_to_num(0.0).mean().to(self.running_threshold.dtype)
+        finite = thresholds.isfinite()
+        mean = torch.where(finite, thresholds, 0.0).sum() / finite.sum().clamp(min=1)
+        mean = mean.to(self.running_threshold.dtype)
         part = torch.where(self.batches == 0, 1.0, self.settings.momentum).to(mean.dtype)
         self.running_threshold.add_(part * (mean - self.running_threshold))
         self.batches.add_(1)
