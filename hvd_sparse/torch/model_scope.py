@@ -168,7 +168,7 @@ class ModelScope(Scope):
 
     def _clip(self, entries: list[Entry]) -> dict[str, float]:
         """Return each tensor's clipping factor: by its own norm, or all by the norm of the whole local gradient."""
-        ranks = self.exchange.size()
+        ranks = self.ranks
         if not self._clips_model():
             return {
                 entry.name: 1.0 if entry.frozen else self.memories[entry.name].clip_factor(entry.gradient, ranks)
@@ -217,5 +217,5 @@ class ModelScope(Scope):
         whole = self._layout(group, group.sparse)._replace(selections=[0], begins=[0])
         ops.clear_bucket(group.buffer, [residual], velocity, layout=whole, kept=group.memory.kept, **self._form())
         group.sums = {name: place_of(self.entries[name].gradient) for name in group.sparse}
-        ranks, outs = gathered.view(self.exchange.size(), -1), list(group.sums.values())
+        ranks, outs = gathered.view(self.ranks, -1), list(group.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=self._layout(group, group.sparse), **self._form())

@@ -149,9 +149,9 @@ class Scope(abc.ABC):
         overflow = False
         for vote in self._votes:
             bad, steps, squares = vote.wait().tolist()
-            if steps**2 != squares * self.exchange.size():  # equal if and only if all steps are, as Cauchy and Schwarz
+            if steps**2 != squares * self.ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
                 raise RuntimeError(
-                    f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.exchange.size():g}. "
+                    f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.ranks:g}. "
                     "Load the compression's state on every rank, or on none"
                 )
             overflow |= bad > 0
@@ -190,7 +190,7 @@ class Scope(abc.ABC):
         if not wait and not (self._deferred and self._presence.is_done()):
             return
         with self.traffic.timed("exchange"):
-            present, ranks = int(self._presence.wait()), self.exchange.size()
+            present, ranks = int(self._presence.wait()), self.ranks
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "

@@ -116,7 +116,7 @@ class TensorScope(Scope):
         dtype = memory.dense_dtype(entry.gradient)
         self.traffic.count(sent=entry.gradient.numel(), payload_bytes=entry.gradient.numel() * dtype.itemsize)
         if entry.finite and not entry.frozen:
-            factor = memory.clip_factor(entry.gradient, self.exchange.size())
+            factor = memory.clip_factor(entry.gradient, self.ranks)
             carried, entry.commit = memory.take_all(entry.gradient, factor)
             return carried
         return entry.gradient.new_zeros(entry.gradient.shape, dtype=dtype)
@@ -185,7 +185,7 @@ class TensorScope(Scope):
         if not entries:
             return
         memories = [self.memories[name] for name in entries]
-        ranks, gradients = self.exchange.size(), [entry.gradient for entry in entries.values()]
+        ranks, gradients = self.ranks, [entry.gradient for entry in entries.values()]
         self._compress(
             entries,
             gradients,
@@ -223,7 +223,7 @@ class TensorScope(Scope):
         members = [name for name in message.bucket.offsets if name in self.entries]
         message.sums = {name: place_of(self.entries[name].gradient) for name in members}
         message.scale = scale
-        ranks, outs = gathered.view(self.exchange.size(), -1), list(message.sums.values())
+        ranks, outs = gathered.view(self.ranks, -1), list(message.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=self._layout(message, members), **self._form())
 
     def _present(self, message: Message) -> dict[str, Entry]:
@@ -263,7 +263,7 @@ class VaryingScope(TensorScope):
         if entry.frozen:
             return
         memory, k = self.memories[entry.name], self._payload(entry.name).k
-        entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.exchange.size()))
+        entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.ranks))
         threshold = self.thresholds[entry.name]
         indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
         threshold.learn(k, len(indices))
@@ -293,7 +293,7 @@ class VaryingScope(TensorScope):
         members = list(message.bucket.offsets)
         sizes = [self.parameters[member].numel() for member in members]
         columns = [columns_of(self.parameters[member].shape, self.algorithm) for member in members]
-        places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
+        places = ops.locate_payloads(gathered, sizes, self.ranks, *form, columns)
         message.sums, message.scale = {}, scale
         for position, name in enumerate(members):
             if name in self.entries:

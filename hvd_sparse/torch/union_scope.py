@@ -69,7 +69,7 @@ class UnionScope(ModelScope, abc.ABC):
         with self.traffic.timed("exchange"):
             gathered = self.exchange.allgather(f"{group.name}.values", packed).wait()
         total = torch.empty(k)
-        ops.reduce_payloads(gathered.view(self.exchange.size(), -1), 0, k, k, total, scale, *form)
+        ops.reduce_payloads(gathered.view(self.ranks, -1), 0, k, k, total, scale, *form)
         return indices, total[: len(indices)], values - sent
 
     def _union(self, group: Group) -> torch.Tensor:
@@ -77,7 +77,7 @@ class UnionScope(ModelScope, abc.ABC):
         with self.traffic.timed("exchange"):
             gathered = group.gathered.wait()
         n, coding = group.n, self.algorithm.coding
-        offsets, counts = ops.locate_payloads(gathered, [n], self.exchange.size(), coding, "none").flatten(1).tolist()
+        offsets, counts = ops.locate_payloads(gathered, [n], self.ranks, coding, "none").flatten(1).tolist()
         parts = [
             ops.unpack(gathered.narrow(0, offset, payload_size(n, k, coding, "none")), n, k, coding, "none")[0]
             for offset, k in zip(offsets, counts, strict=True)
@@ -89,7 +89,7 @@ class LeaderScope(UnionScope):
     """CLT-k: the rank whose turn it is names its k largest, the others none."""
 
     def _name_elements(self, group: Group) -> torch.Tensor:
-        if self.step % self.exchange.size() != self.exchange.rank():
+        if self.step % self.ranks != self.exchange.rank():
             return torch.empty(0, dtype=torch.int64)
         k = top_k_count(group.n, self.density)
         indices, _, info = ops.select_top_k(group.memory.residual, k, self.seed, group.hint.value(k))
@@ -106,7 +106,7 @@ class PartitionScope(UnionScope):
         self.thresholds = {"model": ScaledThreshold()} if self.algorithm.controller == "scaling" else {}
 
     def _name_elements(self, group: Group) -> torch.Tensor:
-        k, rank, ranks = top_k_count(group.n, self.density), self.exchange.rank(), self.exchange.size()
+        k, rank, ranks = top_k_count(group.n, self.density), self.exchange.rank(), self.ranks
         begin, end = partition(self.step, rank, ranks, group.n)
         part = group.memory.residual[begin:end]
         scaled = self.thresholds.get("model")

@@ -1,0 +1,90 @@
+"""A small hybrid run: replicas of a pipeline, Horovod between the replicas of a stage. Prints one JSON line a rank."""
+
+import argparse
+import copy
+import hashlib
+import json
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from mpi4py import MPI
+from pipeline_oracle import make_stages
+
+from hvd_sparse.torch import Compression
+from hvd_sparse.torch.model_parallel import Pipeline, hybrid
+
+SIZES = (12, 64, 48, 5)
+ROWS, STEPS, LR = 8, 30, 0.1
+
+
+def batch(step, replicas):
+    """Return inputs and targets of all replicas, one after the other."""
+    random = np.random.default_rng([7, step])
+    inputs = random.normal(size=(replicas * ROWS, SIZES[0])).astype(np.float32)
+    return torch.from_numpy(inputs), torch.from_numpy((inputs[:, :5] * 2).argmax(axis=1))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--order", default="pipeline")
+    parser.add_argument("--density", type=float, default=1.0)
+    parser.add_argument("--compression", default="none")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    layout, process_set, communicator = hybrid(args.stages, args.order)
+    sizes = [*SIZES[: args.stages], SIZES[-1]]
+    stages = make_stages(sizes)
+    loss = torch.nn.functional.cross_entropy
+    whole = copy.deepcopy(torch.nn.Sequential(*stages))
+    stage = stages[layout.stage]
+    pipeline = Pipeline(
+        stage, boundary=args.density, micro_batches=args.micro_batches, loss=loss, communicator=communicator, timeout=60
+    )
+    compression = hvd.Compression.none
+    if args.compression != "none":
+        compression = getattr(Compression, args.compression)(
+            stage.named_parameters(), density=0.2, min_numel=16, process_set=process_set
+        )
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(stage.parameters(), lr=LR),
+        named_parameters=stage.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=len(range(0, ROWS, -(-ROWS // args.micro_batches))),
+        process_set=process_set,
+    )
+    reference = torch.optim.SGD(whole.parameters(), lr=LR)
+    losses, expected = [], []
+    for step in range(STEPS):
+        inputs, targets = batch(step, layout.replicas)
+        mine = slice(layout.replica * ROWS, (layout.replica + 1) * ROWS)
+        optimizer.zero_grad()
+        losses.append(pipeline.step(inputs[mine], targets[mine]))
+        optimizer.step()
+        reference.zero_grad()
+        theirs = loss(whole(inputs), targets)
+        theirs.backward()
+        reference.step()
+        expected.append(theirs.item())
+    pipeline.close()
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in stage.parameters()])
+    theirs = torch.cat([parameter.detach().reshape(-1) for parameter in whole[layout.stage].parameters()])
+    result = {
+        "rank": layout.rank,
+        "stage": layout.stage,
+        "replica": layout.replica,
+        "describe": layout.describe(),
+        "losses": losses,
+        "expected": expected,
+        "difference": float((flat - theirs).abs().max()),
+        "parameters": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        "dp_ratio": compression.stats()["total"]["ratio"] if args.compression != "none" else 1.0,
+    }
+    for line in MPI.COMM_WORLD.gather(json.dumps(result), 0) or []:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

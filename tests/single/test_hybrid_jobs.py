@@ -1,0 +1,80 @@
+"""Hybrid runs on MPI: layouts, replicas that agree to the bit, the same training as dense on one process."""
+
+import json
+import os
+import sys
+
+import launching
+import numpy as np
+import pytest
+from launching import launch, mpirun
+
+from hvd_sparse.model_parallel import Layout
+
+pytestmark = launching.MARKS
+JOB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared", "hybrid_job.py")
+
+
+def run(ranks, *options):
+    code, output = launch([*mpirun(ranks), sys.executable, JOB, *map(str, options)])
+    assert code == 0, output
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "order"),
+    [(4, 2, "pipeline"), (4, 2, "replica"), (2, 1, "pipeline"), (3, 3, "pipeline"), (4, 1, "replica")],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches):
+    found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches)
+    layouts = [Layout(rank, ranks, stages, order) for rank in range(ranks)]
+    assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in layouts]
+    for one in found:
+        assert one["difference"] < 1e-5
+    mean = np.mean([one["losses"] for one in found if one["stage"] == 0], axis=0)
+    assert mean == pytest.approx(found[0]["expected"], rel=1e-4)
+    assert len({one["parameters"] for one in found}) == stages
+
+
+@pytest.mark.parametrize("compression", ["dct", "dgc", "gradient_dropping"])
+def test_sparse_on_every_link_learns_and_replicas_agree(compression):
+    found = run(4, "--stages", 2, "--density", 0.25, "--compression", compression)
+    for stage in range(2):
+        of_stage = [one for one in found if one["stage"] == stage]
+        assert len({one["parameters"] for one in of_stage}) == 1
+        losses = np.mean([one["losses"] for one in of_stage], axis=0)
+        assert losses[-5:].mean() < 0.9 * losses[:5].mean()
+        assert of_stage[0]["dp_ratio"] > 2.0
+
+
+def test_the_layout_is_described():
+    layout = Layout(3, 4, 2)
+    assert (layout.stage, layout.replica, layout.replicas) == (1, 1, 2)
+    assert layout.describe() == (
+        "rank 3 of 4: stage 1 of 2, replica 1 of 2; activations on ranks [2, 3], gradients on [1, 3]"
+    )
+    for order in ("pipeline", "replica"):
+        places = {(one.stage, one.replica): one for one in (Layout(rank, 6, 3, order) for rank in range(6))}
+        assert len(places) == 6
+        assert all(one.rank_of(stage, replica) == one.rank for (stage, replica), one in places.items())
+        assert sorted(sum((Layout(0, 6, 3, order).stage_ranks(stage) for stage in range(3)), [])) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, 3), "stages must divide the number of ranks, got stages=3 on 4 ranks"),
+        ((0, 4, 0), "stages must be a whole number of at least 1, got 0"),
+        ((0, 4, 2.0), "stages must be a whole number"),
+        ((0, 4, 2, "ring"), "order must be one of 'pipeline', 'replica'; got 'ring'"),
+    ],
+)
+def test_wrong_layouts_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(*arguments).checked()
+
+
+def test_ranks_that_cannot_be_shared_out_end_all_ranks():
+    code, output = launch([*mpirun(3), sys.executable, JOB, "--stages", "2"])
+    assert code != 0 and "stages must divide the number of ranks, got stages=2 on 3 ranks" in output
