@@ -108,7 +108,7 @@ def unpack_rows(
 
 
 def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: bool = True) -> np.ndarray:
-    """Check a `pack_kept` payload; return its values where the mask keeps, zero elsewhere; types as of `unpack_rows`."""
+    """Check a `pack_kept` payload; return its values where the mask keeps, zero elsewhere, typed as `unpack_rows`."""
     _checked("payload", payload, np.uint8)
     found = _found_type(value_dtype, wide)
     _check_mask(mask)

@@ -9,6 +9,7 @@
 #include "finite.h"
 #include "payloads.h"
 #include "reduce.h"
+#include "row_select.h"
 #include "select.h"
 #include "threshold.h"
 
@@ -55,6 +56,28 @@ TEST(FindsThresholds) {
       EXPECT(SelectThreshold(values.array(), params, SerialFor, &serial).ok(), Name(dtype));
       EXPECT(SelectThreshold(values.array(), params, ThreadedFor, &threaded).ok(), Name(dtype));
       EXPECT_EQ(serial, threaded, Name(dtype));
+    }
+  }
+}
+
+TEST(SelectsInRows) {
+  constexpr int64_t kColumns = 701, kRows = kSize / kColumns, kInRows = kRows * kColumns;
+  for (const DType dtype : kDTypes) {
+    const Values values = Draw(dtype, Pattern::kTies, kInRows, 7);
+    const Matrix matrix{values.array().data, kRows, kColumns, dtype};
+    std::vector<std::vector<uint8_t>> masks;
+    std::vector<std::vector<double>> thresholds;
+    for (const ParallelFor& run : {ParallelFor(SerialFor), ParallelFor(ThreadedFor)}) {
+      masks.insert(masks.end(), 2, std::vector<uint8_t>(kInRows));
+      thresholds.insert(thresholds.end(), 2, std::vector<double>(kRows));
+      const size_t at = masks.size() - 2;
+      EXPECT(SelectTopKRows(matrix, 35, 1, run, masks[at].data(), thresholds[at].data()).ok(), Name(dtype));
+      EXPECT(LaplaceThresholdRows(matrix, 0.05, run, thresholds[at + 1].data()).ok(), Name(dtype));
+      EXPECT(FilterThresholdRows(matrix, thresholds[at].data(), kRows, run, masks[at + 1].data()).ok(), Name(dtype));
+    }
+    for (const size_t at : {0u, 1u}) {
+      EXPECT(masks[at] == masks[at + 2], Name(dtype));
+      EXPECT_EQ(thresholds[at], thresholds[at + 2], Name(dtype));
     }
   }
 }

@@ -1,0 +1,66 @@
+// The TensorFlow ops on rows of a matrix: what goes in, what comes out, and in what shape.
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace hvd_sparse {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+// A mask has the shape of the matrix; thresholds are as many as its rows.
+absl::Status SelectTopKRowsShape(InferenceContext* c) {
+  ShapeHandle values, unused;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &values));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &unused));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(2), 0, &unused));
+  c->set_output(0, values);
+  c->set_output(1, c->Vector(c->Dim(values, 0)));
+  return absl::OkStatus();
+}
+
+absl::Status LaplaceThresholdRowsShape(InferenceContext* c) {
+  ShapeHandle values, unused;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &values));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &unused));
+  c->set_output(0, c->Vector(c->Dim(values, 0)));
+  return absl::OkStatus();
+}
+
+absl::Status FilterThresholdRowsShape(InferenceContext* c) {
+  ShapeHandle values, unused;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &values));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &unused));
+  c->set_output(0, values);
+  return absl::OkStatus();
+}
+
+REGISTER_OP("HvdSparseSelectTopKRows")
+    .Input("values: T")
+    .Input("k: int64")
+    .Input("seed: int64")
+    .Output("mask: bool")
+    .Output("thresholds: double")
+    .Attr("T: {float, double, half, bfloat16}")
+    .SetShapeFn(SelectTopKRowsShape)
+    .Doc("Exactly the k elements of largest magnitude of each row, NaN first, and the smallest of these magnitudes.");
+
+REGISTER_OP("HvdSparseLaplaceThresholdRows")
+    .Input("values: T")
+    .Input("density: double")
+    .Output("thresholds: double")
+    .Attr("T: {float, double, half, bfloat16}")
+    .SetShapeFn(LaplaceThresholdRowsShape)
+    .Doc("For each row the magnitude that a part of so many of a Laplace distribution reaches.");
+
+REGISTER_OP("HvdSparseFilterThresholdRows")
+    .Input("values: T")
+    .Input("thresholds: double")
+    .Output("mask: bool")
+    .Attr("T: {float, double, half, bfloat16}")
+    .SetShapeFn(FilterThresholdRowsShape)
+    .Doc("What reaches its row's threshold, and NaN; a zero never does.");
+
+}  // namespace
+}  // namespace hvd_sparse

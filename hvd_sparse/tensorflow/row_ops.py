@@ -1,0 +1,41 @@
+"""Typed calls into the native operators on rows of a matrix, eagerly or in a tf.function.
+
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+raise tf.errors.InvalidArgumentError; what TensorFlow sees while it traces, such as a wrong rank, is a ValueError there.
+Values are a matrix [B, f] of float32, float64, float16 or bfloat16; numbers may be Python's or scalar tensors. A mask
+has no gradient: it is for tf.where.
+"""
+
+import tensorflow as tf
+
+from hvd_sparse.tensorflow.ops import Integer, Real, _integer, _number, _ops, _seed
+
+
+def select_top_k_rows(values: tf.Tensor, k: Integer, seed: Integer = 0) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mask the k entries of largest magnitude of each row, exactly k in every row.
+
+    NaN come first, by lower column; equal magnitudes are cut by a seeded hash of the column; zeros come last, by lower
+    column. Returns mask bool[B, f], and thresholds float64[B]: the magnitude of the k-th entry, NaN if that is NaN.
+    """
+    return tuple(_ops.hvd_sparse_select_top_k_rows(values, _integer(k), _seed(seed)))
+
+
+def laplace_threshold_rows(values: tf.Tensor, density: Real) -> tf.Tensor:
+    """Return float64[B]: for each row the magnitude that a part `density` of a Laplace distribution reaches.
+
+    That is the row's mean magnitude, in which NaN and infinities count as zero, times -ln(density).
+    """
+    return _ops.hvd_sparse_laplace_threshold_rows(values, _number(density, tf.float64))
+
+
+def filter_threshold_rows(values: tf.Tensor, thresholds: tf.Tensor) -> tf.Tensor:
+    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+
+    thresholds: float64[B], or [1] for all rows, at least 0. On a GPU one that is not raises nothing: below 0 counts as
+    0, and what reaches NaN is infinite or NaN.
+    """
+    return _ops.hvd_sparse_filter_threshold_rows(values, thresholds)
+
+
+for _name in ("SelectTopKRows", "LaplaceThresholdRows", "FilterThresholdRows"):
+    tf.no_gradient(f"HvdSparse{_name}")
