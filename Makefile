@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-steps bench-lifespan bench-stragglers compare results results-asynchronous clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -88,6 +88,9 @@ format: setup  ## put style right
 
 bench: setup  ## check, then time the native functions
 	@$(RUN) python benchmarks/kernels.py --framework $(FRAMEWORK)
+
+bench-rows: setup  ## check, then time selection in the rows of a matrix
+	@$(RUN) python benchmarks/rows.py
 
 bench-steps: setup  ## time whole steps of models of many tensors against Horovod's dense ones
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/steps.py --framework $(FRAMEWORK)

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
 }
 
 // The shift of the highest digit of numbers of so many bits.
-constexpr int HighestShift(int bits) { return (bits - 1) / kDigitBits * kDigitBits; }
+HVD_SPARSE_HD constexpr int HighestShift(int bits) { return (bits - 1) / kDigitBits * kDigitBits; }
 
 template <typename T>
 cudaError_t FindKey(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {

@@ -14,6 +14,7 @@
 
 #include "checksum.h"
 #include "cuts.h"
+#include "mask.h"
 #include "payloads.h"
 #include "reduce.h"
 
@@ -130,6 +131,24 @@ void CheckAgainstOracle(const PayloadFormat& format, const Bytes& bytes, const E
   }
 }
 
+// A matrix read from the same bytes, into exactly as much heap as it takes, holds these entries, or is refused too.
+void CheckRows(const PayloadFormat& format, const Exact& copy, int64_t size, const Entries* entries) {
+  if (ItemSize(format.dtype) == 0) return;
+  const auto n = static_cast<size_t>(format.n), width = sizeof(float) * (format.dtype == DType::kFloat64 ? 2 : 1);
+  const std::unique_ptr<uint8_t[]> values(new uint8_t[n * width]), mask(new uint8_t[n]);
+  const Status status = UnpackRows(format, copy.get(), size, true, values.get(), mask.get());
+  Require(status.ok() == (entries != nullptr), format, "reads a matrix where there is none, or none where there is");
+  if (entries == nullptr) return;
+  for (size_t j = 0; j < entries->count; ++j) {
+    const auto index = static_cast<size_t>(entries->indices[j]);
+    const bool same = std::memcmp(&values[index * width], &entries->values[j * width], width) == 0;
+    Require(mask[index] == 1 && same, format, "reads another matrix");
+  }
+  const auto kept = static_cast<size_t>(std::count(mask.get(), mask.get() + n, uint8_t{1}));
+  const auto zeros = static_cast<size_t>(std::count(mask.get(), mask.get() + n, uint8_t{0}));
+  Require(kept == entries->count && kept + zeros == n, format, "masks what is not there");
+}
+
 // With everything cleared that a decoder must not heed: what is padding, and an empty contribution after its header.
 Bytes WithoutPadding(const PayloadFormat& format, Bytes bytes, size_t entries) {
   const Parts parts = PartsOf(format);
@@ -239,6 +258,7 @@ void CheckAccepted(const Input& input, const Bytes& bytes, const Exact& copy, co
   if (bytes.size() <= kOracleBytes) CheckAgainstOracle(format, bytes, &entries);
   CheckRepacked(format, bytes, entries);
   const auto size = static_cast<int64_t>(bytes.size());
+  CheckRows(format, copy, size, &entries);
   CheckSum(input, std::vector<Source>(static_cast<size_t>(input.ranks), {copy.get(), format.k, size}), view, entries);
   Bytes message;
   for (int64_t rank = 0; rank < input.ranks; ++rank) message.insert(message.end(), bytes.begin(), bytes.end());
@@ -260,6 +280,7 @@ void CheckPayload(const Input& input, int64_t size) {
   ++TheFuzzCounts().refused;
   Require(status.kind == StatusKind::kCorruptPayload && !status.message.empty(), input.format,
           "refused in another way");
+  CheckRows(input.format, copy, static_cast<int64_t>(bytes.size()), nullptr);
   if (bytes.size() <= kOracleBytes) CheckAgainstOracle(input.format, bytes, nullptr);
 }
 
