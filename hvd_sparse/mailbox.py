@@ -3,12 +3,15 @@
 MPI's blocking receive keeps a core busy in most implementations: an idle rank looks now and then, and sleeps between.
 """
 
+import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for at most, and an idle rank's load
+
+BACKGROUND_NAP = 1e-4  # seconds
 
 
 def poll(look: Callable, timeout: float):
@@ -21,18 +24,28 @@ def poll(look: Callable, timeout: float):
 
 
 class Mailbox:
-    """What a rank sends and receives on a communicator of mpi4py."""
+    """What a rank sends and receives on a communicator of mpi4py.
 
-    def __init__(self, communicator):
+    background: long messages, which move only while their sender calls MPI, are seen to by a thread, so that they move
+    while the sender computes; where MPI lets threads call it (MPI_THREAD_MULTIPLE).
+    """
+
+    def __init__(self, communicator, background: bool = False):
         from mpi4py import MPI
 
         self._mpi, self._communicator, self._status = MPI, communicator, MPI.Status()
         self._pending: list = []  # (request, data): data must live until the request is done
+        self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
+        if background and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            threading.Thread(target=self._see_to_it, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:
         """Send bytes, uint8, without waiting; they must not change any more."""
-        self.reap()
-        self._pending.append((self._communicator.Isend([data, self._mpi.BYTE], rank, tag), data))
+        request = self._communicator.Isend([data, self._mpi.BYTE], rank, tag)
+        if not request.Test():
+            with self._lock:
+                self._pending.append((request, data))
+            self._posted.set()
 
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
         """Return the rank that the first message of a tag is of, and its bytes; None if there is none.
@@ -47,19 +60,26 @@ class Mailbox:
         message.Recv([data, self._mpi.BYTE])
         return rank, data
 
-    def reap(self) -> None:
-        """Let go of what has been sent."""
-        self._pending = [(request, data) for request, data in self._pending if not request.Test()]
+    def reap(self) -> bool:
+        """Let go of what has been sent; return whether that was all."""
+        with self._lock:
+            self._pending = [(request, data) for request, data in self._pending if not request.Test()]
+            return not self._pending
 
     def close(self, timeout: float) -> None:
         """Wait for what was sent, at most `timeout` seconds; what nobody takes any more is given up."""
+        self._closed = True
+        self._posted.set()
+        poll(lambda: self.reap() or None, timeout)
+        with self._lock:
+            for request, _ in self._pending:
+                request.Cancel()
+                request.Free()
+            self._pending.clear()
 
-        def is_empty() -> bool | None:
-            self.reap()
-            return not self._pending or None
-
-        poll(is_empty, timeout)
-        for request, _ in self._pending:
-            request.Cancel()
-            request.Free()
-        self._pending.clear()
+    def _see_to_it(self) -> None:
+        while not self._closed:
+            self._posted.wait()
+            self._posted.clear()
+            while not self._closed and not self.reap():
+                time.sleep(BACKGROUND_NAP)

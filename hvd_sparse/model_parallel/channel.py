@@ -30,7 +30,7 @@ class Channel:
         self._timeout, self._ended, self._failure = timeout, set(), ""
         self._communicator, request = communicator.Idup()
         self._finish(request, "built their Pipeline")
-        self._mailbox = Mailbox(self._communicator)
+        self._mailbox = Mailbox(self._communicator, background=True)
         self._is_open = True
         atexit.register(self.close)
 

@@ -127,8 +127,10 @@ def unpack_kept(payload, mask, value_dtype: str) -> np.ndarray:
 
     ValueError if the payload is not one of as many values as the mask keeps.
     """
-    n = max(1, int(np.count_nonzero(mask)))
-    _, kept = unpack(payload, n, n, coding="dense", value_dtype=value_dtype)
+    count = int(np.count_nonzero(mask))
+    _, kept = unpack(payload, max(1, count), max(1, count), coding="dense", value_dtype=value_dtype)
+    if kept.size != count:
+        raise ValueError(f"payload must have as many values as the mask keeps, {count}; got {kept.size}")
     values = np.zeros(np.shape(mask), kept.dtype)
     values[np.asarray(mask)] = kept
     return values

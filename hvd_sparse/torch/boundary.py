@@ -46,7 +46,7 @@ class ThresholdBoundary(torch.nn.Module):
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         """Return the activations where they are kept, zero elsewhere."""
         if self.settings.density == 1.0:
-            self._count(None, activations.numel())
+            self._count(activations.numel(), activations.numel())
             return activations
         if not activations.is_floating_point():
             raise ValueError(f"activations must be of real numbers, got {activations.dtype}")
@@ -59,7 +59,7 @@ class ThresholdBoundary(torch.nn.Module):
         with torch.no_grad():
             rows = activations.detach().reshape(settings.row_shape(activations.shape))
             if settings.density == 1.0:
-                self._count(None, rows.numel())
+                self._count(rows.numel(), rows.numel())
                 return torch.ones_like(rows, dtype=torch.bool)
             if settings.threshold == "topk":
                 mask, thresholds = ops.select_top_k_rows(rows, settings.kept(rows.shape[1]), settings.seed)
@@ -69,7 +69,8 @@ class ThresholdBoundary(torch.nn.Module):
             else:
                 thresholds = self.running_threshold.double().view(1)
                 mask = ops.filter_threshold_rows(rows, thresholds)
-            self._count(mask, rows.numel())
+            known = rows.shape[0] * settings.kept(rows.shape[1]) if settings.threshold == "topk" else None
+            self._count(torch.count_nonzero(mask) if known is None else known, rows.numel())
             if self.training and rows.shape[0] > 0:
                 self._learn(thresholds)
             return mask
@@ -102,10 +103,10 @@ class ThresholdBoundary(torch.nn.Module):
         self.running_threshold.add_(part * (mean - self.running_threshold))
         self.batches.add_(1)
 
-    def _count(self, mask: torch.Tensor | None, numel: int) -> None:
+    def _count(self, kept: torch.Tensor | int, numel: int) -> None:
         if _is_recomputing():
             return
-        self._last[0] = numel if mask is None else mask.sum()
+        self._last[0] = kept
         self._last[1] = numel
         self._total.add_(self._last)
 

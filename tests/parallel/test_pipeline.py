@@ -88,6 +88,20 @@ def test_statistics_tell_bytes_and_occupancy(threshold):
     assert (stats["targets_bytes"] > 0) == (RANK == 0)
 
 
+@several
+@pytest.mark.parametrize("rows", [32, 256])
+def test_at_95_percent_a_wide_boundary_moves_15_times_less_forward_and_19_times_backward(rows):
+    stage = torch.nn.Linear(8 if RANK == 0 else 512, 3 if LAST else 512)
+    pipeline = Pipeline(stage, boundary=0.05, loss=torch.nn.functional.cross_entropy, timeout=60.0)
+    with pipeline:
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            pipeline.step(torch.randn(rows, 8, generator=generator), torch.arange(rows) % 3)
+        stats = pipeline.stats()
+    assert LAST or stats["forward"]["ratio"] >= 15.0
+    assert RANK == 0 or stats["backward"]["ratio"] >= 19.0
+
+
 class Several(torch.nn.Module):
     """Takes and returns several tensors: a matrix, a vector, and integers."""
 

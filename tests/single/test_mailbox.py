@@ -1,0 +1,41 @@
+"""Messages between ranks without collective operations: a rank alone sends to itself."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hvd_sparse import mailbox
+from hvd_sparse.mailbox import Mailbox, poll
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])
+def test_messages_arrive_in_order_by_tag(size, background):
+    box = Mailbox(MPI.COMM_SELF.Dup(), background)
+    assert box.look(tag=1) is None
+    for number in range(3):
+        box.post(0, 1, np.full(size, number, np.uint8))
+    box.post(0, 2, np.full(size, 9, np.uint8))
+    for tag, expected in ((2, 9), (1, 0), (1, 1), (1, 2)):
+        source, data = poll(lambda tag=tag: box.look(tag, source=0), 10.0)
+        assert source == 0 and data.size == size and (data == expected).all()
+    assert poll(lambda: box.reap() or None, 10.0)
+    box.close(1.0)
+
+
+def test_what_nobody_takes_is_given_up():
+    box = Mailbox(MPI.COMM_SELF.Dup())
+    box.post(0, 1, np.zeros(3_000_000, np.uint8))
+    assert not box.reap()
+    box.close(0.05)
+    assert box.reap()
+
+
+def test_poll_looks_again_until_there_is_something_or_time_is_over(monkeypatch):
+    naps = []
+    monkeypatch.setattr(mailbox.time, "sleep", naps.append)
+    found = iter([None] * 30 + ["it"])
+    assert poll(lambda: next(found), 60.0) == "it"
+    assert naps == sorted(naps) and naps[0] == mailbox.SHORTEST_NAP and naps[-1] < 1.5 * mailbox.LONGEST_NAP
+    monkeypatch.undo()
+    assert poll(lambda: None, 0.01) is None
