@@ -131,7 +131,7 @@ def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[T
             shape, form, place = _parse(description, place)
             tensor, offset = _read(shape, form, body, offset)
             tensors.append(tensor)
-    except (struct.error, ValueError, KeyError, IndexError) as error:
+    except (struct.error, ValueError, KeyError, IndexError, RecursionError) as error:
         raise DamagedMessage(f"a tensor cannot be read: {error}") from error
     if offset != body.size:
         raise DamagedMessage(f"{body.size - offset} bytes are left over")
