@@ -77,10 +77,8 @@ def place(args, layout):
     if args.boundaries is None:
         args.boundaries = layout.stages - 1
     if layout.stages not in (1, args.boundaries + 1):
-        raise SystemExit(
-            f"--boundaries {args.boundaries} makes {args.boundaries + 1} stages, for {args.boundaries + 1} ranks or one "
-            f"a replica; got {layout.stages}"
-        )
+        needed = args.boundaries + 1
+        raise SystemExit(f"--boundaries {args.boundaries} needs {needed} ranks a replica, or one; got {layout.stages}")
     if args.blocks <= args.boundaries:
         raise SystemExit(f"--blocks must be more than there are boundaries, {args.boundaries}; got {args.blocks}")
     args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)

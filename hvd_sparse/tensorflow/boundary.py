@@ -1,0 +1,169 @@
+"""The boundary of DCT-MP as a Keras layer: keeps the largest activations of each row, forward and backward.
+
+Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from the paper
+are those of the PyTorch twin: "topk" keeps exactly round(density * f) of a row, ties cut without favour; NaN is kept
+first, so that it stays visible; the threshold that evaluation uses under "laplace" is a running mean.
+
+A process that loads a SavedModel with boundaries must import `hvd_sparse.tensorflow.model_parallel` first: that
+registers the operators. A file of Keras (.keras, .h5) needs the same import, for the class.
+"""
+
+import inspect
+import math
+
+import tensorflow as tf
+
+from hvd_sparse.model_parallel.boundary import BoundarySettings
+from hvd_sparse.tensorflow import row_ops as ops
+
+Layer = tf.keras.layers.Layer
+UNCAST = "autocast" if "autocast" in inspect.signature(Layer.add_weight).parameters else "experimental_autocast"
+
+
+@tf.keras.utils.register_keras_serializable(package="hvd_sparse")
+class ThresholdBoundary(Layer):
+    """Let the largest magnitudes of each row through, and in backward the gradient at the same places.
+
+    Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
+
+    density: the part of a row's elements to keep, in (0, 1]; 1 lets everything through. threshold: "topk", exactly
+    max(1, round(density * f)) of each row; "laplace", what reaches the row's threshold -b ln(density), b the mean
+    magnitude: one pass, no sort, and a density that drifts (see `stats`). start_dim: dimensions before it are rows,
+    those from it on one row's f elements; -1: vectors of the last dimension; 1: all of a sample. momentum: of the
+    running threshold, as PyTorch's batch normalisation has it, the part of the new. seed: of the order among equal
+    magnitudes. kwargs: of any Keras layer (name, dtype, trainable).
+
+    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a weight that is not
+    trained; nothing is cut off before that has been estimated. A zero is never kept under "laplace". Input: float32,
+    float64, float16, bfloat16 of any shape with rows, the batch size may be unknown; output alike: nothing is cast to
+    the layer's dtype. Raises ValueError and TypeError; in a graph tf.errors.InvalidArgumentError.
+
+    Under `tf.recompute_grad` a batch is seen twice, with the same mask: `batches` and `stats` count it twice, and the
+    running threshold moves twice towards the same value. Not under jit_compile: there are no XLA kernels.
+    """
+
+    def __init__(
+        self,
+        density: float,
+        threshold: str = "topk",
+        *,
+        start_dim: int = -1,
+        momentum: float = 0.1,
+        seed: int = 0,
+        **kwargs,
+    ):
+        super().__init__(**{"autocast": False, **kwargs})
+        self.settings = BoundarySettings(density, threshold, start_dim, momentum, seed).checked()
+        self.supports_masking, self.supports_jit = True, False
+        state = {"shape": (), "initializer": "zeros", "trainable": False, UNCAST: False}
+        self.running_threshold = self.add_weight(name="running_threshold", dtype="float32", **state)
+        self.batches = self.add_weight(name="batches", dtype="int64", **state)
+        self._counters = Counters()
+
+    def call(self, activations: tf.Tensor, training=None) -> tf.Tensor:
+        """Return the activations where they are kept, zero elsewhere."""
+        if self.settings.density == 1.0:
+            self._counters.count(None, tf.size(activations, tf.int64))
+            return activations
+        if not activations.dtype.is_floating:
+            raise ValueError(f"activations must be of real numbers, got {activations.dtype.name}")
+        mask = tf.reshape(self.mask(activations, training), tf.shape(activations))
+        mask.set_shape(activations.shape)
+        return tf.where(mask, activations, tf.zeros([], activations.dtype))
+
+    def mask(self, activations: tf.Tensor, training=None) -> tf.Tensor:
+        """Return what is kept, bool[B, f], and take note of it, as `call` does."""
+        rows, columns = self._rows(tf.stop_gradient(activations))
+        settings, counters, numel = self.settings, self._counters, tf.size(rows, tf.int64)
+        if settings.density == 1.0:
+            counters.count(None, numel)
+            return tf.ones(tf.shape(rows), tf.bool)
+        if settings.threshold == "topk":
+            mask, thresholds = ops.select_top_k_rows(rows, self._kept(columns), settings.seed)
+        else:
+            thresholds = _if(
+                training, lambda: ops.laplace_threshold_rows(rows, settings.density), lambda: self._running(rows)
+            )
+            mask = ops.filter_threshold_rows(rows, thresholds)
+        counters.count(mask, numel)
+        _if(training, lambda: self._learn(thresholds), lambda: tf.constant(0, tf.int64))
+        return mask
+
+    def stats(self) -> dict:
+        """Return occupancy, of the last batch and in total, the part that was kept, threshold and batches seen.
+
+        The threshold is the running mean over training batches of the rows' mean threshold. The counts are of this
+        process: they are not saved in Keras' files.
+        """
+        (kept, numel), (all_kept, all_numel) = self._counters.last.numpy(), self._counters.total.numpy()
+        return {
+            "occupancy": int(kept) / max(1, int(numel)),
+            "mean_occupancy": int(all_kept) / max(1, int(all_numel)),
+            "threshold": float(self.running_threshold.numpy()),
+            "batches": int(self.batches.numpy()),
+        }
+
+    def get_config(self) -> dict:
+        """Return the arguments of the constructor."""
+        return {**super().get_config(), **{name: getattr(self.settings, name) for name in BoundarySettings._fields}}
+
+    def _rows(self, activations: tf.Tensor) -> tuple[tf.Tensor, int | tf.Tensor]:
+        """Return activations as a matrix, and its columns, a tensor where they are not known while tracing."""
+        if activations.shape.rank is None:
+            raise ValueError("activations must have a known number of dimensions, got an unknown shape")
+        start, known = self.settings.start_dim, activations.shape.as_list()
+        self.settings.row_shape(tuple(1 if size is None else size for size in known))
+        if None not in known[start:]:
+            columns = math.prod(known[start:])
+            return tf.reshape(activations, [-1, columns]), columns
+        sizes = tf.shape(activations, tf.int64)
+        columns = tf.reduce_prod(sizes[start:])
+        return tf.reshape(activations, tf.stack([tf.reduce_prod(sizes[:start]), columns])), columns
+
+    def _kept(self, columns: int | tf.Tensor) -> int | tf.Tensor:
+        if not tf.is_tensor(columns):
+            return self.settings.kept(columns)
+        kept = tf.floor(self.settings.density * tf.cast(columns, tf.float64) + 0.5)  # as `wire.top_k_count`
+        return tf.maximum(tf.constant(1, tf.int64), tf.cast(kept, tf.int64))
+
+    def _running(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the running threshold for each row, float64[B]."""
+        return tf.fill(tf.shape(rows)[:1], tf.cast(tf.convert_to_tensor(self.running_threshold), tf.float64))
+
+    def _learn(self, thresholds: tf.Tensor) -> tf.Tensor:
+        """Move the running threshold towards a batch's, the mean of its finite ones; the first is taken as it is.
+
+        A batch without rows changes nothing. Returns the batches seen.
+        """
+        finite = tf.math.is_finite(thresholds)
+        count = tf.cast(tf.math.count_nonzero(finite), tf.float64)
+        mean = tf.reduce_sum(tf.where(finite, thresholds, tf.zeros([], tf.float64))) / tf.maximum(count, 1.0)
+        seen, old = tf.convert_to_tensor(self.batches), tf.convert_to_tensor(self.running_threshold)
+        has_rows = tf.size(thresholds) > 0
+        part = tf.where(seen == 0, 1.0, self.settings.momentum) * tf.cast(has_rows, tf.float32)
+        self.running_threshold.assign(old + part * (tf.cast(mean, tf.float32) - old))
+        self.batches.assign(seen + tf.cast(has_rows, tf.int64))
+        return seen
+
+
+class Counters(tf.__internal__.tracking.AutoTrackable):
+    """How much was kept of how much, int64[2], of the last batch and in total. No weights: Keras does not save them."""
+
+    def __init__(self):
+        self.last = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="last")
+        self.total = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="total")
+
+    def count(self, mask: tf.Tensor | None, numel: tf.Tensor) -> None:
+        """Note what is kept of so many elements; None: all of them."""
+        kept = numel if mask is None else tf.math.count_nonzero(mask)
+        counted = tf.stack([kept, numel])
+        self.last.assign(counted)
+        self.total.assign_add(counted)
+
+
+def _if(condition, then, otherwise) -> tf.Tensor:
+    """Return what one of two functions does; the condition may be a tensor, which a graph decides on when it runs."""
+    value = tf.get_static_value(condition) if tf.is_tensor(condition) else condition
+    if value is None and tf.is_tensor(condition):
+        return tf.cond(tf.cast(condition, tf.bool), then, otherwise)
+    return then() if value else otherwise()

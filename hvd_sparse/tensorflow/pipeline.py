@@ -1,0 +1,226 @@
+"""Pipelines of stages for TensorFlow: one stage a rank, sparse activations between them (DCT-MP)."""
+
+import inspect
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.model_parallel import message, tree
+from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel.message import Tensor
+from hvd_sparse.tensorflow.boundary import ThresholdBoundary
+from hvd_sparse.tensorflow.variables import unwrapped
+
+DTYPES = {getattr(tf, name): name for name in message.DTYPES if hasattr(tf, name)}
+Boundary = ThresholdBoundary | float | None
+
+
+class Pipeline(stages.Pipeline):
+    """This rank's stage of a pipeline, on a communicator of mpi4py whose ranks are the stages.
+
+        pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=cross_entropy)
+        loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
+        optimizer.apply_gradients(zip(pipeline.gradients(), stage.trainable_variables))
+
+    stage: a model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly; to
+    have it compiled, let its call be a `tf.function`. It is told `training=` if it takes that. A tuple that it returns
+    becomes the arguments of the next stage, a dict its keyword arguments; but a stage that takes a single argument,
+    such as a functional model of several inputs, is given either whole. Tensors of integers and bool cross without a
+    gradient. boundary: how a stage's outputs are thresholded; None: not at all; a density; a `ThresholdBoundary`; or
+    {name: one of these} for several outputs, named by key or number. What has less than two dimensions crosses whole.
+    micro_batches: into how many parts a batch is cut; fewer where it has fewer samples. schedule: "gpipe" or "1f1b",
+    which holds fewer activations; the gradients are the same bits. loss: a function of outputs and targets, in this
+    order, that returns a scalar, on the last stage; or a `tf.keras.losses.Loss`, called as Keras does. reduction: what
+    `loss` does over samples, "mean" (micro-batches count by their samples) or "sum". timeout: seconds to wait for
+    another stage. communicator: the world if None.
+
+    Build it on every rank of the communicator. Messages pass through the CPU. `boundaries`, {name: layer}, are not part
+    of the stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. Errors: a stage that fails ends the others
+    with a `PipelineError`, also in the constructor.
+    """
+
+    def __init__(
+        self,
+        stage: Callable,
+        *,
+        boundary: Boundary | Mapping[str, Boundary] = None,
+        micro_batches: int = 1,
+        schedule: str = "gpipe",
+        loss: Callable | None = None,
+        reduction: str = "mean",
+        timeout: float = stages.TIMEOUT,
+        communicator=None,
+    ):
+        self._boundary = boundary
+        self.boundaries: dict[str, ThresholdBoundary] = {}  # by name of the output
+        self._gradients: list[tf.Tensor] | None = None
+        super().__init__(stage, communicator, micro_batches, schedule, loss, reduction, timeout)
+
+    def step(self, inputs=None, targets=None) -> float:
+        """Run a batch forward and backward, on every stage; return its loss, on every stage.
+
+        inputs: on the first stage; a tensor or array, or a tuple or dict of them, whose first dimension counts samples.
+        targets: likewise, on the first stage, from where they travel to the last one, or on the last stage.
+        `gradients` are then those of this batch alone: there is nothing to set to zero. Raises `PipelineError` on all
+        other stages where one fails.
+        """
+        self._gradients = None
+        return super().step(inputs, targets)
+
+    def gradients(self) -> list[tf.Tensor]:
+        """Return the gradients of the last step, those of its micro-batches added up, one a variable that is trained.
+
+        In the order of `stage.trainable_variables`, of their shapes and types, dense; zeros where there is none. Raises
+        RuntimeError before the first step and after one that has failed.
+        """
+        if self._gradients is None:
+            raise RuntimeError("gradients() needs a step() that has run to its end, got none")
+        return list(self._gradients)
+
+    def reduced_gradients(self, **options) -> list[tf.Tensor]:
+        """Return `gradients` after Horovod has reduced them among the replicas of this stage, in hybrid training.
+
+            compression = Compression.dct(stage.trainable_variables, process_set=process_set)
+            gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
+
+        options: those of `hvd.DistributedGradientTape`, which reduces them as it would any tape's. Call it on all
+        replicas of the stage. Errors: those of `gradients` and of Horovod.
+        """
+        import horovod.tensorflow as hvd
+
+        variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
+        gradients = self.gradients()
+        if not gradients:
+            return []
+        with tf.GradientTape() as tape:  # of a function that has these gradients
+            target = [tf.reduce_sum(v * gradient) for v, gradient in zip(variables, gradients, strict=True)]
+        return list(hvd.DistributedGradientTape(tape, **options).gradient(target, variables))
+
+    def stats(self) -> dict:
+        """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
+        found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
+        return {**super().stats(), "boundaries": found}
+
+    def _check(self) -> None:
+        if not callable(self.stage) or not hasattr(type(self.stage), "trainable_variables"):
+            if not callable(self.stage) or not hasattr(self.stage, "trainable_variables"):
+                raise TypeError(
+                    "stage must be a model or layer of Keras, or be callable and have trainable_variables, got "
+                    f"{type(self.stage).__name__}"
+                )
+        self._signature = inspect.signature(getattr(self.stage, "call", self.stage))
+        if not isinstance(self._boundary, Mapping):
+            _made(self._boundary)
+            return
+        for name, boundary in self._boundary.items():
+            if boundary is not None:
+                self.boundaries[_key(name)] = _made(boundary)
+
+    def _check_outputs(self, names: list[str]) -> None:
+        if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
+            raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
+
+    def _split(self, leaf, sizes: list[int]) -> list[tf.Tensor]:
+        return tf.split(tf.convert_to_tensor(leaf), sizes)
+
+    def _concatenate(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        return tf.concat(parts, 0)
+
+    def _from_wire(self, tensor: Tensor) -> tf.Tensor:
+        array = tensor.array.view(tf.bfloat16.as_numpy_dtype) if tensor.dtype == "bfloat16" else tensor.array
+        return tf.constant(array)
+
+    def _to_wire(self, name: str, leaf: tf.Tensor, training: bool) -> Tensor:
+        if not isinstance(leaf, tf.Tensor):
+            raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        is_real = leaf.dtype.is_floating
+        mask, boundary = None, self._boundary_of(name) if is_real and leaf.shape.rank > 1 and len(leaf) > 0 else None
+        if boundary is not None:
+            mask = boundary.mask(leaf, training).numpy()
+        return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, bool(name) and training and is_real)
+
+    def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
+        if not training:
+            outputs = self._call(tree.unflatten(run.inputs, run.structure), False)
+            run.loss = None if targets is None else self._compared(outputs, targets) * weight
+            return outputs
+        with tf.GradientTape() as tape:
+            tape.watch(_wanted(run))
+            outputs = self._call(tree.unflatten(run.inputs, run.structure), True)
+            if targets is not None:
+                run.loss = self._compared(outputs, targets) * weight
+        run.tape = tape
+        return outputs
+
+    def _backward(self, run: stages.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+        roots, seeds = [run.loss], None
+        if gradients is not None:
+            roots = [leaf for leaf, sent in zip(run.outputs, run.passed_on, strict=True) if sent.gradient]
+            seeds = [self._from_wire(gradient) for gradient in gradients]
+        variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
+        found = run.tape.gradient(roots, [*variables, *_wanted(run)], seeds, tf.UnconnectedGradients.ZERO)
+        dense = [tf.convert_to_tensor(gradient) for gradient in found]
+        own, inputs = dense[: len(variables)], dense[len(variables) :]
+        before = self._gradients
+        self._gradients = own if before is None else [a + b for a, b in zip(before, own, strict=True)]
+        return [_as_array(gradient) for gradient in inputs]
+
+    def _call(self, given, training: bool):
+        """Call the stage, in the way that it takes what it is given."""
+        options = {"training": training} if _takes_training(self._signature) else {}
+        if isinstance(given, (tuple, dict)) and _takes_one(self._signature, given):
+            return self.stage(given, **options)
+        return tree.call(self.stage, given, **options)
+
+    def _compared(self, outputs, targets) -> tf.Tensor:
+        """Return the loss; ValueError if it is no scalar."""
+        is_keras = isinstance(self._loss, tf.keras.losses.Loss)
+        loss = self._loss(targets, outputs) if is_keras else self._loss(outputs, targets)
+        if loss.shape.rank != 0:
+            raise ValueError(f"loss must return a scalar, got shape {loss.shape}")
+        return loss
+
+    def _boundary_of(self, name: str) -> ThresholdBoundary | None:
+        """Return the boundary of an output, made when it is first seen where one density is that of all."""
+        if not name or isinstance(self._boundary, Mapping) or self._boundary is None:
+            return self.boundaries.get(_key(name))
+        if _key(name) not in self.boundaries:
+            self.boundaries[_key(name)] = _made(self._boundary)
+        return self.boundaries[_key(name)]
+
+
+def _made(boundary: Boundary) -> ThresholdBoundary | None:
+    """Return the boundary that an argument stands for; ValueError or TypeError says what is wrong with it."""
+    return boundary if boundary is None or isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
+
+
+def _key(name: str) -> str:
+    """Return a name as it is in `boundaries`, the same as under PyTorch."""
+    return name.replace(".", "/")
+
+
+def _wanted(run: stages.Pass) -> list[tf.Tensor]:
+    """Return the inputs whose gradients the stage before wants."""
+    return [leaf for leaf, tensor in zip(run.inputs, run.received, strict=False) if tensor.gradient]
+
+
+def _takes_training(signature: inspect.Signature) -> bool:
+    parameters = signature.parameters.values()
+    return any(p.name == "training" or p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _takes_one(signature: inspect.Signature, given: tuple | dict) -> bool:
+    """Return whether a stage has a single argument, which a tuple of several or a dict is then."""
+    parameters = [p for p in signature.parameters.values() if p.name not in ("training", "mask")]
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+    named = [p for p in parameters if p.kind != inspect.Parameter.VAR_KEYWORD]
+    if len(named) != 1 or named[0].kind in several:
+        return False
+    return set(given) != {named[0].name} if isinstance(given, dict) else len(given) > 1
+
+
+def _as_array(tensor: tf.Tensor) -> np.ndarray:
+    """Return a tensor's elements on the CPU; bfloat16 as uint16."""
+    array = tensor.numpy()
+    return array.view(np.uint16) if tensor.dtype == tf.bfloat16 else array
