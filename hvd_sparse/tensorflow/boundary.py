@@ -38,8 +38,9 @@ class ThresholdBoundary(Layer):
     float64, float16, bfloat16 of any shape with rows, the batch size may be unknown; output alike: nothing is cast to
     the layer's dtype. Raises ValueError and TypeError; in a graph tf.errors.InvalidArgumentError.
 
-    Under `tf.recompute_grad` a batch is seen twice, with the same mask: `batches` and `stats` count it twice, and the
-    running threshold moves twice towards the same value. Not under jit_compile: there are no XLA kernels.
+    Under `tf.recompute_grad` the mask is the same again. Eagerly a batch then counts twice, in `batches` and `stats`,
+    and the running threshold moves twice towards the same value; in a `tf.function` the second time leaves no trace.
+    Not under jit_compile: there are no XLA kernels.
     """
 
     def __init__(

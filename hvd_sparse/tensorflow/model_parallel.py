@@ -1,4 +1,4 @@
-"""Model-parallel training for TensorFlow with sparse activations (DCT-MP), alone or hybrid; see `docs/model-parallel.md`.
+"""Model-parallel training for TensorFlow with sparse activations (DCT-MP), alone or hybrid: `docs/model-parallel.md`.
 
     stage = tf.keras.Sequential(first_half) if rank == 0 else tf.keras.Sequential(second_half)
     pipeline = Pipeline(stage, boundary=ThresholdBoundary(0.05), micro_batches=4, loss=cross_entropy)

@@ -10,7 +10,7 @@ from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as stages
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.tensorflow.boundary import ThresholdBoundary
-from hvd_sparse.tensorflow.variables import unwrapped
+from hvd_sparse.tensorflow.variables import has_variables, unwrapped
 
 DTYPES = {getattr(tf, name): name for name in message.DTYPES if hasattr(tf, name)}
 Boundary = ThresholdBoundary | float | None
@@ -103,12 +103,13 @@ class Pipeline(stages.Pipeline):
         return {**super().stats(), "boundaries": found}
 
     def _check(self) -> None:
-        if not callable(self.stage) or not hasattr(type(self.stage), "trainable_variables"):
-            if not callable(self.stage) or not hasattr(self.stage, "trainable_variables"):
-                raise TypeError(
-                    "stage must be a model or layer of Keras, or be callable and have trainable_variables, got "
-                    f"{type(self.stage).__name__}"
-                )
+        # asked of the type first: a model of Keras 2 that is not built raises
+        is_trained = has_variables(self.stage) or hasattr(self.stage, "trainable_variables")
+        if not callable(self.stage) or not is_trained:
+            raise TypeError(
+                "stage must be a model or layer of Keras, or be callable and have trainable_variables, got "
+                f"{type(self.stage).__name__}"
+            )
         self._signature = inspect.signature(getattr(self.stage, "call", self.stage))
         if not isinstance(self._boundary, Mapping):
             _made(self._boundary)
