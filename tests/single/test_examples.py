@@ -81,6 +81,19 @@ def test_the_asynchronous_example(framework, task, options, tmp_path):
     assert (stats["ratio_up"] > 5) == (result["density"] < 1) == (result["method"] == "dgs")
 
 
+@pytest.mark.parametrize("example", ["tensorflow2_dct_mp.py"])
+def test_the_model_parallel_example(example, tmp_path):
+    path = tmp_path / "losses.png"
+    small = ["--batch-size", "4", "--sequence-length", "16", "--width", "40", "--blocks", "3", "--heads", "2"]
+    options = ["--steps", "4", "--evaluations", "2", "--plot", str(path), "--density", "0.1", "--schedule", "1f1b"]
+    result = run(example, [*small, *options])
+    assert (result["boundaries"], result["stages"], result["steps"]) == (1, 2, 4)
+    assert 0.0 < result["loss"] < 5.0 and result["perplexity"] > 1.0
+    assert (result["occupancy"], result["dp_ratio"]) == (0.1, 1.0)
+    assert 5.0 < result["forward_ratio"] < result["backward_ratio"] < 10.0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_an_asynchronous_run_in_words():
     specification = importlib.util.spec_from_file_location("report", EXAMPLES / "asynchronous_report.py")
     module = importlib.util.module_from_spec(specification)
