@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -109,6 +109,12 @@ results: setup  ## train every example over seeds and ranks, and write benchmark
 
 results-asynchronous: setup  ## train with 1 to 32 simulated asynchronous workers over seeds (half an hour)
 	@$(RUN) python benchmarks/asynchronous.py
+
+results-boundaries: setup  ## train a click model with sparse activations over seeds (half an hour)
+	@$(RUN) python benchmarks/boundaries.py
+
+results-hybrid: setup  ## train it in stages and replicas on 4 and 6 ranks over seeds (half an hour)
+	@$(RUN) python benchmarks/hybrid.py
 
 clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
 	rm -rf $(VENV) .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis

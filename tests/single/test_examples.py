@@ -81,7 +81,7 @@ def test_the_asynchronous_example(framework, task, options, tmp_path):
     assert (stats["ratio_up"] > 5) == (result["density"] < 1) == (result["method"] == "dgs")
 
 
-@pytest.mark.parametrize("example", ["tensorflow2_dct_mp.py"])
+@pytest.mark.parametrize("example", ["pytorch_dct_mp.py", "tensorflow2_dct_mp.py"])
 def test_the_model_parallel_example(example, tmp_path):
     path = tmp_path / "losses.png"
     small = ["--batch-size", "4", "--sequence-length", "16", "--width", "40", "--blocks", "3", "--heads", "2"]
@@ -92,6 +92,29 @@ def test_the_model_parallel_example(example, tmp_path):
     assert (result["occupancy"], result["dp_ratio"]) == (0.1, 1.0)
     assert 5.0 < result["forward_ratio"] < result["backward_ratio"] < 10.0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_on_one_rank_are_those_on_several():
+    small = ["--batch-size", "4", "--sequence-length", "16", "--width", "40", "--blocks", "3", "--heads", "2"]
+    options = [*small, "--steps", "3", "--boundaries", "1", "--quiet"]
+    code, output = launch([sys.executable, str(EXAMPLES / "pytorch_dct_mp.py"), *options])
+    assert code == 0, output
+    alone = json.loads(output.splitlines()[-1])
+    together = run("pytorch_dct_mp.py", options[:-1])
+    assert alone["loss"] == together["loss"] and alone["occupancy"] == together["occupancy"]
+    assert (alone["world_size"], together["world_size"]) == (1, 2)
+
+
+@pytest.mark.parametrize("options", [["--stages", "2"], ["--stages", "1"], ["--stages", "2", "--density", "1"]])
+def test_the_hybrid_example(options):
+    steps = ["--steps", "4", "--rows", "600", "--batch-size", "32", "--micro-batches", "2", "--dp-density", "0.1"]
+    result = run("pytorch_dct_hybrid.py", [*steps, *options])
+    stages, replicas = int(options[1]), 2 // int(options[1])
+    assert (result["stages"], result["replicas"], len(result["links"])) == (stages, replicas, 2)
+    assert result["data"] == "generated" and 0.0 < result["loss"] < 1.0 and 0.0 < result["accuracy"] <= 100.0
+    is_sparse = stages == 2 and result["density"] < 1.0
+    assert (result["occupancy"] < 0.06) == (result["forward_ratio"] > 5.0) == (result["backward_ratio"] > 12.0) == is_sparse
+    assert (result["dp_ratio"] > 3.0) == (replicas == 2)
 
 
 def test_an_asynchronous_run_in_words():

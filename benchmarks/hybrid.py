@@ -1,0 +1,110 @@
+"""Hybrid training against dense: the same loss within the spread over seeds, and the bytes on every link.
+
+    make results-hybrid      or: python benchmarks/hybrid.py --seeds 0 1 2 --steps 2000
+
+Runs `examples/pytorch_dct_hybrid.py` under mpirun: replicas of a click model in stages, as in Tables 1 to 3 of "Dynamic
+Communication Thresholding". Writes results/hybrid.{json,md}; runs that are there already are kept. Last line: JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from convergence import RESULTS, machine
+from tqdm import tqdm
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pytorch_dct_hybrid.py"
+RUNS = {  # stages, density of activations, density of gradients; two replicas each
+    "dense": (2, 1.0, 1.0),
+    "activations 0.05": (2, 0.05, 1.0),
+    "gradients 0.05": (2, 1.0, 0.05),
+    "both 0.05": (2, 0.05, 0.05),
+    "three stages, dense": (3, 1.0, 1.0),
+    "three stages, both 0.1": (3, 0.1, 0.1),
+}
+DENSE = {2: "dense", 3: "three stages, dense"}
+RATIOS = ("forward_ratio", "backward_ratio", "dp_ratio")
+
+
+def run(name: str, seed: int, steps: int) -> dict:
+    """Run the example once; return its JSON line."""
+    stages, density, dp_density = RUNS[name]
+    options = {"stages": stages, "density": density, "dp-density": dp_density, "seed": seed, "steps": steps}
+    switches = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    command = ["mpirun", "-np", str(2 * stages), sys.executable, str(EXAMPLE), "--quiet", *switches]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return {"name": name, **json.loads(lines[-1])}
+
+
+def table(results: list[dict]) -> str:
+    """Return a Markdown table: a row a setting, means over seeds, and how each seed differs from dense."""
+    lines = [
+        "| | test loss | against dense, % | each seed, % | accuracy, % | forward ratio | backward ratio | gradient ratio |",
+        "|---|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    losses = {(one["name"], one["seed"]): one["loss"] for one in results}
+    for name, (stages, *_) in RUNS.items():
+        runs = [one for one in results if one["name"] == name]
+        if not runs:
+            continue
+        dense = [losses.get((DENSE[stages], one["seed"])) for one in runs]
+        each = [100.0 * (one["loss"] / base - 1.0) for one, base in zip(runs, dense, strict=True) if base]
+        mean = {key: statistics.mean(one[key] for one in runs) for key in ("loss", "accuracy", *RATIOS)}
+        lines.append(
+            f"| {name} | {mean['loss']:.4f} | {statistics.mean(each):+.2f} | "
+            f"{', '.join(f'{value:+.2f}' for value in each)} | {mean['accuracy']:.2f} | "
+            + " | ".join(f"{mean[ratio]:.1f}" for ratio in RATIOS)
+            + " |"
+        )
+    return "\n".join([*lines, "", *links(results)])
+
+
+def links(results: list[dict]) -> list[str]:
+    """Return lines of a table of MB sent on every link, of the first seed."""
+    lines = ["| | stage | replica | forward, MB | backward, MB | to replicas, MB |", "|---|---:|---:|---:|---:|---:|"]
+    for one in results:
+        if one["seed"] != results[0]["seed"]:
+            continue
+        for link in one["links"]:
+            sent = " | ".join(f"{link[way]['sent_bytes'] / 1e6:.2f}" for way in ("forward", "backward", "replicas"))
+            lines.append(f"| {one['name']} | {link['stage']} | {link['replica']} | {sent} |")
+    return lines
+
+
+def write(results: list[dict], steps: int, out: Path) -> str:
+    """Write runs and table; return the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "hybrid.json").write_text(json.dumps({"steps": steps, "machine": machine(), "runs": results}) + "\n")
+    text = table(results)
+    (out / "hybrid.md").write_text(f"{text}\n")
+    return text
+
+
+def main() -> None:
+    """Run what is missing, and write all of it after each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="(default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    file = args.out / "hybrid.json"
+    before = json.loads(file.read_text()) if file.exists() else {"steps": None}
+    results = before["runs"] if before["steps"] == args.steps else []
+    known = {(one["name"], one["seed"]) for one in results}
+    wanted = [(name, seed) for seed in args.seeds for name in args.runs if (name, seed) not in known]
+    for name, seed in tqdm(wanted, unit="run"):
+        results.append(run(name, seed, args.steps))
+        write(results, args.steps, args.out)
+    print(write(results, args.steps, args.out))
+    print(json.dumps({"benchmark": "hybrid", "steps": args.steps, "runs": len(results)}))
+
+
+if __name__ == "__main__":
+    main()
