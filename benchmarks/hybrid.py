@@ -56,9 +56,9 @@ def table(results: list[dict]) -> str:
         dense = [losses.get((DENSE[stages], one["seed"])) for one in runs]
         each = [100.0 * (one["loss"] / base - 1.0) for one, base in zip(runs, dense, strict=True) if base]
         mean = {key: statistics.mean(one[key] for one in runs) for key in ("loss", "accuracy", *RATIOS)}
+        difference = f"{statistics.mean(each):+.2f} | {', '.join(f'{value:+.2f}' for value in each)}" if each else " | "
         lines.append(
-            f"| {name} | {mean['loss']:.4f} | {statistics.mean(each):+.2f} | "
-            f"{', '.join(f'{value:+.2f}' for value in each)} | {mean['accuracy']:.2f} | "
+            f"| {name} | {mean['loss']:.4f} | {difference} | {mean['accuracy']:.2f} | "
             + " | ".join(f"{mean[ratio]:.1f}" for ratio in RATIOS)
             + " |"
         )

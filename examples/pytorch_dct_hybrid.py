@@ -33,7 +33,9 @@ def parse_arguments():
     """Read the command line, start Horovod, and say where this rank is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=2, help="(default: %(default)s)")
-    parser.add_argument("--order", choices=("pipeline", "replica"), default="pipeline", help="which ranks are neighbours")
+    parser.add_argument(
+        "--order", choices=("pipeline", "replica"), default="pipeline", help="which ranks are neighbours"
+    )
     parser.add_argument(
         "--density", type=reporting.density, default=0.05, help="of activations; 1 is dense (default: %(default)s)"
     )
@@ -43,7 +45,9 @@ def parse_arguments():
     )
     parser.add_argument("--lifespan", type=reporting.positive_integer, default=1000, help="(default: %(default)s)")
     parser.add_argument("--steps", type=reporting.positive_integer, default=2000, help="(default: %(default)s)")
-    parser.add_argument("--rows", type=reporting.positive_integer, default=200000, help="of data (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=reporting.positive_integer, default=200000, help="of data (default: %(default)s)"
+    )
     parser.add_argument(
         "--batch-size", type=reporting.positive_integer, default=128, help="of a replica (default: %(default)s)"
     )

@@ -1,9 +1,9 @@
 """Model-parallel training for PyTorch with sparse activations (DCT-MP), alone or hybrid; see `docs/model-parallel.md`.
 
-    stage = Sequential(first_half) if rank == 0 else Sequential(second_half)
-    pipeline = Pipeline(stage, boundary=ThresholdBoundary(0.05), micro_batches=4, loss=cross_entropy)
-    loss = pipeline.step(inputs, targets)
-    optimizer.step()
+stage = Sequential(first_half) if rank == 0 else Sequential(second_half)
+pipeline = Pipeline(stage, boundary=ThresholdBoundary(0.05), micro_batches=4, loss=cross_entropy)
+loss = pipeline.step(inputs, targets)
+optimizer.step()
 """
 
 from hvd_sparse.model_parallel import Layout, PipelineError

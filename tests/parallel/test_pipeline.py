@@ -14,7 +14,7 @@ from hvd_sparse.wire import payload_size
 WORLD = MPI.COMM_WORLD  # under Gloo each rank is a world of its own, and a pipeline of one stage
 RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
 LAST = RANK == STAGES - 1
-SIZES = [13, 37, 101, 23, 6][: STAGES] + [5]
+SIZES = [13, 37, 101, 23, 6][:STAGES] + [5]
 several = pytest.mark.skipif(STAGES == 1, reason="one stage has no boundary")
 
 
@@ -57,7 +57,9 @@ def test_training_is_that_of_one_process_bit_for_bit(schedule, micro_batches, de
         assert_same_parameters(pipeline, oracle)
         inputs, targets = next(batches(1, seed=9))
         expected, outputs = oracle.evaluate(inputs, targets)
-        assert pipeline.evaluate(torch.from_numpy(inputs), torch.from_numpy(targets)) == pytest.approx(expected, rel=1e-6)
+        assert pipeline.evaluate(torch.from_numpy(inputs), torch.from_numpy(targets)) == pytest.approx(
+            expected, rel=1e-6
+        )
         found = pipeline.predict(torch.from_numpy(inputs))
         assert torch.allclose(found, outputs, atol=1e-6) if LAST else found is None  # there in one batch, not in parts
 

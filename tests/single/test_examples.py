@@ -113,7 +113,12 @@ def test_the_hybrid_example(options):
     assert (result["stages"], result["replicas"], len(result["links"])) == (stages, replicas, 2)
     assert result["data"] == "generated" and 0.0 < result["loss"] < 1.0 and 0.0 < result["accuracy"] <= 100.0
     is_sparse = stages == 2 and result["density"] < 1.0
-    assert (result["occupancy"] < 0.06) == (result["forward_ratio"] > 5.0) == (result["backward_ratio"] > 12.0) == is_sparse
+    assert (
+        (result["occupancy"] < 0.06)
+        == (result["forward_ratio"] > 5.0)
+        == (result["backward_ratio"] > 12.0)
+        == is_sparse
+    )
     assert (result["dp_ratio"] > 3.0) == (replicas == 2)
 
 
