@@ -45,7 +45,7 @@ def run(name: str, seed: int, steps: int) -> dict:
 def table(results: list[dict]) -> str:
     """Return a Markdown table: a row a setting, means over seeds, and how each seed differs from dense."""
     lines = [
-        "| | test loss | against dense, % | each seed, % | accuracy, % | forward ratio | backward ratio | gradient ratio |",
+        "| | test loss | against dense, % | each seed, % | accuracy, % | ratio forward | backward | replicas |",
         "|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     losses = {(one["name"], one["seed"]): one["loss"] for one in results}

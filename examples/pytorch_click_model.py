@@ -3,6 +3,8 @@
 Two MLPs of four layers, embeddings, and the dot products between them. Stages pass (activations, categories) on.
 """
 
+import itertools
+
 import click_data
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ EMBEDDING = 16
 def dense(sizes, last=None):
     """Return fully connected layers with a ReLU each, the last of them with another module, or none."""
     layers = []
-    for number, (before, after) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for number, (before, after) in enumerate(itertools.pairwise(sizes)):
         layers += [nn.Linear(before, after), nn.ReLU() if last is None or number < len(sizes) - 2 else last]
     return nn.Sequential(*layers)
 

@@ -35,12 +35,13 @@ class BoundarySettings(NamedTuple):
         return top_k_count(columns, self.density)
 
     def row_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return (B, f) of activations: dimensions before start_dim are rows. ValueError if there are none, or f = 0."""
+        """Return (B, f): dimensions before start_dim are rows. ValueError if there are none of either, or f = 0."""
         ndim = len(shape)
         start = self.start_dim + ndim if self.start_dim < 0 else self.start_dim
         if not 1 <= start < ndim:
             raise ValueError(
-                f"activations must have dimensions before and from start_dim={self.start_dim} on, got shape {list(shape)}"
+                f"activations must have dimensions before and from start_dim={self.start_dim} on, got shape "
+                f"{list(shape)}"
             )
         rows, columns = math.prod(shape[:start]), math.prod(shape[start:])
         if columns == 0:

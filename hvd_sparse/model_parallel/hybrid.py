@@ -17,7 +17,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     """Start Horovod with a process set a stage; return what this rank is. In place of `hvd.init()`, on every rank.
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
-    order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's optimizer.
+    order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and Horovod's optimizer.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
     from mpi4py import MPI

@@ -6,7 +6,7 @@ ORDERS = ("pipeline", "replica")
 
 
 class Layout(NamedTuple):
-    """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbouring ranks, or "replica".
+    """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
 
     Activations travel between stages of a replica, gradients between replicas of a stage: neighbours, which often
     share a node, should be those that exchange more. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
@@ -61,5 +61,6 @@ class Layout(NamedTuple):
         """Say what this rank is."""
         return (
             f"rank {self.rank} of {self.size}: stage {self.stage} of {self.stages}, replica {self.replica} of "
-            f"{self.replicas}; activations on ranks {self.pipeline_ranks()}, gradients on {self.stage_ranks(self.stage)}"
+            f"{self.replicas}; activations on ranks {self.pipeline_ranks()}, gradients on "
+            f"{self.stage_ranks(self.stage)}"
         )

@@ -2,8 +2,8 @@
 
 A message is a header, a description and a body, little-endian:
 
-    header 32: u32 magic "HVDM", u8 version, u8 kind, u16 flags, u32 step, u16 micro-batch, u16 micro-batches of the step,
-               u32 rows of the micro-batch, u32 rows of the step, u32 bytes of the description,
+    header 32: u32 magic "HVDM", u8 version, u8 kind, u16 flags, u32 step, u16 micro-batch, u16 micro-batches of
+               the step, u32 rows of the micro-batch, u32 rows of the step, u32 bytes of the description,
                u32 CRC-32 of header (this field taken as zero) and description
 
     FORWARD    to the next stage     activations: values, and masks

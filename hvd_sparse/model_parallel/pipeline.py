@@ -190,8 +190,8 @@ class Pipeline(abc.ABC):
         rows = {len(leaf) for leaf in leaves}
         if len(rows) != 1 or rows == {0}:
             raise ValueError(
-                "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same number "
-                f"of samples, at least 1; got {len(leaves)} tensors with {sorted(rows)} samples"
+                "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same "
+                f"number of samples, at least 1; got {len(leaves)} tensors with {sorted(rows)} samples"
             )
         (total,) = rows
         sizes = split_rows(total, self._micro_batches)

@@ -40,7 +40,7 @@ def unflatten(leaves: list, structure: Structure):
 
 
 def names(structure: Structure, prefix: str = "") -> list[str]:
-    """Return the leaves' names: "output" of a single tensor, else the path of keys and numbers, such as "0" or "a.1"."""
+    """Return the leaves' names: "output" of a single tensor, else the path of keys and numbers, such as "a.1"."""
     if structure is None:
         return []
     parts = enumerate(structure) if isinstance(structure, list) else structure.items() if _is_dict(structure) else None

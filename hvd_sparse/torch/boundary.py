@@ -1,6 +1,6 @@
 """The boundary of DCT-MP as a module: keeps the largest activations of each row, forward and backward.
 
-Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from the paper:
+Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from it:
 "topk" keeps exactly round(density * f) of a row, ties cut without favour; NaN is kept first, so that it stays visible;
 the threshold that evaluation uses under "laplace" is a running mean, where the paper leaves open how it is estimated.
 """

@@ -14,7 +14,7 @@ from hvd_sparse.wire import payload_size
 WORLD = MPI.COMM_WORLD  # under Gloo each rank is a world of its own, and a pipeline of one stage
 RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
 LAST = RANK == STAGES - 1
-SIZES = [13, 37, 101, 23, 6][:STAGES] + [5]
+SIZES = [*[13, 37, 101, 23, 6][:STAGES], 5]
 several = pytest.mark.skipif(STAGES == 1, reason="one stage has no boundary")
 
 
@@ -226,7 +226,7 @@ def test_a_stage_that_ends_early_ends_the_others():
     if RANK == 0:
         pipeline.close()
     else:
-        with pytest.raises(PipelineError, match="stage 0 has ended|stage 1 has failed"):
+        with pytest.raises(PipelineError, match=r"stage 0 has ended|stage 1 has failed"):
             pipeline.step(inputs, targets)
     WORLD.Barrier()
 

@@ -3,6 +3,8 @@
 Stage s is a module; between stages the activations of each micro-batch are multiplied by the mask of the reference.
 """
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ def make_stages(sizes, seed=0):
     torch.manual_seed(seed)
     return [
         torch.nn.Sequential(torch.nn.Linear(before, after), torch.nn.Tanh())
-        for before, after in zip(sizes, sizes[1:], strict=False)
+        for before, after in itertools.pairwise(sizes)
     ]
 
 

@@ -58,7 +58,9 @@ def test_the_layout_is_described():
         places = {(one.stage, one.replica): one for one in (Layout(rank, 6, 3, order) for rank in range(6))}
         assert len(places) == 6
         assert all(one.rank_of(stage, replica) == one.rank for (stage, replica), one in places.items())
-        assert sorted(sum((Layout(0, 6, 3, order).stage_ranks(stage) for stage in range(3)), [])) == list(range(6))
+        assert sorted(rank for stage in range(3) for rank in Layout(0, 6, 3, order).stage_ranks(stage)) == list(
+            range(6)
+        )
 
 
 @pytest.mark.parametrize(
