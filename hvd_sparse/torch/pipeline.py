@@ -26,8 +26,9 @@ class Pipeline(stages.Pipeline):
     at all; a density; a `ThresholdBoundary`; or {name: one of these} for several outputs, named by key or number. What
     has less than two dimensions crosses whole. micro_batches: into how many parts a batch is cut; fewer where it has
     fewer samples. schedule: "gpipe" or "1f1b", which holds fewer activations; the gradients are the same bits. loss:
-    a function of outputs and targets, on the last stage. reduction: what `loss` does over samples, "mean" (of which a
-    micro-batch counts by its samples) or "sum". timeout: seconds to wait for another stage. communicator: the world if None.
+    a function of outputs and targets, on the last stage. reduction: what `loss` does over samples, "mean", of which a
+    micro-batch counts by its samples, or "sum". timeout: seconds to wait for another stage. communicator: the world if
+    None.
 
     Build it on every rank of the communicator. CPU or CUDA; messages pass through the CPU. `stage.train()` and
     `stage.eval()` are set by `step`, `evaluate` and `predict`. With `hvd.DistributedOptimizer` on a stage's
