@@ -64,7 +64,7 @@ class ThresholdBoundary(Layer):
     def call(self, activations: tf.Tensor, training=None) -> tf.Tensor:
         """Return the activations where they are kept, zero elsewhere."""
         if self.settings.density == 1.0:
-            self._counters.count(None, tf.size(activations, tf.int64))
+            self._counters.count(tf.size(activations, tf.int64), tf.size(activations, tf.int64))
             return activations
         if not activations.dtype.is_floating:
             raise ValueError(f"activations must be of real numbers, got {activations.dtype.name}")
@@ -77,16 +77,18 @@ class ThresholdBoundary(Layer):
         rows, columns = self._rows(tf.stop_gradient(activations))
         settings, counters, numel = self.settings, self._counters, tf.size(rows, tf.int64)
         if settings.density == 1.0:
-            counters.count(None, numel)
+            counters.count(numel, numel)
             return tf.ones(tf.shape(rows), tf.bool)
         if settings.threshold == "topk":
-            mask, thresholds = ops.select_top_k_rows(rows, self._kept(columns), settings.seed)
+            k = self._kept(columns)
+            mask, thresholds = ops.select_top_k_rows(rows, k, settings.seed)
+            counters.count(tf.shape(rows, tf.int64)[0] * k, numel)
         else:
             thresholds = _if(
                 training, lambda: ops.laplace_threshold_rows(rows, settings.density), lambda: self._running(rows)
             )
             mask = ops.filter_threshold_rows(rows, thresholds)
-        counters.count(mask, numel)
+            counters.count(tf.math.count_nonzero(mask), numel)
         _if(training, lambda: self._learn(thresholds), lambda: tf.constant(0, tf.int64))
         return mask
 
@@ -154,9 +156,8 @@ class Counters(tf.__internal__.tracking.AutoTrackable):
         self.last = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="last")
         self.total = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="total")
 
-    def count(self, mask: tf.Tensor | None, numel: tf.Tensor) -> None:
-        """Note what is kept of so many elements; None: all of them."""
-        kept = numel if mask is None else tf.math.count_nonzero(mask)
+    def count(self, kept: tf.Tensor, numel: tf.Tensor) -> None:
+        """Note how much is kept of so many elements, int64 both."""
         counted = tf.stack([kept, numel])
         self.last.assign(counted)
         self.total.assign_add(counted)
