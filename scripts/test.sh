@@ -77,7 +77,7 @@ parallel)
     suite "TensorFlow's, horovodrun --gloo -np 2" timeout 900 $run horovodrun --gloo -np 2 $pytest tests/parallel_tensorflow
     ;;
 tensorflow)
-    suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py
+    suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py tests/single/test_tensorflow_rows.py tests/single/test_tensorflow_boundary.py
     for ranks in 1 2; do
         suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
     done

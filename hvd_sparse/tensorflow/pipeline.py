@@ -137,7 +137,7 @@ class Pipeline(stages.Pipeline):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
         is_real = leaf.dtype.is_floating
         mask, boundary = None, self._boundary_of(name) if is_real and leaf.shape.rank > 1 and len(leaf) > 0 else None
-        if boundary is not None:
+        if boundary is not None and boundary.settings.density < 1.0:
             mask = boundary.mask(leaf, training).numpy()
         return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, bool(name) and training and is_real)
 

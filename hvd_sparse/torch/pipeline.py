@@ -89,7 +89,7 @@ class Pipeline(stages.Pipeline):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
         mask, boundary = None, self._boundary_of(name) if leaf.dim() > 1 and leaf.numel() > 0 else None
-        if boundary is not None and leaf.is_floating_point():
+        if boundary is not None and leaf.is_floating_point() and boundary.settings.density < 1.0:
             mask = boundary.train(training).mask(leaf).cpu().numpy()
         return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, leaf.requires_grad)
 

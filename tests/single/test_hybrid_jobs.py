@@ -22,10 +22,9 @@ def run(ranks, *options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "order"),
-    [(4, 2, "pipeline"), (4, 2, "replica"), (2, 1, "pipeline"), (3, 3, "pipeline"), (4, 1, "replica")],
+    ("ranks", "stages", "order", "micro_batches"),
+    [(4, 2, "pipeline", 3), (4, 2, "replica", 1), (2, 1, "pipeline", 3), (3, 3, "pipeline", 1)],
 )
-@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches):
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches)
     layouts = [Layout(rank, ranks, stages, order) for rank in range(ranks)]
@@ -37,7 +36,7 @@ def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, mi
     assert len({one["parameters"] for one in found}) == stages
 
 
-@pytest.mark.parametrize("compression", ["dct", "dgc", "gradient_dropping"])
+@pytest.mark.parametrize("compression", ["dct", "dgc"])
 def test_sparse_on_every_link_learns_and_replicas_agree(compression):
     found = run(4, "--stages", 2, "--density", 0.25, "--compression", compression)
     for stage in range(2):
