@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-SERIES_EVERY = 25  # steps between two points of a curve
+SERIES_EVERY = 50  # steps between two points of a curve
 WATCHED = (0.25, 0.1, 0.05)  # densities whose thresholds are watched in the run without boundaries
 
 # name: splits, what is at each of them, density
