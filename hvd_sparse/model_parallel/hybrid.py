@@ -1,8 +1,13 @@
 """Model and data parallel training at once: replicas of a pipeline, Horovod between the replicas of a stage."""
 
+import atexit
+import sys
 from typing import NamedTuple
 
+from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.layout import Layout
+
+PATIENCE = 60.0  # seconds that a rank waits for the others at its end
 
 
 class Hybrid(NamedTuple):
@@ -18,6 +23,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
     order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and Horovod's optimizer.
+    When they end, ranks wait for each other.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
     from mpi4py import MPI
@@ -38,4 +44,16 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
             f"MPI has {layout.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
             "a Horovod built with MPI"
         )
+    atexit.register(leave_together, world.Dup())  # runs before Horovod's own shutdown, which came first
     return Hybrid(layout, process_set, world.Split(layout.replica, layout.stage))
+
+
+def leave_together(communicator, patience: float = PATIENCE) -> None:
+    """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends this one.
+
+    The first rank to shut Horovod down does so for all, and the replicas of one stage may be done while those of
+    another still reduce gradients.
+    """
+    if getattr(sys, "last_value", None) is None:
+        request = communicator.Ibarrier()
+        poll(lambda: request.Test() or None, patience)

@@ -4,6 +4,7 @@ import argparse
 import copy
 import hashlib
 import json
+import time
 
 import horovod.torch as hvd
 import numpy as np
@@ -32,6 +33,7 @@ def main():
     parser.add_argument("--density", type=float, default=1.0)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--late", action="store_true", help="the first stage reduces its last gradients late")
     args = parser.parse_args()
     torch.set_num_threads(1)
     layout, process_set, communicator = hybrid(args.stages, args.order)
@@ -61,6 +63,8 @@ def main():
         inputs, targets = batch(step, layout.replicas)
         mine = slice(layout.replica * ROWS, (layout.replica + 1) * ROWS)
         optimizer.zero_grad()
+        if args.late and step == STEPS - 1 and layout.stage == 0:
+            stage[0].weight.register_hook(lambda _: time.sleep(3.0))
         losses.append(pipeline.step(inputs[mine], targets[mine]))
         optimizer.step()
         reference.zero_grad()

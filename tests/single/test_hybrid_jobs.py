@@ -47,6 +47,11 @@ def test_sparse_on_every_link_learns_and_replicas_agree(compression):
         assert of_stage[0]["dp_ratio"] > 2.0
 
 
+def test_stages_that_are_done_wait_for_those_that_are_not():
+    found = run(4, "--stages", 2, "--late")
+    assert len(found) == 4 and all(one["difference"] < 1e-5 for one in found)
+
+
 def test_the_layout_is_described():
     layout = Layout(3, 4, 2)
     assert (layout.stage, layout.replica, layout.replicas) == (1, 1, 2)
