@@ -2,6 +2,7 @@
 
 import abc
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -45,11 +46,23 @@ class Batch:
 class Pipeline(abc.ABC):
     """A stage that runs micro-batches, on one rank of a communicator; see the frameworks' `Pipeline`."""
 
-    def __init__(self, stage, communicator, micro_batches: int, schedule: str, loss, reduction: str, timeout: float):
+    def __init__(
+        self,
+        stage,
+        boundary,
+        boundaries,
+        communicator,
+        micro_batches: int,
+        schedule: str,
+        loss,
+        reduction: str,
+        timeout: float,
+    ):
         if communicator is None:
             from mpi4py import MPI
 
             communicator = MPI.COMM_WORLD
+        self._boundary, self.boundaries = boundary, boundaries
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
         self._step = 0
@@ -63,6 +76,7 @@ class Pipeline(abc.ABC):
             if self.is_last and not callable(loss):
                 raise TypeError(f"loss must be a function of outputs and targets on the last stage, got {loss!r}")
             self._check()
+            self._make_boundaries()
         except (TypeError, ValueError) as caught:
             error = caught
         self._channel.agree(error)
@@ -128,10 +142,6 @@ class Pipeline(abc.ABC):
         """Raise ValueError or TypeError for wrong arguments of the framework's own."""
 
     @abc.abstractmethod
-    def _check_outputs(self, names: list[str]) -> None:
-        """Raise ValueError if outputs of these names are not what there are boundaries for."""
-
-    @abc.abstractmethod
     def _split(self, leaf, sizes: list[int]) -> list:
         """Return parts of a tensor along its first dimension."""
 
@@ -157,6 +167,27 @@ class Pipeline(abc.ABC):
 
         gradients: of the outputs that want one; None on the last stage, which begins at its loss.
         """
+
+    @abc.abstractmethod
+    def _made(self, boundary):
+        """Return the boundary that an argument, one or a density, stands for; raise what is wrong with it."""
+
+    def _make_boundaries(self) -> None:
+        """Make the boundaries that have a name; the one of all is made for each output when that is first seen."""
+        if isinstance(self._boundary, Mapping):
+            named = {_key(name): boundary for name, boundary in self._boundary.items() if boundary is not None}
+            for name, boundary in named.items():
+                self.boundaries[name] = self._made(boundary)
+        elif self._boundary is not None:
+            self._made(self._boundary)
+
+    def _boundary_of(self, name: str):
+        """Return the boundary of an output; None if it crosses whole. No name: no output."""
+        key = _key(name)
+        if name and self._boundary is not None and not isinstance(self._boundary, Mapping):
+            if key not in self.boundaries:
+                self.boundaries[key] = self._made(self._boundary)
+        return self.boundaries[key] if key in self.boundaries else None
 
     def _guarded(self, function, inputs, targets, batch: Batch):
         """Call; whatever fails here is told to all stages."""
@@ -265,7 +296,8 @@ class Pipeline(abc.ABC):
     def _pass_on(self, run: Pass, structure, batch: Batch) -> None:
         """Send outputs to the next stage."""
         names = tree.names(structure)
-        self._check_outputs(names)
+        if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
+            raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
         run.passed_on = [self._to_wire(n, leaf, batch.training) for n, leaf in zip(names, run.outputs, strict=True)]
         data = message.encode(run.head._replace(kind=Kind.FORWARD), structure, run.passed_on)
         self._channel.send(self.index + 1, Kind.FORWARD, data)
@@ -316,3 +348,8 @@ class Pipeline(abc.ABC):
         dense, sent = count[f"{name} dense"], count[f"{name} sent"]
         ratio = dense / sent if sent else 1.0
         return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}
+
+
+def _key(name: str) -> str:
+    """Return an output's name as a module can have it."""
+    return name.replace(".", "/")

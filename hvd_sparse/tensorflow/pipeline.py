@@ -52,10 +52,8 @@ class Pipeline(stages.Pipeline):
         timeout: float = stages.TIMEOUT,
         communicator=None,
     ):
-        self._boundary = boundary
-        self.boundaries: dict[str, ThresholdBoundary] = {}  # by name of the output
         self._gradients: list[tf.Tensor] | None = None
-        super().__init__(stage, communicator, micro_batches, schedule, loss, reduction, timeout)
+        super().__init__(stage, boundary, {}, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def step(self, inputs=None, targets=None) -> float:
         """Run a batch forward and backward, on every stage; return its loss, on every stage.
@@ -111,16 +109,9 @@ class Pipeline(stages.Pipeline):
                 f"{type(self.stage).__name__}"
             )
         self._signature = inspect.signature(getattr(self.stage, "call", self.stage))
-        if not isinstance(self._boundary, Mapping):
-            _made(self._boundary)
-            return
-        for name, boundary in self._boundary.items():
-            if boundary is not None:
-                self.boundaries[_key(name)] = _made(boundary)
 
-    def _check_outputs(self, names: list[str]) -> None:
-        if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
-            raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
+    def _made(self, boundary: ThresholdBoundary | float) -> ThresholdBoundary:
+        return boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
 
     def _split(self, leaf, sizes: list[int]) -> list[tf.Tensor]:
         return tf.split(tf.convert_to_tensor(leaf), sizes)
@@ -181,24 +172,6 @@ class Pipeline(stages.Pipeline):
         if loss.shape.rank != 0:
             raise ValueError(f"loss must return a scalar, got shape {loss.shape}")
         return loss
-
-    def _boundary_of(self, name: str) -> ThresholdBoundary | None:
-        """Return the boundary of an output, made when it is first seen where one density is that of all."""
-        if not name or isinstance(self._boundary, Mapping) or self._boundary is None:
-            return self.boundaries.get(_key(name))
-        if _key(name) not in self.boundaries:
-            self.boundaries[_key(name)] = _made(self._boundary)
-        return self.boundaries[_key(name)]
-
-
-def _made(boundary: Boundary) -> ThresholdBoundary | None:
-    """Return the boundary that an argument stands for; ValueError or TypeError says what is wrong with it."""
-    return boundary if boundary is None or isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
-
-
-def _key(name: str) -> str:
-    """Return a name as it is in `boundaries`, the same as under PyTorch."""
-    return name.replace(".", "/")
 
 
 def _wanted(run: stages.Pass) -> list[tf.Tensor]:

@@ -48,9 +48,8 @@ class Pipeline(stages.Pipeline):
         timeout: float = stages.TIMEOUT,
         communicator=None,
     ):
-        self._boundary = boundary
-        self.boundaries = torch.nn.ModuleDict()  # by name of the output; a module's state is in its state_dict
-        super().__init__(stage, communicator, micro_batches, schedule, loss, reduction, timeout)
+        boundaries = torch.nn.ModuleDict()  # by name of the output; their state is in its state_dict
+        super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def stats(self) -> dict:
         """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
@@ -62,16 +61,10 @@ class Pipeline(stages.Pipeline):
             raise TypeError(f"stage must be a torch.nn.Module, got {type(self.stage).__name__}")
         parameter = next(self.stage.parameters(), None)
         self._device = torch.device("cpu") if parameter is None else parameter.device
-        if not isinstance(self._boundary, Mapping):
-            self._make(self._boundary)
-            return
-        for name, boundary in self._boundary.items():
-            if boundary is not None:
-                self.boundaries[_key(name)] = self._make(boundary)
 
-    def _check_outputs(self, names: list[str]) -> None:
-        if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
-            raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
+    def _made(self, boundary: ThresholdBoundary | float) -> ThresholdBoundary:
+        made = boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
+        return made.to(self._device)
 
     def _split(self, leaf: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         return list(torch.split(leaf, sizes))
@@ -112,25 +105,6 @@ class Pipeline(stages.Pipeline):
                 torch.autograd.backward(roots, [self._from_wire(gradient) for gradient in gradients])
         wanted = [leaf for leaf in run.inputs if leaf.requires_grad]
         return [_as_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in wanted]
-
-    def _boundary_of(self, name: str) -> ThresholdBoundary | None:
-        """Return the boundary of an output, made when it is first seen where one density is that of all."""
-        if not name or isinstance(self._boundary, Mapping) or self._boundary is None:
-            return self.boundaries[_key(name)] if _key(name) in self.boundaries else None
-        if _key(name) not in self.boundaries:
-            self.boundaries[_key(name)] = self._make(self._boundary)
-        return self.boundaries[_key(name)]
-
-    def _make(self, boundary: Boundary) -> ThresholdBoundary | None:
-        """Return the boundary that an argument stands for; ValueError or TypeError says what is wrong with it."""
-        if boundary is not None and not isinstance(boundary, ThresholdBoundary):
-            boundary = ThresholdBoundary(boundary)
-        return None if boundary is None else boundary.to(self._device)
-
-
-def _key(name: str) -> str:
-    """Return a name as a module can have it."""
-    return name.replace(".", "/")
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
