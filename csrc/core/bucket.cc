@@ -57,7 +57,7 @@ Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std:
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
   std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices.data());
+  DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices.data());
   auto slice = slices.begin();
   for (int64_t j = 0; j < view.entries; ++j) {
     const int64_t index = indices[static_cast<size_t>(j)];

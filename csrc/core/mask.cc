@@ -131,7 +131,7 @@ Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t s
   PayloadView view;
   HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
   std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices.data());
+  DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices.data());
   ScatterValues(format.dtype, view, indices, format.n, wide, values);
   std::memset(mask, 0, static_cast<size_t>(format.n));
   for (const int64_t index : indices) mask[index] = 1;

@@ -68,7 +68,7 @@ void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView
   view->values = payload + ValuesAt(format);
   if (!IsLowBit(format.dtype)) return;
   std::vector<int64_t> indices(static_cast<size_t>(view->entries));
-  DecodeRunLength(view->positions.counts.data(), view->positions.runs.data(), format.n, indices.data());
+  DecodeRunLength(view->positions.counts.data(), view->positions.Runs(), format.n, indices.data());
   view->low_bit.resize(indices.size());
   ReadLowBit(view->values, indices.data(), view->entries, format.dtype, format.segments, view->low_bit.data());
 }
@@ -205,7 +205,7 @@ float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
 }
 
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values) {
-  DecodeRunLength(view.positions.counts.data(), view.positions.runs.data(), format.n, indices);
+  DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices);
   if (format.dtype == DType::kFloat64) {
     std::memcpy(values, view.values, static_cast<size_t>(view.entries) * sizeof(double));
     return;

@@ -34,10 +34,9 @@ Status ReadRunLengths(const uint8_t* section, int64_t n, int64_t k, int64_t entr
       positions->counts[block] += kBlock;
     }
   }
-  positions->runs.resize(static_cast<size_t>(entries));
-  if (entries > 0)
-    std::memcpy(positions->runs.data(), section + RunsAt(n, k), positions->runs.size() * sizeof(uint16_t));
-  return ValidateRunLength(positions->counts.data(), positions->runs.data(), entries, n);
+  positions->runs.clear();
+  positions->in_place = section + RunsAt(n, k);
+  return ValidateRunLength(positions->counts.data(), positions->in_place, entries, n);
 }
 
 }  // namespace
@@ -84,6 +83,7 @@ Status ReadPositions(Coding coding, const uint8_t* section, int64_t n, int64_t k
   if (entries == 0 && std::any_of(section, section + PositionsSize(coding, n, k), [](uint8_t b) { return b != 0; })) {
     return Status::CorruptPayload("there are positions, but no entries");
   }
+  positions->in_place = nullptr;
   std::vector<int64_t> indices(static_cast<size_t>(entries));
   if (coding == Coding::kDense) {
     for (int64_t j = 0; j < entries; ++j) indices[static_cast<size_t>(j)] = j;

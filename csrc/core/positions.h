@@ -20,6 +20,11 @@ int64_t PositionsSize(Coding coding, int64_t n, int64_t k);
 struct Positions {
   std::vector<uint32_t> counts;
   std::vector<uint16_t> runs;
+
+  // Where runs are that were read, if they stay where they are; else null: they are in `runs`.
+  const uint8_t* in_place = nullptr;
+
+  const void* Runs() const { return in_place != nullptr ? static_cast<const void*>(in_place) : runs.data(); }
 };
 
 // Writes PositionsSize bytes, of which all were zero. k or no indices, for which `positions` is the same as run
@@ -27,7 +32,8 @@ struct Positions {
 void WritePositions(Coding coding, const int64_t* indices, int64_t n, int64_t k, const Positions& positions,
                     uint8_t* section);
 
-// Reads `entries`, k or none, from any bytes; CorruptPayload unless they are a coding of so many.
+// Reads `entries`, k or none, from any bytes; CorruptPayload unless they are a coding of so many. Run lengths stay in
+// the section, which must outlive the positions.
 Status ReadPositions(Coding coding, const uint8_t* section, int64_t n, int64_t k, int64_t entries,
                      Positions* positions);
 

@@ -10,6 +10,8 @@
 namespace hvd_sparse {
 namespace {
 
+constexpr int64_t kLine = 16;  // float32 in a line of the cache
+
 // Where each block's entries start.
 std::vector<int64_t> Starts(const PayloadView& view) {
   std::vector<int64_t> starts(view.positions.counts.size());
@@ -36,61 +38,130 @@ void ClearRange(const std::vector<Slice>& slices, int64_t begin, int64_t end) {
   }
 }
 
-// `element`: the block's first; value(j): entry j's. What the loop reads is local: nothing that it writes to may change
-// it.
-template <typename Value>
-void AddEntries(const uint16_t* runs, int64_t start, int64_t stop, float scale, int64_t element,
-                const std::vector<Slice>& slices, const Value& value) {
+// Adds to places that a cache holds.
+struct AddAtOnce {
+  void To(float* place, float term) const { *place += term; }
+  void Finish() const {}
+};
+
+// Adds to places that no cache holds, in the same order, but fetches them ahead: what takes the time is to wait for
+// them.
+class AddFetched {
+ public:
+  void To(float* place, float term) {
+    terms_[size_++] = {place, term};
+    if (size_ == kCapacity) Finish();
+  }
+
+  void Finish() {
+    size_t j = 0;
+    for (; j + kAhead < size_; ++j) {
+      __builtin_prefetch(terms_[j + kAhead].place, 1);
+      *terms_[j].place += terms_[j].term;
+    }
+    for (; j < size_; ++j) *terms_[j].place += terms_[j].term;
+    size_ = 0;
+  }
+
+ private:
+  struct Term {
+    float* place;
+    float term;
+  };
+  static constexpr size_t kCapacity = 1024;  // these fit the first-level cache, beside what they fetch
+  static constexpr size_t kAhead = 64;       // as many as hide how long memory takes
+  Term terms_[kCapacity];
+  size_t size_ = 0;
+};
+
+// `element`: the block's first of `length`; value(j): entry j's.
+template <typename Value, typename Add>
+void AddEntries(const void* runs, int64_t start, int64_t stop, float scale, int64_t element, int64_t length,
+                const std::vector<Slice>& slices, const Value& value, Add* add) {
   SliceAt at = SliceOf(slices, element);
   if (at == slices.end()) return;
   Slice slice = *at;
+  if (slice.begin <= element && element + length <= slice.begin + slice.size) {
+    float* place = slice.out + (element - slice.begin);
+    for (int64_t j = start; j < stop; ++j, ++place) {
+      place += RunAt(runs, j);
+      add->To(place, scale * value(j));
+    }
+    return;
+  }
   for (int64_t j = start; j < stop; ++j, ++element) {
-    element += runs[j];
+    element += RunAt(runs, j);
     while (slice.begin + slice.size <= element) {
       if (++at == slices.end()) return;
       slice = *at;
     }
-    if (element >= slice.begin) slice.out[element - slice.begin] += scale * value(j);
+    if (element >= slice.begin) add->To(slice.out + (element - slice.begin), scale * value(j));
   }
 }
 
+template <typename Add>
 void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t count, float scale, int64_t element,
-              const std::vector<Slice>& slices) {
-  const uint16_t* runs = view.positions.runs.data();
+              int64_t length, const std::vector<Slice>& slices, Add* add) {
+  const void* runs = view.positions.Runs();
+  const int64_t stop = start + count;
   if (dtype != DType::kFloat32) {
-    return AddEntries(runs, start, start + count, scale, element, slices,
-                      [&view, dtype](int64_t j) { return ValueAt(view, dtype, j); });
+    return AddEntries(
+        runs, start, stop, scale, element, length, slices,
+        [&view, dtype](int64_t j) { return ValueAt(view, dtype, j); }, add);
   }
-  AddEntries(runs, start, start + count, scale, element, slices, [values = view.values](int64_t j) {
-    float value;
-    std::memcpy(&value, values + j * int64_t{sizeof value}, sizeof value);
-    return value;
-  });
+  AddEntries(
+      runs, start, stop, scale, element, length, slices,
+      [values = view.values](int64_t j) {
+        float value;
+        std::memcpy(&value, values + j * int64_t{sizeof value}, sizeof value);
+        return value;
+      },
+      add);
 }
 
-// Adds to what the slices hold, or to zeros.
+// A payload, checked, and where the entries of each of its blocks start.
+struct Addend {
+  PayloadView view;
+  std::vector<int64_t> starts;
+};
+
+// Adds blocks [begin, end) to what the slices hold, or to zeros.
+template <typename Add>
+void AddBlocks(const PayloadFormat& format, const std::vector<Addend>& addends, float scale, int64_t begin, int64_t end,
+               const std::vector<Slice>& slices, bool from_zeros) {
+  Add add;
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * kBlock;
+    const int64_t length = BlockLength(format.n, block);
+    if (from_zeros) ClearRange(slices, first, first + length);
+    for (const Addend& addend : addends) {
+      const auto at = static_cast<size_t>(block);
+      AddBlock(addend.view, format.dtype, addend.starts[at], addend.view.positions.counts[at], scale, first, length,
+               slices, &add);
+    }
+  }
+  add.Finish();
+}
+
 Status Sum(PayloadFormat format, const std::vector<Source>& sources, float scale, const ParallelFor& parallel_for,
            const std::vector<Slice>& slices, bool from_zeros) {
-  std::vector<PayloadView> views(sources.size());
-  std::vector<std::vector<int64_t>> starts;
+  std::vector<Addend> addends(sources.size());
+  int64_t entries = 0;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
     format.k = sources[rank].k;
-    Status status = Validate(format, sources[rank].payload, sources[rank].size, &views[rank]);
+    Status status = Validate(format, sources[rank].payload, sources[rank].size, &addends[rank].view);
     if (!status.ok()) {
       status.message = "from rank " + std::to_string(rank) + ": " + status.message;
       return status;
     }
-    starts.push_back(Starts(views[rank]));
+    addends[rank].starts = Starts(addends[rank].view);
+    entries += addends[rank].view.entries;
   }
+  // Zeros were just written; where a payload's entries share lines of the cache, the hardware fetches them ahead.
+  const bool near = from_zeros || entries >= format.n / kLine * static_cast<int64_t>(addends.size());
   parallel_for(0, BlockCount(format.n), 4, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kBlock;
-      if (from_zeros) ClearRange(slices, first, first + BlockLength(format.n, block));
-      for (size_t rank = 0; rank < views.size(); ++rank) {
-        const auto at = static_cast<size_t>(block);
-        AddBlock(views[rank], format.dtype, starts[rank][at], views[rank].positions.counts[at], scale, first, slices);
-      }
-    }
+    const auto add_blocks = near ? AddBlocks<AddAtOnce> : AddBlocks<AddFetched>;
+    add_blocks(format, addends, scale, begin, end, slices, from_zeros);
   });
   return Status::Ok();
 }

@@ -22,7 +22,7 @@ Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* c
   return Status::Ok();
 }
 
-Status ValidateRunLength(const uint32_t* counts, const uint16_t* runs, int64_t k, int64_t n) {
+Status ValidateRunLength(const uint32_t* counts, const void* runs, int64_t k, int64_t n) {
   int64_t j = 0;
   for (int64_t block = 0; block < BlockCount(n); ++block) {
     const int64_t length = BlockLength(n, block);
@@ -31,9 +31,9 @@ Status ValidateRunLength(const uint32_t* counts, const uint16_t* runs, int64_t k
       return Status::CorruptPayload("block " + std::to_string(block) + " of " + std::to_string(length) +
                                     " elements counts " + std::to_string(count) + " entries");
     }
-    int64_t position = count;  // every entry takes its own place, and its run of zeros
-    for (const int64_t end = j + count; j < end; ++j) position += runs[j];
-    if (position > length) {
+    uint32_t zeros = 0;  // at most 65,536 runs, each below that
+    for (const int64_t end = j + count; j < end; ++j) zeros += RunAt(runs, j);
+    if (count + zeros > length) {  // every entry takes its own place, and its run of zeros
       return Status::CorruptPayload("a run of zeros leaves block " + std::to_string(block));
     }
   }
@@ -44,11 +44,12 @@ Status ValidateRunLength(const uint32_t* counts, const uint16_t* runs, int64_t k
   return Status::Ok();
 }
 
-void DecodeRunLength(const uint32_t* counts, const uint16_t* runs, int64_t n, int64_t* indices) {
+void DecodeRunLength(const uint32_t* counts, const void* runs, int64_t n, int64_t* indices) {
+  int64_t entry = 0;
   for (int64_t block = 0; block < BlockCount(n); ++block) {
     int64_t position = block * kBlock;
-    for (uint32_t j = 0; j < counts[block]; ++j) {
-      position += *runs++;
+    for (const int64_t end = entry + counts[block]; entry < end; ++entry) {
+      position += RunAt(runs, entry);
       *indices++ = position++;
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "host_device.h"
 #include "status.h"
@@ -19,10 +20,18 @@ HVD_SPARSE_HD inline int64_t BlockLength(int64_t n, int64_t block) {
 // the zeros between an entry and the one before it in its block (or the block's start).
 Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* counts, uint16_t* runs);
 
-// Checks, without writing anything, that counts sum to k and that no run leaves its block. `counts` may be anything.
-Status ValidateRunLength(const uint32_t* counts, const uint16_t* runs, int64_t k, int64_t n);
+// The j-th run of those that start at any address, such as one in a payload.
+inline uint16_t RunAt(const void* runs, int64_t j) {
+  uint16_t run;
+  std::memcpy(&run, static_cast<const uint8_t*>(runs) + j * int64_t{sizeof run}, sizeof run);
+  return run;
+}
+
+// Checks, without writing anything, that counts sum to k and that no run leaves its block. `counts` may be anything;
+// runs[k] are uint16 at any address.
+Status ValidateRunLength(const uint32_t* counts, const void* runs, int64_t k, int64_t n);
 
 // Writes indices[k]; the input must have been validated.
-void DecodeRunLength(const uint32_t* counts, const uint16_t* runs, int64_t n, int64_t* indices);
+void DecodeRunLength(const uint32_t* counts, const void* runs, int64_t n, int64_t* indices);
 
 }  // namespace hvd_sparse
