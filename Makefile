@@ -20,10 +20,10 @@ FRAMEWORK ?= pytorch
 DENSITY ?= 0.001
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') CMakeLists.txt setup.py
-FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
+FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
+.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -88,6 +88,9 @@ format: setup  ## put style right
 
 bench: setup  ## check, then time the native functions
 	@$(RUN) python benchmarks/kernels.py --framework $(FRAMEWORK)
+
+profile: setup  ## where the time of a compress and of a sum goes: times, bytes, instructions (valgrind)
+	@scripts/profile.sh
 
 bench-rows: setup  ## check, then time selection in the rows of a matrix
 	@$(RUN) python benchmarks/rows.py
