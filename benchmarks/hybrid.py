@@ -38,7 +38,7 @@ def run(name: str, seed: int, steps: int) -> dict:
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return {"name": name, **json.loads(lines[-1])}
 
 

@@ -1,7 +1,7 @@
 """The benchmarks run, at small sizes: what they check holds, and their last line tells their figures."""
 
+import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +46,29 @@ def test_boundaries(tmp_path):
     assert all(0.0 < run["loss"] < 2.0 for run in runs)
 
 
-@pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside another job")
-def test_hybrid(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "hybrid.py"), "--seeds", "0", "--steps", "3", "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--runs", "both 0.05"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (run,) = json.loads((tmp_path / "hybrid.json").read_text())["runs"]
-    assert len(run["links"]) == 4 and run["backward_ratio"] > 19.0
-    assert "| both 0.05 | 1 | 1 |" in (tmp_path / "hybrid.md").read_text()
+def made_up_run(name, seed, loss, sent):
+    """What the hybrid example would say: its own test starts it."""
+    link = {"dense_bytes": 100_000_000, "sent_bytes": sent}
+    links = [
+        {"stage": stage, "replica": 0, **dict.fromkeys(("forward", "backward", "replicas"), link)} for stage in (0, 1)
+    ]
+    ratios = dict.fromkeys(("forward_ratio", "backward_ratio", "dp_ratio"), 100_000_000 / sent)
+    return {"name": name, "seed": seed, "loss": loss, "accuracy": 80.0, **ratios, "links": links}
+
+
+def test_hybrid_tables(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    hybrid = importlib.import_module("hybrid")
+    runs = [
+        made_up_run("dense", 0, 0.5, 100_000_000),
+        made_up_run("dense", 1, 0.4, 100_000_000),
+        made_up_run("both 0.05", 0, 0.51, 5_000_000),
+        made_up_run("both 0.05", 1, 0.39, 5_000_000),
+        made_up_run("three stages, both 0.1", 0, 0.5, 5_000_000),  # whose dense run is missing
+    ]
+    text = hybrid.write(runs, 3, tmp_path)
+    assert "| both 0.05 | 0.4500 | -0.25 | +2.00, -2.50 | 80.00 | 20.0 | 20.0 | 20.0 |" in text
+    assert "| three stages, both 0.1 | 0.5000 |  |  | 80.00 |" in text
+    assert "| both 0.05 | 1 | 0 | 5.00 | 5.00 | 5.00 |" in text
+    assert json.loads((tmp_path / "hybrid.json").read_text())["runs"] == runs
+    assert (tmp_path / "hybrid.md").read_text().strip() == text
