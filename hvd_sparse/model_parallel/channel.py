@@ -2,7 +2,6 @@
 
 import atexit
 import sys
-import time
 
 import numpy as np
 
@@ -59,26 +58,13 @@ class Channel:
 
         Raises PipelineError if a stage fails meanwhile, or if that one has ended; TimeoutError.
         """
-        start = time.monotonic()
-
-        def look() -> np.ndarray | None:
-            found = self._mailbox.look(CONTROL + kind, stage)
-            if found is None and self._heed_control(stage):
-                found = self._mailbox.look(CONTROL + kind, stage)  # sent before its last word
-                if found is None:
-                    raise PipelineError(
-                        f"stage {stage} has ended, while stage {self.stage} waits for {what}: every stage must take "
-                        "the same number of steps"
-                    )
-            return None if found is None else found[1]
-
-        data = poll(look, self._timeout)
-        if data is None:
+        found = poll(lambda: self._look(stage, kind, what), self._timeout)
+        if found is None:
             raise TimeoutError(
-                f"stage {self.stage} has waited {time.monotonic() - start:.0f} s for {what} from stage {stage}: has it "
+                f"stage {self.stage} has waited {self._timeout:.0f} s for {what} from stage {stage}: has it "
                 "stopped, or does it take fewer steps? To wait longer: Pipeline(timeout=...)"
             )
-        return data
+        return found[1]
 
     def progress(self) -> None:
         """Let MPI work on what was sent."""
@@ -113,6 +99,19 @@ class Channel:
             if stage != self.stage:
                 self._mailbox.post(stage, CONTROL, np.frombuffer(text, np.uint8))
         self._mailbox.reap()
+
+    def _look(self, stage: int, kind: int, what: str) -> tuple[int, np.ndarray] | None:
+        """Return a stage's message if it is there; PipelineError if a stage has failed, or if none will come."""
+        found = self._mailbox.look(CONTROL + kind, stage)
+        if found is not None or not self._heed_control(stage):
+            return found
+        found = self._mailbox.look(CONTROL + kind, stage)  # sent before its last word
+        if found is None:
+            raise PipelineError(
+                f"stage {stage} has ended, while stage {self.stage} waits for {what}: every stage must take the same "
+                "number of steps"
+            )
+        return found
 
     def _heed_control(self, stage: int) -> bool:
         """Return whether a stage has ended; PipelineError if one has failed."""

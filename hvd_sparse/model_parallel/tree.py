@@ -11,21 +11,7 @@ def flatten(tree) -> tuple[list, Structure]:
     TypeError for a dict whose keys are not strings.
     """
     leaves: list = []
-
-    def walk(node):
-        if node is None:
-            return None
-        if isinstance(node, (tuple, list)):
-            return [walk(part) for part in node]
-        if isinstance(node, dict):
-            wrong = [key for key in node if not isinstance(key, str)]
-            if wrong:
-                raise TypeError(f"keys of what crosses a boundary must be strings, got {wrong[0]!r}")
-            return {key: walk(part) for key, part in node.items()}
-        leaves.append(node)
-        return len(leaves) - 1
-
-    return leaves, walk(tree)
+    return leaves, _structure(tree, leaves)
 
 
 def unflatten(leaves: list, structure: Structure):
@@ -43,9 +29,9 @@ def names(structure: Structure, prefix: str = "") -> list[str]:
     """Return the leaves' names: "output" of a single tensor, else the path of keys and numbers, such as "a.1"."""
     if structure is None:
         return []
-    parts = enumerate(structure) if isinstance(structure, list) else structure.items() if _is_dict(structure) else None
-    if parts is None:
+    if isinstance(structure, int):
         return [prefix or "output"]
+    parts = enumerate(structure) if isinstance(structure, list) else structure.items()
     return [name for key, part in parts for name in names(part, f"{prefix}.{key}" if prefix else str(key))]
 
 
@@ -58,5 +44,16 @@ def call(function, tree, **options):
     return function(tree, **options)
 
 
-def _is_dict(structure: Structure) -> bool:
-    return isinstance(structure, dict)
+def _structure(node, leaves: list) -> Structure:
+    """Return the structure of a tree, and append its leaves."""
+    if node is None:
+        return None
+    if isinstance(node, (tuple, list)):
+        return [_structure(part, leaves) for part in node]
+    if isinstance(node, dict):
+        wrong = [key for key in node if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"keys of what crosses a boundary must be strings, got {wrong[0]!r}")
+        return {key: _structure(part, leaves) for key, part in node.items()}
+    leaves.append(node)
+    return len(leaves) - 1
