@@ -68,6 +68,7 @@ def main() -> None:
         "dense": None,
         "dgc": ("dgc", {"density": args.density, "momentum": 0.9}),
         "dgc_model": ("dgc", {"density": args.density, "momentum": 0.9, "scope": "model"}),
+        "dct": ("dct", {"density": args.density}),
     }
     figures = {"framework": args.framework, "density": args.density, "world_size": framework.size()}
     for name in args.models:

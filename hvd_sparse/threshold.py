@@ -1,8 +1,8 @@
 """Thresholds with a memory of their own."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -48,35 +48,37 @@ class ThresholdHint:
         self.k = k
 
 
-class Residual(Protocol):
-    """What a threshold may ask of the accumulated gradient of a tensor."""
+@dataclass(frozen=True)
+class Plan:
+    """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest."""
 
-    def exact_threshold(self, k: int) -> float:
-        """Return the k-th largest magnitude."""
-
-    def values(self) -> np.ndarray:
-        """Return the elements, float32[n]."""
+    threshold: float
+    k: int = 0
 
 
 class ConstantThreshold:
     """A threshold chosen beforehand."""
 
+    reads = False  # whether the residual has to be there before a plan is made
+
     def __init__(self, value: float):
-        self._value = value
+        self._plan = Plan(value)
 
     def forget(self) -> None:
         """There is nothing to forget."""
 
-    def at(self, step: int, k: int, residual: Residual) -> float:
-        """Return the threshold of a step."""
-        return self._value
+    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
+        """Return what to select by in a step."""
+        return self._plan
 
-    def learn(self, k: int, count: int) -> None:
+    def learn(self, k: int, threshold: float, count: int) -> None:
         """There is nothing to learn from how many were sent."""
 
 
 class KeptThreshold:
     """The threshold of one of `count` tensors, taken at its turn and kept for a life-span (DCT, Algorithm 1)."""
+
+    reads = False
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
         self._turns = Turns(algorithm, count)
@@ -85,18 +87,19 @@ class KeptThreshold:
 
     def forget(self) -> None:
         """Take the threshold anew in the next step."""
-        self._value, self._k = 0.0, 0
+        self._value, self._k, self._due = 0.0, 0, False
 
-    def at(self, step: int, k: int, residual: Residual) -> float:
-        """Return the threshold of a step, SMALLEST to send all; the residual is asked for that of k when due."""
-        if self._turns.drains(step, self._position):
-            return SMALLEST
-        if self._value == 0.0 or k != self._k or self._turns.refreshes(step, self._position):
-            self._value, self._k = max(residual.exact_threshold(k), SMALLEST), k
-        return self._value
+    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
+        """Return what to select by in a step: k when due, SMALLEST to send all."""
+        drains = self._turns.drains(step, self._position)
+        known = self._value > 0.0 and k == self._k
+        self._due = not drains and (not known or self._turns.refreshes(step, self._position))
+        return Plan(0.0, k) if self._due else Plan(SMALLEST if drains else self._value)
 
-    def learn(self, k: int, count: int) -> None:
-        """There is nothing to learn from how many were sent."""
+    def learn(self, k: int, threshold: float, count: int) -> None:
+        """Keep the threshold, if it was taken anew."""
+        if self._due:
+            self._value, self._k = threshold, k
 
 
 class Turns:
@@ -128,6 +131,8 @@ class Turns:
 class FittedThreshold:
     """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1)."""
 
+    reads = True
+
     def __init__(self, algorithm: SIDCo):
         self._algorithm = algorithm
         self.forget()
@@ -136,13 +141,13 @@ class FittedThreshold:
         """Start with the stages that were asked for."""
         self._stages, self._achieved, self._density = Stages(self._algorithm.stages), [], 1.0
 
-    def at(self, step: int, k: int, residual: Residual) -> float:
-        """Return the threshold of a step."""
-        values = residual.values()
+    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
+        """Return what to select by in a step, from the residual's values, float32[n], once they are accumulated."""
+        values = residual()
         self._density = k / len(values)
-        return fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution)
+        return Plan(fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution))
 
-    def learn(self, k: int, count: int) -> None:
+    def learn(self, k: int, threshold: float, count: int) -> None:
         """Adapt the stages to how many were sent."""
         self._achieved.append(count / k)
         if len(self._achieved) == ADAPT_STEPS:
@@ -160,7 +165,7 @@ class ScaledThreshold:
         """Start anew."""
         self._value, self._k = 0.0, 0
 
-    def at(self, step: int, k: int, residual: Residual | None = None) -> float:
+    def at(self, step: int, k: int) -> float:
         """Return the threshold of a step, started anew if k is another one."""
         if k != self._k:
             self._value, self._k = 0.5 / math.sqrt(k), k
@@ -178,7 +183,7 @@ def threshold_scale(excess: float) -> float:
     return 1.00125 if excess > 0.909 else 0.995
 
 
-Threshold = ConstantThreshold | KeptThreshold | FittedThreshold | ScaledThreshold
+Threshold = ConstantThreshold | KeptThreshold | FittedThreshold
 
 
 def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold:

@@ -103,10 +103,10 @@ HVD_SPARSE_STAGE(Float16)
 HVD_SPARSE_STAGE(BFloat16)
 #undef HVD_SPARSE_STAGE
 
-// Updates [begin, end); what reaches the candidates' bar is offered to them, if there are any.
-template <typename T>
+// Updates [begin, end); chunks in which something reaches the sink's threshold are offered to it, if there is one.
+template <typename Sink, typename T>
 bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t begin, int64_t end, Memory memory,
-                     Candidates<float>* candidates) {
+                     Sink* sink) {
   const float* parameter = params.weight_decay != 0 ? params.parameter : nullptr;
   const bool staged = !std::is_same_v<T, float> || params.factor != 1 || parameter != nullptr;
   float stage[kStage];
@@ -122,10 +122,10 @@ bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t 
     for (int64_t done = 0; done < size;) {
       const int64_t at = i + done;
       float* velocity = memory.velocity == nullptr ? nullptr : memory.velocity + at;
-      const uint32_t bar = candidates == nullptr ? kInfinityBits<float> : candidates->threshold();
+      const uint32_t bar = sink == nullptr ? kInfinityBits<float> : sink->threshold();
       done += UpdateUntilReached(local + done, size - done, params, {memory.residual + at, velocity}, bar, &bad);
       const int64_t stop = std::min(done + kChunk, size);
-      if (candidates != nullptr) candidates->Offer(memory.residual, i + done, i + stop);
+      if (sink != nullptr) sink->Offer(memory.residual, i + done, i + stop);
       done = stop;
     }
     i += size;
@@ -155,10 +155,24 @@ bool Accumulate(const Array& gradient, const AccumulateParams& params, const Par
   std::atomic<bool> finite{true};
   Dispatch(gradient, [&](const auto* data) {
     parallel_for(0, gradient.size, kGrain, [&](int64_t begin, int64_t end) {
-      if (!AccumulateRange(data, params, begin, end, memory, nullptr)) finite.store(false);
+      if (!AccumulateRange<Passed<float>>(data, params, begin, end, memory, nullptr)) finite.store(false);
     });
   });
   return finite.load();
+}
+
+Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, double threshold,
+                        const ParallelFor& parallel_for, Memory memory, bool* finite, std::vector<int64_t>* indices) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(threshold));
+  std::atomic<bool> spoilt{false};
+  const Passed<float> none(SmallestReaching<float>(threshold));
+  Dispatch(gradient, [&](const auto* data) {
+    *indices = Gather(gradient.size, none, parallel_for, [&](Passed<float>* part, int64_t begin, int64_t end) {
+                 if (!AccumulateRange(data, params, begin, end, memory, part)) spoilt.store(true);
+               }).indices();
+  });
+  *finite = !spoilt.load();
+  return Status::Ok();
 }
 
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
@@ -185,10 +199,10 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
     return SelectTopK(residual, select, parallel_for, selection);
   }
   std::vector<std::atomic<bool>> spoilt(parts.size());
-  auto gathered = Gather<float>(n, select, CandidateBar<float>(select.threshold_hint), parallel_for,
-                                [&](Candidates<float>* candidates, int64_t begin, int64_t end) {
-                                  AccumulateSpan(parts, begin, end, spoilt.data(), candidates);
-                                });
+  const Candidates<float> none(select.k, CandidateBar<float>(select.threshold_hint), select.seed);
+  auto gathered = Gather(n, none, parallel_for, [&](Candidates<float>* candidates, int64_t begin, int64_t end) {
+    AccumulateSpan(parts, begin, end, spoilt.data(), candidates);
+  });
   for (size_t i = 0; i < parts.size(); ++i) finite[i] = !spoilt[i].load();
   const bool is_miss = static_cast<int64_t>(gathered.entries().size()) < select.k;  // only then is anything read again
   if (is_miss) residual.data = JoinResiduals(parts, n, &copy);

@@ -31,6 +31,11 @@ struct Memory {
 // Updates the memory. Returns whether the gradient was finite everywhere.
 bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory);
 
+// Updates the memory, then selects what reaches the threshold (>= 0) in the residual, in one pass; equal to Accumulate
+// followed by FilterThreshold.
+Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, double threshold,
+                        const ParallelFor& parallel_for, Memory memory, bool* finite, std::vector<int64_t>* indices);
+
 // One of several tensors that share a selection: its elements follow `begin` others in it.
 struct Part {
   Array gradient;

@@ -1,10 +1,15 @@
 #include "bucket.h"
 
+#include <algorithm>
+
 #include "finite.h"
 #include "run_length.h"
+#include "threshold.h"
 
 namespace hvd_sparse {
 namespace {
+
+constexpr double kSmallestFloat = 0x1p-149;  // every float32 that is not zero reaches it
 
 // The residual at the ascending indices; zero where there is no part.
 std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
@@ -27,6 +32,45 @@ Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams&
   return SelectTopK({JoinResiduals(parts, n, &copy), n, DType::kFloat32}, select, parallel_for, selection);
 }
 
+// Packs what the residual holds at the indices.
+Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& indices, const PayloadFormat& format,
+                    Centre centre, uint8_t* payload) {
+  const auto entries = static_cast<int64_t>(indices.size());
+  std::vector<float> values = ValuesAt(parts, indices);
+  if (IsLowBit(format.dtype)) {
+    HVD_SPARSE_RETURN_IF_ERROR(
+        QuantizeLowBit(values.data(), indices.data(), entries, format.dtype, centre, format.segments, values.data()));
+  }
+  const bool is_wide = format.dtype == DType::kFloat64;  // what Pack takes as such
+  const std::vector<double> wide(values.begin(), is_wide ? values.end() : values.begin());
+  const void* sent = values.data();
+  if (is_wide) sent = wide.data();
+  return Pack(format, indices.data(), sent, entries, payload);
+}
+
+// Updates the memory if active; selects what reaches the threshold, in the same pass where that is known before.
+Status FilterMemory(const Part& part, bool active, const FilterParams& filter, const ParallelFor& parallel_for,
+                    bool* finite, double* threshold, std::vector<int64_t>* indices) {
+  const int64_t n = part.gradient.size;
+  const Array residual{part.memory.residual, n, DType::kFloat32};
+  *threshold = filter.threshold;
+  if (filter.k != 0) {
+    HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, n));
+  } else {
+    HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
+    if (active) {
+      return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
+    }
+  }
+  *finite = active ? Accumulate(part.gradient, part.params, parallel_for, part.memory)
+                   : AllFinite(part.gradient, parallel_for);
+  if (filter.k != 0) {
+    HVD_SPARSE_RETURN_IF_ERROR(SelectThreshold(residual, {filter.k, ThresholdMethod::kExact}, parallel_for, threshold));
+    *threshold = std::max(*threshold, kSmallestFloat);
+  }
+  return FilterThreshold(residual, *threshold, parallel_for, indices);
+}
+
 }  // namespace
 
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
@@ -38,16 +82,21 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
-  std::vector<float> values = ValuesAt(parts, indices);
-  if (IsLowBit(format.dtype)) {
-    HVD_SPARSE_RETURN_IF_ERROR(
-        QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, centre, format.segments, values.data()));
-  }
-  const bool is_wide = format.dtype == DType::kFloat64;  // what Pack takes as such
-  const std::vector<double> wide(values.begin(), is_wide ? values.end() : values.begin());
-  const void* sent = values.data();
-  if (is_wide) sent = wide.data();
-  return Pack(format, indices.data(), sent, format.k, payload);
+  return PackSelected(parts, indices, format, centre, payload);
+}
+
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Centre centre,
+                     const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
+  std::vector<int64_t> indices;
+  HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, active, filter, parallel_for, finite, &filtered->threshold, &indices));
+  filtered->count = static_cast<int64_t>(indices.size());
+  format.n = part.gradient.size;
+  format.k = std::max<int64_t>(1, filtered->count);
+  int64_t size = 0;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  const size_t begin = message->size();
+  message->resize(begin + static_cast<size_t>(size));
+  return PackSelected({part}, indices, format, centre, message->data() + begin);
 }
 
 Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,

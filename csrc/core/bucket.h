@@ -20,6 +20,24 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection);
 
+// What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero.
+struct FilterParams {
+  double threshold = 0;
+  int64_t k = 0;
+};
+
+// What a filter selected: the threshold that it took, and how many elements reached it.
+struct Filtered {
+  double threshold = 0;
+  int64_t count = 0;
+};
+
+// Updates the memory of a part, selects what reaches a threshold in its residual, and adds the payload to `message`,
+// of `format` but for n, the part's size, and k, the count, at least 1; see AccumulateFilter. Unless active the memory
+// stays, and the selection is of what it holds.
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Centre centre,
+                     const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered);
+
 // The memory of elements [begin, begin + size) of a selection.
 struct MemorySlice {
   int64_t begin;

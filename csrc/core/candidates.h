@@ -113,20 +113,49 @@ class Candidates {
   int64_t passed_ = 0;
 };
 
-// Calls scan(&candidates, begin, end) on ranges that cover [0, n), and joins what these gather, in index order.
-template <typename T, typename Scan>
-Candidates<T> Gather(int64_t n, const SelectParams& params, BitsOf<T> threshold, const ParallelFor& parallel_for,
-                     const Scan& scan) {
+// Everything that reaches a threshold in one contiguous range, in index order.
+template <typename T>
+class Passed {
+ public:
+  explicit Passed(BitsOf<T> threshold) : threshold_(threshold) {}
+
+  // Takes those of data[begin, end), of a chunk at most, that reach it. They may be many: nothing branches on one.
+  void Offer(const T* data, int64_t begin, int64_t end) {
+    const size_t before = indices_.size();
+    indices_.resize(before + static_cast<size_t>(end - begin));
+    int64_t* out = indices_.data() + before;
+    for (int64_t i = begin; i < end; ++i) {
+      *out = i;
+      out += Reaches<T>(MagnitudeBits(data[i]), threshold_);
+    }
+    indices_.resize(static_cast<size_t>(out - indices_.data()));
+  }
+
+  void Append(const Passed& later) { indices_.insert(indices_.end(), later.indices_.begin(), later.indices_.end()); }
+
+  BitsOf<T> threshold() const { return threshold_; }
+  std::vector<int64_t>& indices() { return indices_; }
+
+ private:
+  BitsOf<T> threshold_;
+  std::vector<int64_t> indices_;
+};
+
+// Calls scan(&sink, begin, end), each time with a copy of `none`, on ranges that cover [0, n), and joins what these
+// gather, in index order.
+template <typename Sink, typename Scan>
+Sink Gather(int64_t n, const Sink& none, const ParallelFor& parallel_for, const Scan& scan) {
   std::mutex mutex;
-  std::vector<std::pair<int64_t, Candidates<T>>> parts;
+  std::vector<std::pair<int64_t, Sink>> parts;
   parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
-    Candidates<T> part(params.k, threshold, params.seed);
+    Sink part = none;
     scan(&part, begin, end);
     std::lock_guard<std::mutex> lock(mutex);
     parts.emplace_back(begin, std::move(part));
   });
+  if (parts.empty()) return none;
   std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  Candidates<T> all = std::move(parts.front().second);
+  Sink all = std::move(parts.front().second);
   for (size_t i = 1; i < parts.size(); ++i) all.Append(parts[i].second);
   return all;
 }

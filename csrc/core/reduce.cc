@@ -182,6 +182,26 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
   return Sum(format, sources, scale, parallel_for, slices, true);
 }
 
+Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, const uint8_t* gathered, int64_t size,
+                     float scale, const ParallelFor& parallel_for, const std::vector<float*>& outs) {
+  const auto count = static_cast<size_t>(ranks) * members.size();
+  std::vector<int64_t> offsets(count), ks(count);
+  HVD_SPARSE_RETURN_IF_ERROR(LocatePayloads(members, ranks, gathered, size, offsets.data(), ks.data()));
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (outs[i] == nullptr) continue;
+    PayloadFormat format = members[i];
+    std::vector<Source> sources;
+    for (size_t at = i; at < count; at += members.size()) {
+      Source source{gathered + offsets[at], ks[at], 0};
+      format.k = source.k;
+      HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &source.size));
+      sources.push_back(source);
+    }
+    HVD_SPARSE_RETURN_IF_ERROR(Sum(format, sources, scale, parallel_for, {{0, format.n, outs[i]}}, true));
+  }
+  return Status::Ok();
+}
+
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
   std::vector<Source> sources;

@@ -28,6 +28,12 @@ struct Slice {
 Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
                      const ParallelFor& parallel_for, const std::vector<Slice>& slices);
 
+// The same for messages whose payloads LocatePayloads found, of the members that have a place for their sum: outs[i],
+// members[i].n elements, null for none. An error tells of the first member whose payload fails; sums of members before
+// it are then written.
+Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, const uint8_t* gathered, int64_t size,
+                     float scale, const ParallelFor& parallel_for, const std::vector<float*>& outs);
+
 // Payload `r` of `format` starts at gathered + r * stride, for r in [0, ranks). Sets out[n] to
 // the sum of scale * decoded payload, added in rank order whatever the number of threads: bit-identical on every
 // rank. All payloads are validated before `out` is touched; the message of an error names the rank.

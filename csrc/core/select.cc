@@ -1,7 +1,6 @@
 #include "select.h"
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -38,12 +37,13 @@ HVD_SPARSE_MULTIVERSION int64_t Skip(const BFloat16* data, int64_t begin, int64_
   return SkipChunks(data, begin, end, threshold);
 }
 
-template <typename T>
-void ScanRange(const T* data, int64_t begin, int64_t end, Candidates<T>* candidates) {
+// Offers a sink, Candidates or Passed, the chunks in which something reaches its threshold.
+template <typename T, typename Sink>
+void ScanRange(const T* data, int64_t begin, int64_t end, Sink* sink) {
   for (int64_t i = begin; i < end;) {
-    i = Skip(data, i, end, candidates->threshold());
+    i = Skip(data, i, end, sink->threshold());
     const int64_t stop = std::min(i + kChunk, end);
-    candidates->Offer(data, i, stop);
+    sink->Offer(data, i, stop);
     i = stop;
   }
 }
@@ -75,9 +75,9 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
   for (const ThresholdParams* attempt : attempts) {
     if (attempt != nullptr) HVD_SPARSE_RETURN_IF_ERROR(SelectThreshold(values, *attempt, parallel_for, &threshold));
     if (attempt != nullptr || !gathered) {
-      gathered =
-          Gather<T>(n, params, CandidateBar<T>(threshold), parallel_for,
-                    [data](Candidates<T>* part, int64_t begin, int64_t end) { ScanRange(data, begin, end, part); });
+      const Candidates<T> none(params.k, CandidateBar<T>(threshold), params.seed);
+      gathered = Gather(n, none, parallel_for,
+                        [data](Candidates<T>* part, int64_t begin, int64_t end) { ScanRange(data, begin, end, part); });
     }
     Candidates<T>& candidates = *gathered;
     if (attempt == attempts.front()) selection->passed = candidates.passed();
@@ -122,26 +122,14 @@ Status SelectTopKAmong(Candidates<float> gathered, const Array& values, const Se
 
 Status FilterThreshold(const Array& values, double threshold, const ParallelFor& parallel_for,
                        std::vector<int64_t>* indices) {
-  if (!(threshold >= 0)) {
-    return Status::InvalidArgument("threshold must be a number >= 0, got " + std::to_string(threshold));
-  }
-  indices->clear();
-  std::mutex mutex;
-  std::vector<std::vector<int64_t>> parts;
+  HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(threshold));
   Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
-    const BitsOf<T> bar = SmallestReaching<T>(threshold);
-    parallel_for(0, values.size, kGrain, [&](int64_t begin, int64_t end) {
-      std::vector<int64_t> part;
-      for (int64_t i = begin; i < end; ++i) {
-        if (Reaches<T>(MagnitudeBits(data[i]), bar)) part.push_back(i);
-      }
-      std::lock_guard<std::mutex> lock(mutex);
-      if (!part.empty()) parts.push_back(std::move(part));
-    });
+    const Passed<T> none(SmallestReaching<T>(threshold));
+    *indices = Gather(values.size, none, parallel_for, [data](Passed<T>* part, int64_t begin, int64_t end) {
+                 ScanRange(data, begin, end, part);
+               }).indices();
   });
-  std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.front() < b.front(); });
-  for (const auto& part : parts) indices->insert(indices->end(), part.begin(), part.end());
   return Status::Ok();
 }
 

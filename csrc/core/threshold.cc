@@ -79,6 +79,11 @@ Status CheckCount(int64_t k, int64_t n) {
                                  std::to_string(k));
 }
 
+Status CheckThreshold(double threshold) {
+  if (threshold >= 0) return Status::Ok();
+  return Status::InvalidArgument("threshold must be a number >= 0, got " + std::to_string(threshold));
+}
+
 Status PlanThreshold(int64_t n, const ThresholdParams& params, ThresholdPlan* plan) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckCount(params.k, n));
   if (!(params.sample_fraction > 0 && params.sample_fraction <= 1)) {

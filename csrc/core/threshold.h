@@ -14,6 +14,9 @@ enum class ThresholdMethod { kExact, kSampled };
 // An error unless k is in [1, n].
 Status CheckCount(int64_t k, int64_t n);
 
+// An error unless threshold is a number >= 0.
+Status CheckThreshold(double threshold);
+
 struct ThresholdParams {
   int64_t k = 0;
   ThresholdMethod method = ThresholdMethod::kExact;

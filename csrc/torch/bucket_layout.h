@@ -20,6 +20,18 @@ inline void CheckCounts(const char* op, const char* what, size_t count, std::ini
   }
 }
 
+// The formats of a bucket's payloads, but for their number of entries.
+inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef ns, IntArrayRef columns,
+                                            const std::string& coding, const std::string& value_dtype) {
+  CheckCounts(op, "member", ns.size(), {columns.empty() ? ns.size() : columns.size()});
+  std::vector<PayloadFormat> formats;
+  for (size_t i = 0; i < ns.size(); ++i) {
+    formats.push_back(ParseFormat(op, ns[i], 1, coding, value_dtype, {}));
+    if (!columns.empty()) formats.back().segments = {{0, columns[i]}};
+  }
+  return formats;
+}
+
 // The selections of a bucket, where their payloads lie in a message, and which tensors take part in which.
 class Layout {
  public:

@@ -11,7 +11,7 @@
 #include "../core/run_length.h"
 #include "../core/select.h"
 #include "../core/threshold.h"
-#include "arguments.h"
+#include "bucket_layout.h"
 
 namespace hvd_sparse {
 namespace {
@@ -186,11 +186,7 @@ Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t rank
   TORCH_CHECK_VALUE(columns.empty() || columns.size() == ns.size(),
                     "hvd_sparse.locate_payloads: columns must be as many as ns, or none");
   TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
-  std::vector<PayloadFormat> members;
-  for (size_t i = 0; i < ns.size(); ++i) {
-    members.push_back(ParseFormat("locate_payloads", ns[i], 1, coding, value_dtype, {}));
-    if (!columns.empty()) members.back().segments = {{0, columns[i]}};
-  }
+  std::vector<PayloadFormat> members = FormatsOf("locate_payloads", ns, columns, coding, value_dtype);
   Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);
   auto* offsets = found.mutable_data_ptr<int64_t>();
   Raise("locate_payloads", LocatePayloads(std::move(members), ranks, gathered.const_data_ptr<uint8_t>(),

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import columns_of
 from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.memory import ResidualMemory
 from hvd_sparse.tensorflow.scope import Entry, Scope, Step
 from hvd_sparse.wire import LOW_BITS
 
@@ -37,7 +39,7 @@ class BucketScope(Scope):
         factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
         message.payloads, finite, message.info = ops.accumulate_bucket(
             [entry.gradient for entry in entries],
-            *_columns(memory.destination() for memory in memories),
+            *destinations(memories),
             factors=tf.stack(factors),
             is_active=step.is_active,
             ks=counts,
@@ -63,23 +65,35 @@ class BucketScope(Scope):
             sums = ops.reduce_bucket(gathered, sizes, self.exchange.size(), message.counts, step.scale, **message.form)
             for entry, total in zip(message.entries, sums, strict=True):
                 entry.decode = lambda total=total: total
-            cleared = [entry.memory.cleared() for entry in message.entries]
-            buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
-            form = {**message.form, "kept": message.entries[0].memory.kept}
-            done.append(ops.clear_bucket(message.payloads, message.counts, step.void, *buffers, **form))
+            done.append(self._cleared(message.payloads, message.counts, message.entries, step, message.form))
         return done
+
+    def _cleared(
+        self, payloads: tf.Tensor, ks: tf.Tensor, entries: list[Entry], step: Step, form: dict
+    ) -> tf.Operation:
+        """Take what was sent out of the memories, unless the step does not count."""
+        cleared = [entry.memory.cleared() for entry in entries]
+        buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
+        return ops.clear_bucket(payloads, ks, step.void, *buffers, **form, kept=entries[0].memory.kept)
 
     @abc.abstractmethod
     def _selected(self, entries: list[Entry]) -> list[str]:
         """Return the names of the selections in these, in the order of their messages."""
 
     def _form(self, memories: list, joint: bool) -> dict:
-        algorithm, columns = self.algorithm, []
-        if algorithm.values in LOW_BITS:
-            columns = [columns_of(memory.variable.shape, algorithm) for memory in memories]
+        algorithm = self.algorithm
+        columns = columns_of_all(memories, algorithm)
         return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns, "joint": joint}
 
 
-def _columns(destinations) -> list[list]:
+def columns_of_all(memories: list[ResidualMemory], algorithm: Algorithm) -> list[int]:
+    """Return how many groups of low-bit values each variable has, nothing where values have no centres."""
+    if algorithm.values not in LOW_BITS:
+        return []
+    return [columns_of(memory.variable.shape, algorithm) for memory in memories]
+
+
+def destinations(memories: list[ResidualMemory]) -> list[list]:
     """Return residuals, velocities and parameters, each as many as there are members, or none."""
-    return [[one for one in column if one is not None] for column in zip(*destinations, strict=True)]
+    columns = zip(*(memory.destination() for memory in memories), strict=True)
+    return [[one for one in column if one is not None] for column in columns]

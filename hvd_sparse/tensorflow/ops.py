@@ -282,6 +282,53 @@ def accumulate_bucket(
     return tuple(_ops.hvd_sparse_accumulate_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
 
+def filter_bucket(
+    gradients: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Variable],
+    velocities: Sequence[tf.Variable] = (),
+    parameters: Sequence[tf.Tensor] = (),
+    *,
+    factors: tf.Tensor,
+    thresholds: tf.Tensor,
+    ks: tf.Tensor,
+    is_active: bool | tf.Tensor = True,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    centre: str = "mean",
+    columns: Sequence[int] = (),
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket, one list entry each.
+
+    factors float32[members], thresholds float64[members], ks int64[members]: where above 0, the threshold is that of
+    the k largest residuals, once these are accumulated, and at least the smallest float32 above zero. Returns the
+    payloads, uint8[bytes], one after the other, whether each gradient was finite, bool[members], and
+    float64[members, 2], threshold and entries. The k of a payload is its entries, but at least 1.
+    """
+    lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
+    numbers = (factors, is_active, thresholds, ks)
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "centre": centre}
+    return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))
+
+
+def reduce_located_bucket(
+    gathered: tf.Tensor,
+    ns: Sequence[int],
+    ranks: Integer,
+    scale: Real = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
+) -> list[tf.Tensor]:
+    """Do `locate_payloads`, then `reduce_located` for the variables of a bucket, n elements each: float32[n] each."""
+    form = {"M": len(ns), "ns": list(ns), "coding": coding, "value_dtype": value_dtype, "columns": list(columns)}
+    numbers = (_integer(ranks), _number(scale, tf.float32))
+    return _ops.hvd_sparse_reduce_located_bucket(gathered, *numbers, **form)
+
+
 def clear_bucket(
     message: tf.Tensor,
     ks: tf.Tensor,

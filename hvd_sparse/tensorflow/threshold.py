@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
-from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
@@ -61,22 +60,26 @@ def _hints(threshold, margin, known, k) -> tf.Tensor:
 class ConstantThresholds:
     """A threshold chosen beforehand, the same for all."""
 
+    reads = False  # whether the residuals have to be there before a plan is made
+
     def __init__(self, value: float):
         self._value = value
         self.variables: list[tf.Variable] = []
 
-    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
-        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
-        value = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(float("inf"), tf.float64))
-        return [value] * len(residuals), []
+    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
+        """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
+        thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(math.inf, tf.float64))
+        return tf.fill([len(names)], thresholds), tf.zeros_like(counts)
 
-    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
+    def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """There is nothing to learn from how many were sent."""
         return []
 
 
 class KeptThresholds:
     """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in variables."""
+
+    reads = False
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, names: list[str]):
         self._turns = Turns(algorithm, len(names))
@@ -85,29 +88,25 @@ class KeptThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
-        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
-        rows = [self._row[name] for name in residuals]
+    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
+        """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
+        rows = [self._row[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
         refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
-        k = tf.cast(counts, tf.float64)
-        kept = tf.gather(self._value.read_value(), rows)
-        known = tf.gather(self._k.read_value(), rows)
-        due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, k)
-        due &= tf.logical_not(drains) & is_active
-        found = [
-            tf.cond(due[i], lambda r=residual, n=count: ops.select_threshold(r, n), lambda i=i: kept[i])
-            for i, (residual, count) in enumerate(zip(residuals.values(), tf.unstack(counts), strict=True))
-        ]
-        new = tf.where(due, tf.maximum(tf.stack(found), SMALLEST), kept)
-        thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), new)
-        thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(float("inf"), tf.float64)))
-        changes = ((self._value, new), (self._k, tf.where(due, k, known)))
-        return tf.unstack(thresholds), [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in changes]
+        kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
+        due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
+        self._due = due & tf.logical_not(drains) & is_active
+        thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
+        thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(math.inf, tf.float64)))
+        return thresholds, tf.where(self._due, counts, tf.zeros_like(counts))
 
-    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
-        """There is nothing to learn from how many were sent."""
-        return []
+    def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
+        """Keep the thresholds that were taken anew, after `plan` in the same trace; infos: of `ops.filter_bucket`."""
+        rows = [self._row[name] for name in names]
+        learnt = (infos[:, 0], tf.cast(counts, tf.float64))
+        pairs = zip(self.variables, learnt, strict=True)
+        changes = [(kept, tf.where(self._due, new, tf.gather(kept.read_value(), rows))) for kept, new in pairs]
+        return [kept.scatter_update(tf.IndexedSlices(value, rows)) for kept, value in changes]
 
     def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         refreshes = np.array([self._turns.refreshes(step, row) for row in rows])
@@ -116,6 +115,8 @@ class KeptThresholds:
 
 class FittedThresholds:
     """The thresholds of SIDCo: `hvd_sparse.threshold.FittedThreshold` for all variables, in variables."""
+
+    reads = True
 
     def __init__(self, algorithm: SIDCo, names: list[str]):
         self._algorithm = algorithm
@@ -127,28 +128,28 @@ class FittedThresholds:
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
 
-    def at(self, step, residuals: dict[str, tf.Tensor], counts, is_active) -> tuple[list[tf.Tensor], list]:
-        """Return a threshold, float64, for each residual, infinite unless active; and the changes of what is kept."""
-        self._sizes |= {name: residual.shape[0] for name, residual in residuals.items()}
-        more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in residuals]))
-        infinite = tf.constant(float("inf"), tf.float64)
+    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
+        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and zeros."""
+        self._sizes |= {name: residual.shape[0] for name, residual in zip(names, residuals, strict=True)}
+        more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in names]))
+        infinite = tf.constant(math.inf, tf.float64)
         thresholds = []
-        for residual, k, extra in zip(residuals.values(), tf.unstack(counts), more, strict=True):
+        for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True):
             fitted = tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False)
             thresholds.append(tf.where(is_active, tf.ensure_shape(fitted, []), infinite))
-        return thresholds, []
+        return tf.stack(thresholds), tf.zeros_like(counts)
 
     def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> float:
         stages = self._algorithm.stages + int(more)
         return fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
 
-    def learn(self, names: list[str], counts, found: list[tf.Tensor], is_active) -> list[tf.Operation]:
-        """Adapt the stages to how many were sent."""
+    def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
+        """Adapt the stages to how many were sent; infos: of `ops.filter_bucket`."""
         rows = [self._row[name] for name in names]
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        ratio = tf.cast(tf.stack(found), tf.float64) / k
+        ratio = infos[:, 1] / k
         planned = tf.numpy_function(self._adapt, [old, ratio, density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]

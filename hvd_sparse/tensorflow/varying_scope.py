@@ -1,16 +1,26 @@
 """Thresholds in each variable: the sizes of the payloads differ between ranks and steps."""
 
-import functools
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from hvd_sparse.buckets import plan_buckets
-from hvd_sparse.centres import columns_of
 from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.bucket_scope import columns_of_all, destinations
 from hvd_sparse.tensorflow.memory import read_after
-from hvd_sparse.tensorflow.scope import Entry, Selection, Step
+from hvd_sparse.tensorflow.scope import Entry, Step
 from hvd_sparse.tensorflow.tensor_scope import TensorScope
 from hvd_sparse.tensorflow.threshold import make_thresholds
+
+
+@dataclass
+class Message:
+    """What this rank sends of a bucket."""
+
+    name: str
+    entries: list[Entry]
+    payloads: tf.Tensor  # uint8[bytes]
+    ks: tf.Tensor  # of the payloads, int64[members]
 
 
 class VaryingScope(TensorScope):
@@ -21,54 +31,67 @@ class VaryingScope(TensorScope):
         self._thresholds = make_thresholds(self.algorithm, list(self.memories))
         self.kept = self._thresholds.variables
 
-    def _choose(self, entries: list[Entry], step: Step) -> dict[str, Selection]:
-        residuals = {}
+    def _choose(self, entries: list[Entry], step: Step) -> list[Message]:
+        entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
+        names = [entry.name for entry in entries]
+        counts = self._counts([entry.memory.size for entry in entries], step)
+        residuals = self._accumulated(entries, step) if self._thresholds.reads else []
+        thresholds, ks = self._thresholds.plan(step.number, names, counts, step.is_active, residuals)
+        messages, infos, begin = [], [], 0
+        with tf.control_dependencies(residuals):
+            for bucket in plan_buckets(self._settled_sizes(names), self.algorithm.bucket_bytes, "bucket"):
+                members = slice(begin, begin + len(bucket.offsets))
+                message, info = self._filter(bucket.name, entries[members], thresholds[members], ks[members], step)
+                messages.append(message)
+                infos.append(info)
+                begin = members.stop
+        self._changes = self._thresholds.learn(names, counts, tf.concat(infos, 0), step.is_active)
+        return messages
+
+    def _accumulated(self, entries: list[Entry], step: Step) -> list[tf.Tensor]:
+        """Accumulate each gradient, and return the residuals."""
+        residuals = []
         for entry in entries:
             finite = entry.memory.accumulate(entry.gradient, entry.factor, step.is_active)
             step.finite.append(finite)
-            residuals[entry.name] = read_after(entry.memory.residual, finite)
-        counts = self._counts([entry.memory.size for entry in entries], step)
-        thresholds, self._changes = self._thresholds.at(step.number, residuals, counts, step.is_active)
-        chosen, found_counts = {}, []
-        for entry, threshold in zip(entries, thresholds, strict=True):
-            indices, values = ops.filter_threshold(residuals[entry.name], threshold)
-            found = tf.size(indices, tf.int64)
-            k = tf.maximum(found, 1)
-            chosen[entry.name] = self._packed(entry, indices, values, k, step)
-            step.counted.add(
-                sent=found if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(found), found)
-            )
-            found_counts.append(found)
-        self._changes += self._thresholds.learn(list(residuals), counts, found_counts, step.is_active)
-        return chosen
+            residuals.append(read_after(entry.memory.residual, finite))
+        return residuals
 
-    def _packed(self, entry: Entry, indices: tf.Tensor, values: tf.Tensor, k: tf.Tensor, step: Step) -> Selection:
-        """Return a selection with its payload."""
-        travels, segments = values, self._segments([entry])
-        if self.algorithm.values != "float32":
-            travels = ops.quantize(values, self.algorithm.values, self.algorithm.centre, indices, segments)
-        form = (self.algorithm.coding, self.algorithm.values, segments)
-        payload = ops.pack(indices, travels, entry.memory.size, k, *form)
-        step.counted.add(payload_bytes=tf.size(payload))
-        return Selection(k, indices, values, travels, payload, None)
+    def _filter(
+        self, name: str, entries: list[Entry], thresholds: tf.Tensor, ks: tf.Tensor, step: Step
+    ) -> tuple[Message, tf.Tensor]:
+        """Accumulate, unless that is done, select what reaches the thresholds in the members of a bucket, and pack."""
+        memories = [entry.memory for entry in entries]
+        factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
+        payloads, finite, info = ops.filter_bucket(
+            [entry.gradient for entry in entries],
+            *destinations(memories),
+            factors=tf.stack(factors),
+            thresholds=thresholds,
+            ks=ks,
+            is_active=False if self._thresholds.reads else step.is_active,
+            centre=self.algorithm.centre,
+            **self._varying_form(entries),
+            **memories[0].rule(),
+        )
+        step.finite.append(finite)
+        found = tf.cast(info[:, 1], tf.int64)
+        step.counted.add(payload_bytes=tf.size(payloads), sent=tf.reduce_sum(found))  # 0 where all travels dense
+        return Message(name, entries, payloads, tf.maximum(found, 1)), info
 
-    def _send(self, entries: list[Entry], chosen: dict[str, Selection], step: Step) -> list[tf.Operation]:
+    def _send(self, entries: list[Entry], messages: list[Message], step: Step) -> list[tf.Operation]:
         done = self._changes
-        members = {entry.name: entry for entry in entries}
-        for bucket in plan_buckets(self._settled_sizes(list(chosen)), self.algorithm.bucket_bytes, "bucket"):
-            gathered = self._gather(bucket.name, [chosen[name].payload for name in bucket.offsets], step)
-            self._give_decoders(gathered, [members[name] for name in bucket.offsets], step)
-        for entry in entries:
-            selection = chosen[entry.name]
-            done += self._clear(entry.memory, selection.indices, selection.values, selection.left, step)
+        for message in messages:
+            form = self._varying_form(message.entries)
+            gathered = self._gather(message.name, [message.payloads], step)
+            sizes = [entry.memory.size for entry in message.entries]
+            sums = ops.reduce_located_bucket(gathered, sizes, self.exchange.size(), step.scale, **form)
+            for entry, total in zip(message.entries, sums, strict=True):
+                entry.decode = lambda total=total: total
+            done.append(self._cleared(message.payloads, message.ks, message.entries, step, form))
         return done
 
-    def _give_decoders(self, gathered: tf.Tensor, members: list[Entry], step: Step) -> None:
-        """Give each member of a bucket its `decode`."""
-        form = (self.algorithm.coding, self.algorithm.values)
-        sizes = [entry.memory.size for entry in members]
-        columns = [columns_of(entry.memory.variable.shape, self.algorithm) for entry in members]
-        places = ops.locate_payloads(gathered, sizes, self.exchange.size(), *form, columns)
-        for position, entry in enumerate(members):
-            place = (places[:, :, position], entry.memory.size, step.scale)
-            entry.decode = functools.partial(ops.reduce_located, gathered, *place, *form, self._segments([entry]))
+    def _varying_form(self, entries: list[Entry]) -> dict:
+        algorithm = self.algorithm
+        columns = columns_of_all([entry.memory for entry in entries], algorithm)
+        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns}

@@ -36,9 +36,10 @@ from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
 from hvd_sparse.torch.state import gather_state, restore_state
-from hvd_sparse.torch.tensor_scope import TensorScope, VaryingScope
+from hvd_sparse.torch.tensor_scope import TensorScope
 from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
 from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
+from hvd_sparse.torch.varying_scope import VaryingScope
 from hvd_sparse.traffic import Traffic
 
 SCOPES = {  # how a method lays out a step

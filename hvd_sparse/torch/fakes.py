@@ -109,6 +109,16 @@ def _register_wire_fakes() -> None:
         out = arguments[3]  # after ks, seed and hints; there may be no gradients
         return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
 
+    @fake("hvd_sparse::filter_bucket")
+    def _(gradients, residuals, *arguments):
+        count, like, members = torch.library.get_ctx().new_dynamic_size(), gradients[0], len(gradients)
+        info, finite = _empty(like, (members, 3), torch.float64), _empty(like, (members,), torch.bool)
+        return _empty(like, (count,), torch.uint8), info, finite
+
+    @fake("hvd_sparse::reduce_located_bucket")
+    def _(gathered, *arguments):
+        return None
+
     @fake("hvd_sparse::clear_bucket")
     def _(message, *arguments):
         return None

@@ -30,10 +30,6 @@ class ResidualMemory:
         """The accumulated, unsent gradient, float32[n]."""
         return self.buffer("residual")
 
-    def exact_threshold(self, k: int) -> float:
-        """Return the k-th largest magnitude of the residual."""
-        return ops.select_threshold(self.residual, k).item()
-
     def values(self) -> np.ndarray:
         """Return the residual as an array."""
         return self.residual.numpy()

@@ -270,6 +270,55 @@ def accumulate_bucket(
     return _ops.accumulate_bucket(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 
+def filter_bucket(
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    velocities: Sequence[torch.Tensor] = (),
+    parameters: Sequence[torch.Tensor] = (),
+    *,
+    factors: Sequence[float],
+    thresholds: Sequence[float],
+    ks: Sequence[int],
+    is_active: bool = True,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    centre: str = "mean",
+    columns: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
+
+    ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least the
+    smallest float32 above zero, whatever `thresholds` says. Unless is_active no gradient enters a residual. columns: of
+    low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the other;
+    float64[members, 3], threshold, entries, and the payload's offset in bytes; and bool[members]: was each gradient
+    finite everywhere? The k of a payload is its entries, but at least 1.
+    """
+    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
+    numbers = (momentum, nesterov, weight_decay, is_active, thresholds, ks)
+    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, centre, columns)
+
+
+def reduce_located_bucket(
+    gathered: torch.Tensor,
+    ns: Sequence[int],
+    ranks: int,
+    outs: Sequence[torch.Tensor],
+    places: Sequence[int],
+    scale: float = 1.0,
+    coding: str = "run_length",
+    value_dtype: str = "float32",
+    columns: Sequence[int] = (),
+) -> None:
+    """Do `locate_payloads`, then `reduce_located` of those members of `ns` that `places` says, into `outs`; on the CPU.
+
+    outs: float32[ns[place]] for each of `places`. An error names the rank; sums of members before are then written.
+    """
+    _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, columns)
+
+
 def new_hints(count: int, device: torch.device) -> torch.Tensor:
     """Return the hints of `count` selections that `accumulate_bucket_hinted` has not seen yet, float64[count, 3]."""
     return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)

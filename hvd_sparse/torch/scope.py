@@ -16,7 +16,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
-from hvd_sparse.threshold import Threshold
+from hvd_sparse.threshold import ScaledThreshold, Threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.memory import ResidualMemory, make_memory
@@ -34,19 +34,7 @@ class Entry:
     frozen: bool  # the parameter does not train at present: it sends nothing and keeps its memory
     finite: bool = True  # known once the gradient has been read
     carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
-    indices: torch.Tensor | None = None  # what was selected of it, where the count varies
-    left: torch.Tensor | None = None  # what rounding on the wire kept back there
     commit: Callable[[], None] | None = None  # what becomes of the memory of a tensor that travels dense
-    packed: torch.Tensor | None = None  # its payload, where its size varies
-
-
-@dataclass
-class Selection:
-    """A selection to be sent: k of n, and how it was found the last time."""
-
-    indices: torch.Tensor
-    sent: torch.Tensor
-    left: torch.Tensor | None
 
 
 class Scope(abc.ABC):
@@ -62,7 +50,7 @@ class Scope(abc.ABC):
         }
         least = max(algorithm.min_numel, 1)
         self._small = [name for name in parameters if parameters[name].numel() < least]
-        self.thresholds: dict[str, Threshold] = {}  # where the count varies
+        self.thresholds: dict[str, Threshold | ScaledThreshold] = {}  # where the count varies
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
         self.expected: tuple[str, ...] = ()
         self.entries: dict[str, Entry] = {}
@@ -209,20 +197,9 @@ class Scope(abc.ABC):
     def _late(self) -> list[Entry]:
         return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
 
-    def _quantized(self, indices: torch.Tensor, values: torch.Tensor, names: tuple[str, ...]) -> Selection:
-        """Return a selection in tensors, laid out one after the other, with its values as they travel."""
-        self.traffic.count(sent=indices.numel())
-        if self.algorithm.values == "float32":
-            return Selection(indices, values, None)
-        sent = ops.quantize(values, self.algorithm.values, self.algorithm.centre, indices, self._segments_of(names))
-        return Selection(indices, sent, values - sent)
-
-    def _pack(
-        self, selection: Selection | None, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None
-    ) -> None:
-        """Write a payload; no selection makes an empty contribution."""
-        indices = out.new_empty(0, dtype=torch.int64) if selection is None else selection.indices
-        values = out.new_empty(0, dtype=torch.float32) if selection is None else selection.sent
+    def _pack_nothing(self, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None) -> None:
+        """Write the payload of an empty contribution."""
+        indices, values = out.new_empty(0, dtype=torch.int64), out.new_empty(0, dtype=torch.float32)
         ops.pack(indices, values, n, k, out, self.algorithm.coding, self.algorithm.values, segments)
 
     def _payload_size(self, n: int, k: int, segments: torch.Tensor | None) -> int:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 
 from hvd_sparse.buckets import Bucket, plan_buckets
-from hvd_sparse.centres import columns_of
-from hvd_sparse.threshold import ThresholdHint, make_threshold
+from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.memory import destinations
+from hvd_sparse.torch.memory import ResidualMemory, destinations
 from hvd_sparse.torch.scope import Entry, Scope, place_of
 from hvd_sparse.wire import top_k_count
 
@@ -24,6 +23,7 @@ class Message:
 
     bucket: Bucket
     buffer: torch.Tensor  # its payloads
+    own: torch.Tensor | None = None  # those of the members that take part, where counts vary
     missing: set[str] = field(default_factory=set)
     started: bool = False
     pending: Pending | None = None
@@ -102,7 +102,6 @@ class TensorScope(Scope):
         name = entry.name
         if name in self._dense:
             return self._take_dense(entry)
-        self._prepare(entry)
         message = self._message_of.get(name)
         if message is not None:
             message.missing.discard(name)
@@ -171,9 +170,6 @@ class TensorScope(Scope):
             self._payloads[name] = Payload(n, k, segments, self._payload_size(n, k, segments))
         return self._payloads[name]
 
-    def _prepare(self, entry: Entry) -> None:
-        """Do what need not wait for the other members of the bucket."""
-
     def _fill(self, message: Message) -> None:
         """Accumulate and select in the members of a bucket; write their payloads, those of nothing for the others."""
         entries = self._present(message)
@@ -181,7 +177,7 @@ class TensorScope(Scope):
             if name not in entries:
                 payload = self._payload(name)
                 out = message.buffer.narrow(0, message.bucket.offsets[name], payload.size)
-                self._pack(None, payload.n, payload.k, out, payload.segments)
+                self._pack_nothing(payload.n, payload.k, out, payload.segments)
         if not entries:
             return
         memories = [self.memories[name] for name in entries]
@@ -213,10 +209,15 @@ class TensorScope(Scope):
         """Take what was sent out of the memories."""
         entries = self._present(message)
         memories = [self.memories[name] for name in entries]
-        cleared = [memory.cleared() for memory in memories]
-        residuals, velocities = [own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]]
+        residuals, velocities = self._cleared(memories)
         form = {**self._form(), "kept": memories[0].kept} if memories else self._form()
         ops.clear_bucket(message.buffer, residuals, velocities, layout=self._layout(message, entries), **form)
+
+    @staticmethod
+    def _cleared(memories: list[ResidualMemory]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the residuals, and the velocities, that what was sent leaves."""
+        cleared = [memory.cleared() for memory in memories]
+        return [own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]]
 
     def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
         """Sum the payloads of all ranks for all members that have a gradient here."""
@@ -246,57 +247,3 @@ class TensorScope(Scope):
                 begins=[0] * len(payloads),
             )
         return message.layout
-
-
-class VaryingScope(TensorScope):
-    """What reaches a threshold in each tensor; the sizes of the payloads differ between ranks and steps."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        names = sorted(self.parameters)
-        self.thresholds = {
-            name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
-        }
-
-    def _prepare(self, entry: Entry) -> None:
-        """Accumulate, select what reaches the threshold, and pack it."""
-        if entry.frozen:
-            return
-        memory, k = self.memories[entry.name], self._payload(entry.name).k
-        entry.finite = memory.accumulate(entry.gradient, memory.clip_factor(entry.gradient, self.ranks))
-        threshold = self.thresholds[entry.name]
-        indices, values = ops.filter_threshold(memory.residual, threshold.at(self.step, k, memory))
-        threshold.learn(k, len(indices))
-        selection = self._quantized(indices, values, (entry.name,))
-        entry.indices, entry.left = selection.indices, selection.left
-        entry.packed = self._packed(entry.name, selection)
-
-    def _packed(self, name: str, selection) -> torch.Tensor:
-        n, segments = self.parameters[name].numel(), self._segments_of((name,))
-        k = 1 if selection is None else max(1, selection.indices.numel())
-        out = torch.empty(self._payload_size(n, k, segments), dtype=torch.uint8)
-        self._pack(selection, n, k, out, segments)
-        return out
-
-    def _fill(self, message: Message) -> None:
-        entries = self._present(message)
-        message.buffer = torch.cat(
-            [entries[name].packed if name in entries else self._packed(name, None) for name in message.bucket.offsets]
-        )
-
-    def _clear(self, message: Message) -> None:
-        for name, entry in self._present(message).items():
-            self.memories[name].clear(entry.indices, entry.left)
-
-    def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
-        form = (self.algorithm.coding, self.algorithm.values)
-        members = list(message.bucket.offsets)
-        sizes = [self.parameters[member].numel() for member in members]
-        columns = [columns_of(self.parameters[member].shape, self.algorithm) for member in members]
-        places = ops.locate_payloads(gathered, sizes, self.ranks, *form, columns)
-        message.sums, message.scale = {}, scale
-        for position, name in enumerate(members):
-            if name in self.entries:
-                out = message.sums[name] = place_of(self.entries[name].gradient)
-                place = places[:, :, position].contiguous()
-                ops.reduce_located(gathered, place, out.numel(), out, scale, *form, self._segments_of((name,)))

@@ -122,6 +122,36 @@ void CheckTopK(const Values& gradient, const Setting& s, const std::vector<float
   }
 }
 
+// What reaches a threshold in the residual that is expected, an element at a time.
+std::vector<int64_t> Reaching(const std::vector<float>& residual, double threshold) {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < residual.size(); ++i) {
+    if (std::abs(static_cast<double>(residual[i])) >= threshold) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+void CheckFilter(const Values& gradient, const Setting& s, const std::vector<float>& parameter, const Buffers& start,
+                 const Buffers& expected, bool expected_finite, const std::string& where) {
+  const int64_t n = gradient.size();
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double threshold : {0.0, HintFor(expected.residual, (n + 1) / 2, 1), HintFor(expected.residual, 1, 1),
+                                 HintFor(expected.residual, (n + 99) / 100, 0.999), infinity}) {
+    for (const Cut& cut : AllCuts()) {
+      Buffers buffers = start;
+      std::vector<int64_t> indices{-1};
+      bool finite = !expected_finite;
+      const Status status = AccumulateFilter(gradient.array(), ParamsOf(s, parameter), threshold, cut.run,
+                                             MemoryOf(s, &buffers), &finite, &indices);
+      EXPECT_STATUS(StatusKind::kOk, status, where);
+      EXPECT_EQ(expected.residual, buffers.residual, where << ", " << cut.name);
+      EXPECT_EQ(expected.velocity, buffers.velocity, where << ", " << cut.name);
+      EXPECT_EQ(expected_finite, finite, where);
+      EXPECT_EQ(Reaching(expected.residual, threshold), indices, where << ", " << threshold << ", " << cut.name);
+    }
+  }
+}
+
 void CheckAll(const Values& gradient, const std::string& kind) {
   const int64_t n = gradient.size();
   const std::vector<float> parameter = Floats(n, 3);
@@ -139,6 +169,7 @@ void CheckAll(const Values& gradient, const std::string& kind) {
       EXPECT_EQ(expected.velocity, buffers.velocity, where << ", " << cut.name);
     }
     CheckTopK(gradient, s, parameter, start, expected, expected_finite, where);
+    CheckFilter(gradient, s, parameter, start, expected, expected_finite, where);
   }
 }
 
@@ -173,6 +204,15 @@ TEST(RefusesWithoutTouching) {
     const Status status = AccumulateTopK(gradient.array(), ParamsOf(plain, {}), {k, 0, 0}, SerialFor,
                                          MemoryOf(plain, &buffers), &finite, &selection);
     EXPECT_STATUS(StatusKind::kInvalidArgument, status, k);
+    EXPECT_EQ(std::vector<float>(5), buffers.residual, "nothing has happened");
+  }
+  for (const double threshold : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    Buffers buffers{std::vector<float>(5), std::vector<float>(5)};
+    std::vector<int64_t> indices;
+    bool finite = true;
+    const Status status = AccumulateFilter(gradient.array(), ParamsOf(plain, {}), threshold, SerialFor,
+                                           MemoryOf(plain, &buffers), &finite, &indices);
+    EXPECT_STATUS(StatusKind::kInvalidArgument, status, threshold);
     EXPECT_EQ(std::vector<float>(5), buffers.residual, "nothing has happened");
   }
 }

@@ -163,8 +163,13 @@ def test_refreshes_are_spread_over_the_life_span(monkeypatch):
     shapes = {f"t{i}": (200,) for i in range(4)}
     parameters = make_parameters(shapes)
     compression = Compression.dct(parameters.items(), density=0.05, lifespan=8, min_numel=100)
-    taken, original = [], ops.select_threshold
-    monkeypatch.setattr(ops, "select_threshold", lambda *arguments: taken.append(1) or original(*arguments))
+    taken, original = [], ops.filter_bucket
+
+    def count(*lists, ks, **options):
+        taken.extend(k for k in ks if k > 0)
+        return original(*lists, ks=ks, **options)
+
+    monkeypatch.setattr(ops, "filter_bucket", count)
     per_step = []
     for t in range(17):
         taken.clear()

@@ -1,0 +1,75 @@
+// The TensorFlow ops of buckets whose numbers of entries vary. n of each member is known to the graph.
+#include <vector>
+
+#include "attributes.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace hvd_sparse {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+
+absl::Status FilterBucketShape(InferenceContext* c) {
+  std::vector<tensorflow::DataType> types;
+  TF_RETURN_IF_ERROR(c->GetAttr("T", &types));
+  const auto members = static_cast<int64_t>(types.size());
+  c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+  c->set_output(1, c->Vector(members));
+  c->set_output(2, c->Matrix(members, 2));
+  return absl::OkStatus();
+}
+
+absl::Status ReduceLocatedBucketShape(InferenceContext* c) {
+  std::vector<int64_t> ns;
+  TF_RETURN_IF_ERROR(c->GetAttr("ns", &ns));
+  if (static_cast<int>(ns.size()) != c->num_outputs()) {
+    return absl::InvalidArgumentError("hvd_sparse.reduce_located_bucket: ns must have one entry a sum");
+  }
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Vector(ns[static_cast<size_t>(i)]));
+  return absl::OkStatus();
+}
+
+REGISTER_OP("HvdSparseFilterBucket")
+    .Input("gradient: T")
+    .Input("residual: M * resource")
+    .Input("velocity: V * resource")
+    .Input("parameter: P * float")
+    .Input("factors: float")
+    .Input("is_active: bool")
+    .Input("thresholds: double")
+    .Input("ks: int64")
+    .Output("message: uint8")
+    .Output("finite: bool")
+    .Output("info: double")
+    .Attr("T: list({float, double, half, bfloat16}) >= 1")
+    .Attr("M: int >= 1")
+    .Attr("V: int >= 0 = 0")
+    .Attr("P: int >= 0 = 0")
+    .Attr("momentum: float = 0.0")
+    .Attr("nesterov: bool = false")
+    .Attr("weight_decay: float = 0.0")
+    .Attr("centre: {'mean', 'min'} = 'mean'")
+    .Attr("columns: list(int) = []")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetIsStateful()
+    .SetShapeFn(FilterBucketShape)
+    .Doc("HvdSparseAccumulate, HvdSparseFilterThreshold, HvdSparseQuantize and HvdSparsePack of each member.");
+
+REGISTER_OP("HvdSparseReduceLocatedBucket")
+    .Input("gathered: uint8")
+    .Input("ranks: int64")
+    .Input("scale: float")
+    .Output("sums: M * float")
+    .Attr("M: int >= 1")
+    .Attr("ns: list(int) >= 1")
+    .Attr("columns: list(int) = []")
+    .Attr(kCoding)
+    .Attr(kValueDType)
+    .SetShapeFn(ReduceLocatedBucketShape)
+    .Doc("HvdSparseLocatePayloads, then HvdSparseReduceLocated of each member.");
+
+}  // namespace
+}  // namespace hvd_sparse

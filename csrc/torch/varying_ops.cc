@@ -1,0 +1,86 @@
+// A bucket of tensors whose numbers of entries vary, in one call.
+#include <torch/library.h>
+
+#include "../core/bucket.h"
+#include "../core/reduce.h"
+#include "bucket_layout.h"
+
+namespace hvd_sparse {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
+                                                  TensorList parameters, at::ArrayRef<double> factors, double momentum,
+                                                  bool nesterov, double weight_decay, bool is_active,
+                                                  at::ArrayRef<double> thresholds, IntArrayRef ks,
+                                                  const std::string& coding, const std::string& value_dtype,
+                                                  const std::string& centre, IntArrayRef columns) {
+  const char* op = "filter_bucket";
+  const size_t members = gradients.size();
+  CheckCounts(op, "member", members,
+              {residuals.size(), factors.size(), thresholds.size(), ks.size(),
+               velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
+  std::vector<int64_t> ns;
+  for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
+  const std::vector<PayloadFormat> formats = FormatsOf(op, ns, columns, coding, value_dtype);
+  const Centre kind = ParseCentre(op, centre);
+  std::vector<uint8_t> message;
+  Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
+  Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
+  for (size_t i = 0; i < members; ++i) {
+    const Tensor flat = gradients[i].contiguous();
+    Tensor residual = residuals[i];
+    std::optional<Tensor> velocity = MemberOf(velocities, i);
+    const Accumulation a = AsAccumulation(op, flat, residual, velocity, MemberOf(parameters, i), factors[i], momentum,
+                                          nesterov, weight_decay);
+    double* row = info.mutable_data_ptr<double>() + 3 * i;
+    Filtered found;
+    row[2] = static_cast<double>(message.size());
+    Raise(op, FilterAndPack({a.gradient, a.params, a.memory, 0}, is_active, {thresholds[i], ks[i]}, formats[i], kind,
+                            TorchParallelFor, &message, finite.mutable_data_ptr<bool>() + i, &found));
+    row[0] = found.threshold;
+    row[1] = static_cast<double>(found.count);
+  }
+  Tensor out = at::empty({static_cast<int64_t>(message.size())}, at::kByte);
+  std::copy(message.begin(), message.end(), out.mutable_data_ptr<uint8_t>());
+  return {out, info, finite};
+}
+
+void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks, TensorList outs, IntArrayRef places,
+                           double scale, const std::string& coding, const std::string& value_dtype,
+                           IntArrayRef columns) {
+  const char* op = "reduce_located_bucket";
+  CheckTensor(op, "gathered", gathered, at::kByte);
+  CheckCounts(op, "sum", outs.size(), {places.size()});
+  TORCH_CHECK_VALUE(ranks >= 1, "hvd_sparse.", op, ": ranks must be >= 1, got ", ranks);
+  std::vector<float*> sums(ns.size(), nullptr);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    const int64_t place = places[i];
+    TORCH_CHECK_VALUE(place >= 0 && place < static_cast<int64_t>(ns.size()), "hvd_sparse.", op,
+                      ": places must be in [0, ", ns.size(), "), got ", place);
+    CheckTensor(op, "out", outs[i], at::kFloat);
+    const int64_t n = ns[static_cast<size_t>(place)];
+    TORCH_CHECK_VALUE(outs[i].numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ",
+                      outs[i].numel());
+    sums[static_cast<size_t>(place)] = static_cast<float*>(outs[i].data_ptr());
+  }
+  Raise(op, ReduceLocated(FormatsOf(op, ns, columns, coding, value_dtype), ranks, gathered.const_data_ptr<uint8_t>(),
+                          gathered.numel(), static_cast<float>(scale), TorchParallelFor, sums));
+}
+
+}  // namespace
+}  // namespace hvd_sparse
+
+TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
+  m.def(
+      "filter_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
+      "float[] factors, float momentum, bool nesterov, float weight_decay, bool is_active, float[] thresholds, "
+      "int[] ks, str coding, str value_dtype, str centre, int[] columns) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "reduce_located_bucket(Tensor gathered, int[] ns, int ranks, Tensor(a!)[] outs, int[] places, float scale, "
+      "str coding, str value_dtype, int[] columns) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
+  m.impl("filter_bucket", &hvd_sparse::FilterBucketOp);
+  m.impl("reduce_located_bucket", &hvd_sparse::ReduceLocatedBucketOp);
+}

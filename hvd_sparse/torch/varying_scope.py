@@ -1,0 +1,107 @@
+"""Thresholds in each tensor: the sizes of the payloads differ between ranks and steps."""
+
+import torch
+
+from hvd_sparse.centres import columns_of
+from hvd_sparse.threshold import Plan, make_threshold
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.memory import destinations
+from hvd_sparse.torch.scope import Entry, place_of
+from hvd_sparse.torch.tensor_scope import Message, TensorScope
+from hvd_sparse.wire import LOW_BITS
+
+
+class VaryingScope(TensorScope):
+    """What reaches a threshold in each tensor."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        names = sorted(self.parameters)
+        self.thresholds = {
+            name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
+        }
+
+    def _fill(self, message: Message) -> None:
+        """Accumulate and select in the members of a bucket; gather their payloads, those of nothing for the others."""
+        entries = self._present(message)
+        payloads = self._filter(message, entries) if entries else {}
+        message.buffer = message.own
+        if len(payloads) < len(message.bucket.offsets):
+            message.buffer = torch.cat(
+                [payloads[name] if name in payloads else self._nothing(name) for name in message.bucket.offsets]
+            )
+
+    def _filter(self, message: Message, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
+        """Accumulate, select what reaches the thresholds, and pack it in `message.own`; return each payload."""
+        names, memories = list(entries), [self.memories[name] for name in entries]
+        gradients = [entry.gradient for entry in entries.values()]
+        factors = [memory.clip_factor(g, self.ranks) for memory, g in zip(memories, gradients, strict=True)]
+        reads = self.thresholds[names[0]].reads
+        if reads:
+            for memory, gradient, factor in zip(memories, gradients, factors, strict=True):
+                memory.accumulate(gradient, factor)
+        plans = [self._plan_of(name) for name in names]
+        message.own, info, finite = ops.filter_bucket(
+            gradients,
+            *destinations(memories),
+            factors=factors,
+            thresholds=[plan.threshold for plan in plans],
+            ks=[plan.k for plan in plans],
+            is_active=not reads,
+            centre=self.algorithm.centre,
+            columns=self._columns(names),
+            **self._form(),
+            **memories[0].rule(),
+        )
+        thresholds, counts, offsets = info.t().tolist()
+        counts, offsets = list(map(int, counts)), list(map(int, offsets))
+        for entry, threshold, count, is_finite in zip(
+            entries.values(), thresholds, counts, finite.tolist(), strict=True
+        ):
+            entry.finite = is_finite
+            self.thresholds[entry.name].learn(self._payload(entry.name).k, threshold, count)
+        self.traffic.count(sent=sum(counts))
+        message.layout = self._layout_of(names, counts, offsets)
+        sizes = [end - begin for begin, end in zip(offsets, [*offsets[1:], message.own.numel()], strict=True)]
+        return dict(zip(names, message.own.split(sizes), strict=True))
+
+    def _plan_of(self, name: str) -> Plan:
+        return self.thresholds[name].plan(self.step, self._payload(name).k, self.memories[name].values)
+
+    def _layout_of(self, names: list[str], counts: list[int], offsets: list[int]) -> ops.Layout:
+        return ops.Layout(
+            ns=[self._payload(name).n for name in names],
+            ks=[max(1, count) for count in counts],
+            offsets=offsets,
+            segments=[self._payload(name).segments for name in names],
+            selections=list(range(len(names))),
+            begins=[0] * len(names),
+        )
+
+    def _nothing(self, name: str) -> torch.Tensor:
+        """Return the payload of a tensor that takes no part in this step."""
+        n, segments = self.parameters[name].numel(), self._segments_of((name,))
+        out = torch.empty(self._payload_size(n, 1, segments), dtype=torch.uint8)
+        self._pack_nothing(n, 1, out, segments)
+        return out
+
+    def _clear(self, message: Message) -> None:
+        memories = [self.memories[name] for name in self._present(message)]
+        if memories:
+            residuals, velocities = self._cleared(memories)
+            ops.clear_bucket(message.own, residuals, velocities, layout=message.layout, **self._form())
+
+    def _decode(self, message: Message, gathered: torch.Tensor, scale: float) -> None:
+        names = list(message.bucket.offsets)
+        places = [place for place, name in enumerate(names) if name in self.entries]
+        message.sums = {names[place]: place_of(self.entries[names[place]].gradient) for place in places}
+        message.scale = scale
+        sizes, columns = [self.parameters[name].numel() for name in names], self._columns(names)
+        outs = list(message.sums.values())
+        ops.reduce_located_bucket(gathered, sizes, self.ranks, outs, places, scale, **self._form(), columns=columns)
+
+    def _columns(self, names: list[str]) -> list[int]:
+        """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""
+        if self.algorithm.values not in LOW_BITS:
+            return []
+        return [columns_of(self.parameters[name].shape, self.algorithm) for name in names]
