@@ -88,11 +88,13 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
 Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Centre centre,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
   std::vector<int64_t> indices;
+  int64_t size = 0;
+  format.n = part.gradient.size;
+  format.k = 1;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
   HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
-  format.n = part.gradient.size;
   format.k = std::max<int64_t>(1, filtered->count);
-  int64_t size = 0;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   const size_t begin = message->size();
   message->resize(begin + static_cast<size_t>(size));

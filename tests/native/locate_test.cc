@@ -127,6 +127,61 @@ TEST(SumsWhatItFinds) {
   }
 }
 
+// The sums of some members, found and added in one call.
+Status ReduceSome(const Form& form, const Bytes& bytes, const ParallelFor& parallel_for,
+                  std::vector<std::vector<float>>* sums) {
+  const Exact exact(bytes);
+  std::vector<float*> outs;
+  for (std::vector<float>& sum : *sums) outs.push_back(sum.empty() ? nullptr : sum.data());
+  return ReduceLocated(Members(form), 3, exact.get(), static_cast<int64_t>(bytes.size()), 1.0f, parallel_for, outs);
+}
+
+TEST(SumsTheMembersThatHaveAPlace) {
+  for (const Form& form : AllForms()) {
+    std::vector<size_t> starts;
+    const Bytes bytes = WholeMessage(form, &starts);
+    Places places;
+    EXPECT_STATUS(StatusKind::kOk, Locate(form, bytes, &places), "");
+    for (size_t missing = 0; missing <= kNs.size(); ++missing) {
+      for (const Cut& cut : AllCuts()) {
+        std::vector<std::vector<float>> sums;
+        for (size_t member = 0; member < kNs.size(); ++member) {
+          sums.emplace_back(member == missing ? 0 : static_cast<size_t>(kNs[member]), 7.0f);
+        }
+        EXPECT_STATUS(StatusKind::kOk, ReduceSome(form, bytes, cut.run, &sums), cut.name);
+        for (size_t member = 0; member < kNs.size(); ++member) {
+          if (member == missing) continue;
+          std::vector<Source> sources;
+          const std::vector<float> expected = SumByHand(form, member, bytes, places, &sources);
+          size_t different = 0;
+          for (size_t i = 0; i < expected.size(); ++i) different += !SameNumber(expected[i], sums[member][i]);
+          EXPECT_EQ(size_t{0}, different, Describe(form) << ", member " << member << ", " << cut.name);
+        }
+      }
+    }
+  }
+}
+
+TEST(ADamagedMessageIsNotSummed) {
+  const Form form{Coding::kRunLength, DType::kFloat32};
+  std::vector<size_t> starts;
+  const Bytes whole = WholeMessage(form, &starts);
+  for (const size_t cut : {size_t{1}, whole.size() / 2, whole.size()}) {
+    std::vector<std::vector<float>> sums{std::vector<float>(70000, 7.0f), {}, {}};
+    EXPECT_STATUS(StatusKind::kCorruptPayload,
+                  ReduceSome(form, Bytes(whole.begin(), whole.end() - static_cast<int64_t>(cut)), SerialFor, &sums),
+                  cut);
+    EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
+  }
+  Bytes bytes = whole;
+  bytes[starts[3] + 40] ^= 1;  // the first member of rank 1
+  std::vector<std::vector<float>> sums{std::vector<float>(70000, 7.0f), {}, {}};
+  const Status status = ReduceSome(form, bytes, SerialFor, &sums);
+  EXPECT_STATUS(StatusKind::kCorruptPayload, status, "a flipped bit");
+  EXPECT(status.message.find("from rank 1") != std::string::npos, status.message);
+  EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
+}
+
 TEST(OtherColumnsAreNotFound) {
   for (const Form& form : AllForms({DType::kInt2, DType::kInt1})) {
     std::vector<size_t> starts;

@@ -134,6 +134,26 @@ TEST(AccumulatesAndSelects) {
   }
 }
 
+TEST(AccumulatesAndFilters) {
+  for (const DType dtype : kDTypes) {
+    const Values gradient = Draw(dtype, Pattern::kSpread, kSize, 5);
+    const AccumulateParams params{AccumulateRule::kMomentum, 1, 0.9f, 0, nullptr};
+    for (const double threshold : {0.0, 1.0, 3.0}) {
+      Memories serial, threaded;
+      std::vector<int64_t> expected, indices;
+      bool finite = false;
+      EXPECT(AccumulateFilter(gradient.array(), params, threshold, SerialFor, serial.get(), &finite, &expected).ok(),
+             "");
+      finite = false;
+      EXPECT(AccumulateFilter(gradient.array(), params, threshold, ThreadedFor, threaded.get(), &finite, &indices).ok(),
+             Name(dtype));
+      EXPECT(finite, Name(dtype));
+      EXPECT_EQ(serial.residual, threaded.residual, Name(dtype));
+      EXPECT_EQ(expected, indices, Name(dtype) << ", " << threshold);
+    }
+  }
+}
+
 // The same as two tensors with a gap between them.
 TEST(AccumulatesAndSelectsTogether) {
   const int64_t first = 30000, gap = 1000, n = kSize + gap;
