@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, algorithm, n: int):
         self.momentum = algorithm.momentum
         self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
-        self.memory = make_memory(algorithm, torch.empty(1).expand(n))
+        self.memory = make_memory(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
         self.hint = ThresholdHint()
         self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)
         self.out = torch.empty(n)

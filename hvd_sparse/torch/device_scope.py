@@ -24,6 +24,11 @@ class DeviceScope(Scope):
         self._kept_hints: dict[tuple[str, ...], torch.Tensor] = {}  # float64[selections, 3], of those who share a call
         self._finite: dict[str, torch.Tensor] = {}  # bool, on the device, of this step's gradients
 
+    @property
+    def device(self) -> torch.device:
+        """Where it works: where the parameters are."""
+        return self.parameters.device
+
     def begin(self, step: int) -> None:
         """Begin a step."""
         super().begin(step)
@@ -35,7 +40,7 @@ class DeviceScope(Scope):
     def _accumulate(self, names: tuple[str, ...], *lists, **options) -> None:
         """Accumulate, select and pack, with hints that are kept for these tensors; note which gradients were finite."""
         if names not in self._kept_hints:
-            self._kept_hints[names] = ops.new_hints(len(options["layout"].ns), self.parameters.device)
+            self._kept_hints[names] = ops.new_hints(len(options["layout"].ns), self.device)
         _, finite = ops.accumulate_bucket_hinted(
             *lists, hints=self._kept_hints[names], centre=self.algorithm.centre, **options
         )
@@ -43,8 +48,8 @@ class DeviceScope(Scope):
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         flags = [self._finite[entry.name].double() for entry in entries if entry.name in self._finite]
-        bad = len(flags) - torch.stack(flags).sum() if flags else torch.zeros((), device=self.parameters.device)
-        vote = torch.full((3,), float(self.step), dtype=torch.float64, device=self.parameters.device)
+        bad = len(flags) - torch.stack(flags).sum() if flags else torch.zeros((), device=self.device)
+        vote = torch.full((3,), float(self.step), dtype=torch.float64, device=self.device)
         vote[0] = bad
         vote[2] *= self.step
         self._votes.append(self.exchange.allreduce(name, vote))
@@ -56,7 +61,7 @@ class DeviceTensorScope(DeviceScope, TensorScope):
     """A selection of exactly k in each tensor."""
 
     def _buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.parameters.device)
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
         self._accumulate(tuple(entries), *lists, **options)
@@ -65,19 +70,15 @@ class DeviceTensorScope(DeviceScope, TensorScope):
 class DeviceModelScope(DeviceScope, ModelScope):
     """One selection in all tensors."""
 
-    def _group(self, names: list[str]) -> Group:
-        with self.parameters.device:  # where the memory of the whole is made
-            return super()._group(names)
-
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
-        with self.parameters.device:  # where zeros are made, in place of what does not train
+        with self.device:  # where zeros are made, in place of what does not train
             return super()._take_dense(entry, factor)
 
     def _choose(self, group: Group, factors: dict[str, float]) -> None:
         k = top_k_count(group.n, self.density)
         size = self._payload_size(group.n, k, group.segments)
         if group.buffer is None or group.buffer.numel() != size:
-            group.buffer = torch.zeros(size, dtype=torch.uint8, device=self.parameters.device)
+            group.buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
         entries = self._present(group)
         names = tuple(entry.name for entry in entries)
         self._accumulate(

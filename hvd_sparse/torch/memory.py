@@ -20,9 +20,10 @@ class ResidualMemory:
     BUFFERS = ("residual",)
     kept = 0.0  # what part of a value stays in the residual when it is sent
 
-    def __init__(self, algorithm: Algorithm, parameter: torch.Tensor):
+    def __init__(self, algorithm: Algorithm, parameter: torch.Tensor, device: torch.device):
         self.algorithm = algorithm
         self.parameter = parameter
+        self.device = device  # where the buffers lie, and gradients are brought in
         self.buffers: dict[str, torch.Tensor] = {}
 
     @property
@@ -38,9 +39,13 @@ class ResidualMemory:
         """Return a buffer, float32[n], zero at first."""
         found = self.buffers.get(name)
         if found is None:
-            found = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
+            found = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.device)
             self.buffers[name] = found
         return found
+
+    def weights(self) -> torch.Tensor:
+        """Return the parameter, as it decays: float32[n], contiguous, where the buffers lie."""
+        return self.parameter.detach().reshape(-1).to(self.device, torch.float32).contiguous()
 
     def adopt(self, name: str, storage: torch.Tensor) -> None:
         """Move a buffer into `storage`, float32[n], such as a slice of a whole model's."""
@@ -122,7 +127,7 @@ class MomentumMemory(ResidualMemory):
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
         decays = self.algorithm.weight_decay != 0.0
-        return self.buffer("residual"), self.buffer("velocity"), _flat(self.parameter).contiguous() if decays else None
+        return self.buffer("residual"), self.buffer("velocity"), self.weights() if decays else None
 
     def rule(self) -> dict:
         """Return momentum, nesterov and weight_decay."""
@@ -179,7 +184,7 @@ class SparsificationAwareMemory(ResidualMemory):
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return the residual, no velocity, and the parameter that decays."""
-        return self.residual, None, _flat(self.parameter).contiguous() if self.algorithm.weight_decay else None
+        return self.residual, None, self.weights() if self.algorithm.weight_decay else None
 
     def rule(self) -> dict:
         """Return weight_decay."""
@@ -205,9 +210,9 @@ class SparsificationAwareMemory(ResidualMemory):
 MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
 
 
-def make_memory(algorithm: Algorithm, parameter: torch.Tensor) -> ResidualMemory:
-    """Return the memory that an algorithm keeps of a tensor."""
-    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter)
+def make_memory(algorithm: Algorithm, parameter: torch.Tensor, device: torch.device) -> ResidualMemory:
+    """Return the memory, on a device, that an algorithm keeps of a tensor."""
+    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter, device)
 
 
 def destinations(memories: Iterable[ResidualMemory]) -> list[list[torch.Tensor]]:

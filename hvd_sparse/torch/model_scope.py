@@ -190,7 +190,7 @@ class ModelScope(Scope):
                 offsets[name] = n
                 n += self.parameters[name].numel()
         n_sparse = sum(self.parameters[name].numel() for name in sparse)
-        memory = make_memory(self.algorithm, torch.empty(1).expand(n_sparse))
+        memory = make_memory(self.algorithm, torch.empty(1).expand(n_sparse), self.device)
         for name in sparse:
             for kind in memory.BUFFERS:
                 part = memory.buffer(kind).narrow(0, offsets[name], self.parameters[name].numel())

@@ -46,7 +46,7 @@ class Scope(abc.ABC):
         self.exchange = exchange
         self.traffic = traffic
         self.memories: dict[str, ResidualMemory] = {
-            name: make_memory(algorithm, parameters[name]) for name in parameters
+            name: make_memory(algorithm, parameters[name], self.device) for name in parameters
         }
         least = max(algorithm.min_numel, 1)
         self._small = [name for name in parameters if parameters[name].numel() < least]
@@ -61,6 +61,11 @@ class Scope(abc.ABC):
         self._sealed = False
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
+
+    @property
+    def device(self) -> torch.device:
+        """Where it works: gradients are handed to it there, its memories, messages and results lie there."""
+        return torch.device("cpu")
 
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the memories."""

@@ -25,7 +25,7 @@ def gather_state(memories: Mapping[str, ResidualMemory], step: int, exchange: Ex
 
 def _copies(memory: ResidualMemory, every: bool) -> dict[str, torch.Tensor]:
     """Copy the buffers that were made, or `every` one: which were made may differ between ranks."""
-    empty = torch.zeros(memory.parameter.numel(), device=memory.parameter.device) if every else None
+    empty = torch.zeros(memory.parameter.numel(), device=memory.device) if every else None
     kinds = memory.BUFFERS if every else sorted(memory.buffers)
     return {kind: memory.buffers.get(kind, empty).clone() for kind in kinds}
 
