@@ -30,7 +30,7 @@ from hvd_sparse.algorithms import (
     density_of,
 )
 from hvd_sparse.members import two_momenta
-from hvd_sparse.torch.device_scope import device_layout
+from hvd_sparse.torch.device_scope import crossing, device_layout
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
@@ -69,8 +69,11 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(process_set, self._traffic)
-        layout = SCOPES[algorithm.layout] if self._parameters.device.type == "cpu" else device_layout(algorithm)
+        layout = SCOPES[algorithm.layout]
+        if self._parameters.device.type == "cuda":
+            layout = device_layout(algorithm) or layout
         self._scope = layout(algorithm, self._parameters, self._exchange, self._traffic)
+        self._crosses = self._parameters.device.type != self._scope.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
@@ -83,6 +86,8 @@ class SparseCompressor:
                 f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
                 stacklevel=3,
             )
+        if self._crosses and self._exchange.is_first() and not self._exchange.is_alone():
+            warnings.warn(crossing(algorithm), stacklevel=3)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
@@ -100,6 +105,8 @@ class SparseCompressor:
                 if name in scope.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 entry = Entry(name, tensor, not parameters[name].requires_grad)
+                if self._crosses:
+                    entry.gradient, entry.origin = tensor.to(scope.device), tensor
                 carried = scope.add(entry)
                 self._open.add(name)
                 return carried, entry
@@ -118,6 +125,9 @@ class SparseCompressor:
                 self._finish()
             with self._traffic.timed("decompress"):
                 result = self._result(tensor, ctx)
+                if self._crosses:
+                    with torch.no_grad():
+                        result = ctx.origin.copy_(result)
             self._open.discard(ctx.name)
             if not self._open:
                 self._end()

@@ -2,6 +2,8 @@
 
 Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA
 tensors, as for any gradient on a GPU. The token, which has nothing to do with the data, stays on the CPU.
+
+Methods that have no such scope have their gradients copied to the CPU, and use the scope that is there.
 """
 
 import torch
@@ -98,16 +100,21 @@ class DeviceModelScope(DeviceScope, ModelScope):
 LAYOUTS = {"tensor": DeviceTensorScope, "model": DeviceModelScope}
 
 
-def device_layout(algorithm: Algorithm) -> type[DeviceScope]:
-    """Return how a method lays out a step on a CUDA device; ValueError where it has none yet."""
-    if not has_cuda("torch"):
-        raise ValueError(
-            "the parameters are on a CUDA device, but hvd_sparse was built without CUDA: install it again with "
+def device_layout(algorithm: Algorithm) -> type[DeviceScope] | None:
+    """Return how a method lays out a step on a CUDA device; None where it works on the CPU."""
+    return LAYOUTS.get(algorithm.layout) if has_cuda("torch") else None
+
+
+def crossing(algorithm: Algorithm) -> str:
+    """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
+    if algorithm.layout in LAYOUTS:
+        reason = (
+            "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
-    if algorithm.layout not in LAYOUTS:
-        raise ValueError(
-            "on CUDA devices there are dgc, samomentum, gradient_dropping and topk so far, which select exactly k; got "
-            f"{algorithm.name} laid out by {algorithm.layout}"
+    else:
+        reason = (
+            f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
+            "gradient_dropping and topk, which select exactly k"
         )
-    return LAYOUTS[algorithm.layout]
+    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {reason}"

@@ -67,6 +67,10 @@ class Exchange(Members):
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         return hvd.is_initialized() and hvd.size() == 1 and not elastic
 
+    def is_first(self) -> bool:
+        """Return whether this rank is to speak for all: the set's first, or any before Horovod runs."""
+        return not hvd.is_initialized() or (self.can_start() and self.rank() == 0)
+
     def allgather(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes]; the result is uint8, what all ranks gave, one after the other."""
         handle = hvd.allgather_async(payload, name=f"{self._prefix}.{name}", process_set=self.process_set)

@@ -30,11 +30,12 @@ class Entry:
     """One gradient between its compress and its decompress."""
 
     name: str
-    gradient: torch.Tensor  # as Horovod passed it
+    gradient: torch.Tensor  # as Horovod passed it, or a copy where the scope works
     frozen: bool  # the parameter does not train at present: it sends nothing and keeps its memory
     finite: bool = True  # known once the gradient has been read
     carries_token: bool = True  # Horovod's allreduce carries a token for it, not the tensor itself
     commit: Callable[[], None] | None = None  # what becomes of the memory of a tensor that travels dense
+    origin: torch.Tensor | None = None  # what Horovod passed, if `gradient` is a copy
 
 
 class Scope(abc.ABC):

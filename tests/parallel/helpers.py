@@ -7,6 +7,7 @@ import os
 import horovod.torch as hvd
 import torch
 from gradients import SHAPES, draw
+from simulated_device import DeviceTensor
 
 
 def make_parameters(shapes=SHAPES, dtype=torch.float32, seed=1):
@@ -55,7 +56,8 @@ def backward(parameters, gradients, order=None):
 
 
 def as_gradient(parameter, values):
-    return torch.tensor(values).to(parameter.dtype)
+    gradient = torch.tensor(values).to(parameter.dtype)
+    return gradient if parameter.device.type == "cpu" else DeviceTensor(gradient)
 
 
 def step(optimizer, parameters, gradients, order=None):
