@@ -45,22 +45,23 @@ struct AddAtOnce {
 };
 
 // Adds to places that no cache holds, in the same order, but fetches them ahead: what takes the time is to wait for
-// them.
+// them. Each waits for as many others as hide how long memory takes.
 class AddFetched {
  public:
+  AddFetched() {
+    for (Term& term : waiting_) term = {&nowhere_, 0};
+  }
+  AddFetched(const AddFetched&) = delete;
+
   void To(float* place, float term) {
-    terms_[size_++] = {place, term};
-    if (size_ == kCapacity) Finish();
+    __builtin_prefetch(place, 1);
+    Term& next = waiting_[at_++ % kAhead];
+    *next.place += next.term;
+    next = {place, term};
   }
 
   void Finish() {
-    size_t j = 0;
-    for (; j + kAhead < size_; ++j) {
-      __builtin_prefetch(terms_[j + kAhead].place, 1);
-      *terms_[j].place += terms_[j].term;
-    }
-    for (; j < size_; ++j) *terms_[j].place += terms_[j].term;
-    size_ = 0;
+    for (size_t i = 0; i < kAhead; ++i) To(&nowhere_, 0);
   }
 
  private:
@@ -68,10 +69,10 @@ class AddFetched {
     float* place;
     float term;
   };
-  static constexpr size_t kCapacity = 1024;  // these fit the first-level cache, beside what they fetch
-  static constexpr size_t kAhead = 64;       // as many as hide how long memory takes
-  Term terms_[kCapacity];
-  size_t size_ = 0;
+  static constexpr size_t kAhead = 64;
+  float nowhere_ = 0;
+  Term waiting_[kAhead];
+  size_t at_ = 0;
 };
 
 // `element`: the block's first of `length`; value(j): entry j's.

@@ -36,8 +36,8 @@ class DeviceScope(Scope):
         super().begin(step)
         self._finite = {}
 
-    def _look(self, entry: Entry) -> None:
-        self._finite[entry.name] = ops.all_finite(entry.gradient)
+    def _note(self, entry: Entry, finite: torch.Tensor) -> None:
+        self._finite[entry.name] = finite
 
     def _accumulate(self, names: tuple[str, ...], *lists, **options) -> None:
         """Accumulate, select and pack, with hints that are kept for these tensors; note which gradients were finite."""

@@ -6,12 +6,21 @@ Compression: the velocity is its u, the residual its v.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
 from hvd_sparse.torch import ops
+
+
+class Dense(NamedTuple):
+    """What a tensor sends that travels dense. A step that does not count is as if it had not been."""
+
+    sent: torch.Tensor  # [n], in `dense_dtype`, contiguous; it may be the gradient itself
+    finite: torch.Tensor  # bool: was the gradient finite everywhere?
+    commit: Callable[[], None]  # changes the memory
 
 
 class ResidualMemory:
@@ -25,6 +34,7 @@ class ResidualMemory:
         self.parameter = parameter
         self.device = device  # where the buffers lie, and gradients are brought in
         self.buffers: dict[str, torch.Tensor] = {}
+        self._spare: list[torch.Tensor] | None = None
 
     @property
     def residual(self) -> torch.Tensor:
@@ -81,16 +91,33 @@ class ResidualMemory:
         """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16."""
         return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had.
-
-        Of the gradient's shape, contiguous, in `dense_dtype`; it may be the gradient itself. The memory changes only
-        when the function returned with it is called: a step that does not count is then as if it had not been.
-        """
-        sent = gradient.to(self.dense_dtype(gradient)).contiguous()
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
+        """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had."""
+        finite = ops.all_finite(gradient)
+        sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
         if "residual" in self.buffers:
-            sent = sent + self.residual.view_as(sent).to(sent.dtype)
-        return sent, self._clear_residual
+            sent = sent + self.residual.to(sent.dtype)
+        return Dense(sent, finite, self._clear_residual)
+
+    def spare(self) -> list[torch.Tensor]:
+        """Return two buffers, float32[n], for a step of a tensor that travels dense.
+
+        Those of a small one serve in every step: to make them takes longer than all else that is done with it.
+        """
+        if self._spare is not None:
+            return self._spare
+        made = [torch.empty(self.parameter.numel(), dtype=torch.float32, device=self.device) for _ in range(2)]
+        if self.parameter.numel() < self.algorithm.min_numel:
+            self._spare = made
+        return made
+
+    def is_spare(self, tensor: torch.Tensor) -> bool:
+        """Return whether the next step overwrites what `take_all` returned."""
+        return self._spare is not None and self._spare[0].data_ptr() == tensor.data_ptr()
+
+    def forget_spare(self) -> None:
+        """Leave the spare buffers to a step that was given up: Horovod may still write into them."""
+        self._spare = None
 
     def _clear_residual(self) -> None:
         if "residual" in self.buffers:
@@ -131,23 +158,23 @@ class MomentumMemory(ResidualMemory):
 
     def rule(self) -> dict:
         """Return momentum, nesterov and weight_decay."""
-        names = ("momentum", "nesterov", "weight_decay")
-        return {name: getattr(self.algorithm, name) for name in names}
+        own = self.algorithm
+        return {"momentum": own.momentum, "nesterov": own.nesterov, "weight_decay": own.weight_decay}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: that of the velocity."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
         """Return what a tensor that travels dense sends: its velocity, so that the momentum is that of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        velocity = self.velocity.clone()
-        sent = torch.zeros_like(velocity)
-        parameter = self.destination()[-1]
-        ops.accumulate(gradient, sent, velocity, parameter, factor=factor, **self.rule())
+        sent, velocity = self.spare()
+        velocity.copy_(self.velocity)
+        decays = self.weights() if self.algorithm.weight_decay else None
+        finite = ops.accumulate(gradient, sent.zero_(), velocity, decays, factor=factor, **self.rule())
         if "residual" in self.buffers:
             sent.add_(self.residual)
 
@@ -156,7 +183,7 @@ class MomentumMemory(ResidualMemory):
             self.velocity.copy_(velocity)
             self._clear_residual()
 
-        return sent.view(gradient.shape), commit
+        return Dense(sent, finite, commit)
 
     def cleared(self) -> tuple[torch.Tensor, ...]:
         """Return residual, and the velocity if it is masked."""
@@ -194,17 +221,19 @@ class SparsificationAwareMemory(ResidualMemory):
         """Return the type that a dense tensor travels in: that of the residual."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, Callable[[], None]]:
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
         """Return what a tensor that travels dense sends: all it remembers, which is momentum SGD."""
-        sent = self.residual.clone()
-        ops.accumulate(gradient, sent, None, self.destination()[-1], factor=factor, **self.rule())
+        sent, decayed = self.spare()
+        finite = ops.accumulate(
+            gradient, sent.copy_(self.residual), *self.destination()[1:], factor=factor, **self.rule()
+        )
+        torch.mul(sent, self.kept, out=decayed)
 
         def commit() -> None:
             """Make the change, as the step counts; what is sent may have been reduced in place."""
             self.residual.copy_(decayed)
 
-        decayed = sent * self.kept
-        return sent.view(gradient.shape), commit
+        return Dense(sent, finite, commit)
 
 
 MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}

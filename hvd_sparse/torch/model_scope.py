@@ -96,9 +96,9 @@ class ModelScope(Scope):
             if group.buffer is not None:
                 self._deferred.append(lambda: self._gather(group))
                 self.traffic.count(payload_bytes=group.buffer.numel())
+        parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
         self._vote(f"{name}.vote", entries)
-        if group.dense:
-            parts = [self._take_dense(self.entries[member], factors[member]) for member in group.dense]
+        if parts:
             small = torch.cat(parts)
             group.summed = self.exchange.allreduce(f"{name}.dense", small)
             self._collectives.append(group.summed)
@@ -144,12 +144,13 @@ class ModelScope(Scope):
         return group.gathered
 
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
-        memory = self.memories[entry.name]
-        dtype = torch.promote_types(memory.dense_dtype(entry.gradient), torch.float32)
-        if entry.frozen or not entry.finite:
-            return torch.zeros(entry.gradient.numel(), dtype=dtype)
-        sent, entry.commit = memory.take_all(entry.gradient, factor)
-        return sent.reshape(-1).to(dtype)
+        gradient = entry.gradient
+        dtype = torch.promote_types(self.memories[entry.name].dense_dtype(gradient), torch.float32)
+        if not entry.frozen:
+            sent = self._take_all(entry, factor)
+            if entry.finite:
+                return sent.reshape(-1).to(dtype)
+        return torch.zeros(gradient.numel(), dtype=dtype)
 
     def _hold(self, frozen: list[str]) -> None:
         """Take the memory of frozen tensors out of the selection until the step is over."""

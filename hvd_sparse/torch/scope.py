@@ -59,7 +59,7 @@ class Scope(abc.ABC):
         self._deferred: list[Callable[[], Pending]] = []
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
-        self._sealed = False
+        self._sealed = self._under_way = False
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
 
@@ -90,6 +90,10 @@ class Scope(abc.ABC):
         self._deferred = []
         self.ranks = self.exchange.size()
         self._dense = frozenset(self.parameters if self.density >= 1.0 else self._small)
+        if self._under_way:
+            for memory in self.memories.values():
+                memory.forget_spare()
+        self._under_way = True
         self._tokens.begin(self.exchange.rank(), len(self.expected))
         self._presence = self.exchange.allreduce("present", torch.ones(1))
         self._collectives = [self._presence]
@@ -99,8 +103,6 @@ class Scope(abc.ABC):
         """Take a gradient in; return what Horovod's own allreduce is to carry: a token, or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
-        if name in self._dense and not entry.frozen:
-            self._look(entry)
         carried = self._take(entry)
         self._awaited.discard(name)
         if not self._awaited and not self._sealed and self.expected:
@@ -132,6 +134,7 @@ class Scope(abc.ABC):
         for collective in self._collectives:
             collective.wait()
         self._tokens.end()
+        self._under_way = False
         self.expected = tuple(sorted(self.entries))
         self.entries = {}
 
@@ -159,9 +162,15 @@ class Scope(abc.ABC):
         """Return whether a tensor travels dense in this step."""
         return name in self._dense
 
-    def _look(self, entry: Entry) -> None:
-        """Find out whether a gradient that travels dense is finite."""
-        entry.finite = bool(ops.all_finite(entry.gradient))
+    def _take_all(self, entry: Entry, factor: float) -> torch.Tensor:
+        """Bring a gradient that travels dense into its memory, for now; return what is to be sent."""
+        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor)
+        self._note(entry, finite)
+        return sent
+
+    def _note(self, entry: Entry, finite: torch.Tensor) -> None:
+        """Note whether a gradient was finite."""
+        entry.finite = bool(finite)
 
     @abc.abstractmethod
     def _take(self, entry: Entry) -> torch.Tensor:

@@ -77,9 +77,10 @@ class TensorScope(Scope):
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Take a tensor's sum out of its bucket's; the first one to ask clears the memory of what was sent."""
         if not entry.carries_token:
-            if entry.commit is not None:
-                entry.commit()
-            return carried
+            if entry.commit is None:
+                return carried
+            entry.commit()
+            return self._own(entry, carried)
         message = self._message_of[entry.name]
         if entry.name not in message.sums:
             self._complete(message, scale)
@@ -110,15 +111,23 @@ class TensorScope(Scope):
         return self._tokens.take()
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
-        memory = self.memories[entry.name]
+        memory, gradient = self.memories[entry.name], entry.gradient
         entry.carries_token = False
-        dtype = memory.dense_dtype(entry.gradient)
-        self.traffic.count(sent=entry.gradient.numel(), payload_bytes=entry.gradient.numel() * dtype.itemsize)
-        if entry.finite and not entry.frozen:
-            factor = memory.clip_factor(entry.gradient, self.ranks)
-            carried, entry.commit = memory.take_all(entry.gradient, factor)
+        dtype = memory.dense_dtype(gradient)
+        self.traffic.count(sent=gradient.numel(), payload_bytes=gradient.numel() * dtype.itemsize)
+        if not entry.frozen:
+            sent = self._take_all(entry, memory.clip_factor(gradient, self.ranks))
+            if entry.finite:
+                return sent
+        return gradient.new_zeros(gradient.numel(), dtype=dtype)
+
+    def _own(self, entry: Entry, carried: torch.Tensor) -> torch.Tensor:
+        """Return a reduced gradient in a place of its own: the memory takes back what it keeps for the next step."""
+        if not self.memories[entry.name].is_spare(carried):
             return carried
-        return entry.gradient.new_zeros(entry.gradient.shape, dtype=dtype)
+        place = place_of(entry.gradient)
+        place.view(-1).copy_(carried.view(-1))
+        return place
 
     def _seal(self) -> None:
         """Start the buckets that miss a member."""

@@ -1,0 +1,113 @@
+"""Small tensors travel dense, through buffers that serve in every step: nothing of one step shows up in another."""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import draw
+from helpers import as_gradient, assert_alive, distributed, drive, make_parameters
+
+from hvd_sparse.torch import Compression
+
+SHAPES = {"bias": (10,), "scale": (), "kernel": (3, 5), "weight": (40, 50)}  # the last is not small
+METHODS = {
+    "dgc": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "samomentum": {"momentum": 0.9},
+    "gradient_dropping": {},
+}
+
+
+def build(method, parameters, **settings):
+    make = {"nesterov": "dgc", "decay": "dgc"}.get(method, method)
+    return getattr(Compression, make)(parameters.items(), density=0.05, min_numel=100, **METHODS[method], **settings)
+
+
+def expected(method, steps, parameters, name):
+    """The sum over ranks in each step, float64: momentum SGD's, whose momentum is linear in the gradients."""
+    momentum = METHODS[method].get("momentum", 0.0)
+    velocity, sums = np.zeros(SHAPES[name]), []
+    for t in range(steps):
+        gradient = sum(draw(SHAPES, t, rank)[name].astype(np.float64) for rank in range(hvd.size()))
+        gradient += METHODS[method].get("weight_decay", 0.0) * hvd.size() * parameters[name].detach().double().numpy()
+        if method == "nesterov":
+            velocity = momentum * (velocity + gradient)
+            sums.append(velocity + gradient)
+        else:
+            velocity = momentum * velocity + gradient
+            sums.append(velocity)
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_result_outlives_the_next_step(method, dtype):
+    parameters = make_parameters(SHAPES, dtype)
+    compression = build(method, parameters)
+    kept = [drive(compression, parameters, draw(SHAPES, t, hvd.rank())) for t in range(5)]
+    tolerance = 2e-6 if dtype == torch.float32 else 0.1
+    for name in ("bias", "scale", "kernel"):
+        for results, wanted in zip(kept, expected(method, 5, parameters, name), strict=True):
+            found = results[name]
+            assert (found.shape, found.dtype) == (torch.Size(SHAPES[name]), dtype)
+            np.testing.assert_allclose(found.double().numpy(), wanted, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_stay_where_they_are(method):
+    """Gradients that are set to zero, and not to None, have the next backward add to the tensor of the last result."""
+    found = []
+    for keep in (True, False):
+        parameters = make_parameters(SHAPES)
+        optimizer = distributed(parameters, build(method, parameters))
+        for t in range(4):
+            for parameter in parameters.values():
+                parameter.grad = parameter.grad.zero_() if keep and parameter.grad is not None else None
+            gradients = draw(SHAPES, t, hvd.rank())
+            branches = [parameter.view_as(parameter) for parameter in parameters.values()]
+            torch.autograd.backward(branches, [as_gradient(p, gradients[name]) for name, p in parameters.items()])
+            optimizer.step()
+        found.append({name: parameter.detach().clone() for name, parameter in parameters.items()})
+    for name in SHAPES:
+        assert torch.equal(found[0][name], found[1][name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_that_was_given_up_keeps_its_buffers(method):
+    """Horovod may write into them until its allreduce, which nobody waits for, is done."""
+    parameters = make_parameters(SHAPES)
+    compression = build(method, parameters)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    gradients = draw(SHAPES, 1, hvd.rank())
+    given_up = []
+    for name, parameter in parameters.items():
+        parameter.grad = as_gradient(parameter, gradients[name])
+        given_up.append(compression.compress(parameter.grad)[0])
+    assert_alive()  # by then what the step had started is done: its names are free
+    before = [tensor.clone() for tensor in given_up[:3]]
+    results = drive(compression, parameters, gradients)
+    for tensor, then in zip(given_up, before, strict=False):
+        assert torch.equal(tensor, then)
+    for name in ("bias", "scale", "kernel"):
+        wanted = expected(method, 2, parameters, name)[1]
+        np.testing.assert_allclose(results[name].double().numpy(), wanted, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steady_steps_make_no_buffers(method):
+    parameters = make_parameters(SHAPES)
+    compression = build(method, parameters)
+    carried = []
+    for t in range(3):
+        pairs = []
+        gradients = draw(SHAPES, t, hvd.rank())
+        for name, parameter in parameters.items():
+            parameter.grad = as_gradient(parameter, gradients[name])
+            pairs.append((name, *compression.compress(parameter.grad)))
+        carried.append([sent.data_ptr() for _, sent, _ in pairs[:3]])
+        for name, sent, context in pairs:
+            reduced = hvd.synchronize(hvd.allreduce_async_(sent, name=f"steady.{name}", op=hvd.Sum))
+            compression.decompress(reduced, context)
+    if method != "gradient_dropping":  # which sends the gradient itself
+        assert carried[1] == carried[2] == carried[0]
