@@ -85,18 +85,19 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> float:
-    """Return how many times as fast two threads compress as one does, in turns."""
-    source, worker = Gradients(n), framework.Worker(algorithm, n)
-    seconds: dict[int, list[float]] = {1: [], 2: []}
+def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str, float]:
+    """Return how many times as fast two threads are as one, in turns: at a compress, and at the sums alone in it."""
+    source, worker, plain = Gradients(n), framework.Worker(algorithm, n), framework.Worker(algorithm, n)
+    work = {"": worker.compress, "sums_": plain.sums}
+    seconds: dict[tuple[str, int], list[float]] = {(name, threads): [] for name in work for threads in (1, 2)}
     for turn in range(settle + rounds):
-        for threads, times in seconds.items():
+        for (name, threads), times in seconds.items():
             framework.use_threads(threads)
-            gradient = framework.as_tensor(source.next())
-            took = timed(worker.compress, gradient)
+            took = timed(work[name], framework.as_tensor(source.next()))
             if turn >= settle:
                 times.append(took)
-    return statistics.median(seconds[1]) / statistics.median(seconds[2])
+    median = {key: statistics.median(times) for key, times in seconds.items()}
+    return {name: median[name, 1] / median[name, 2] for name in work}
 
 
 def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -152,8 +153,8 @@ def main() -> None:
         for name in sorted({"reduce", "add"} & set(seconds)):
             figures[f"{prefix}{name}_over_memcpy"] = round(seconds[name] / seconds["memcpy"], 3)
     if framework.CAN_CHANGE_THREADS:
-        ratio = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
-        figures["two_threads_over_one"] = round(ratio, 2)
+        ratios = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
+        figures |= {f"{name}two_threads_over_one": round(ratio, 2) for name, ratio in ratios.items()}
         framework.use_threads(arguments.threads)
     for coding, found in measure_codings(framework, n, k, 5 * arguments.rounds).items():
         print(f"{coding}: {found['bits']:.3f} bits an index, {1e3 * found['pack']:.2f} ms to pack, ", end="")

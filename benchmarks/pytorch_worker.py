@@ -62,13 +62,16 @@ class Worker:
         """Do the same work with PyTorch alone, and 32-bit indices for a payload."""
         if not torch.isfinite(gradient).all():
             raise ValueError("the benchmark's gradient is finite")
-        residual, update = self.memory.residual, gradient
-        if self.momentum:
-            update = self.memory.velocity.mul_(self.momentum).add_(gradient)
-        residual.add_(update)
+        self.sums(gradient)
+        residual = self.memory.residual
         indices = torch.topk(residual.abs(), self.k, sorted=False).indices
         self.plain = (indices.to(torch.int32), residual[indices])
         self.memory.clear(indices, None)
+
+    def sums(self, gradient: torch.Tensor) -> None:
+        """Only add what a compress adds, with PyTorch alone."""
+        update = self.memory.velocity.mul_(self.momentum).add_(gradient) if self.momentum else gradient
+        self.memory.residual.add_(update)
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Only accumulate."""

@@ -230,7 +230,13 @@ bool CheckLocated(const Input& input, const Bytes& bytes) {
   const auto size = static_cast<int64_t>(bytes.size());
   const Status status = LocatePayloads({format}, input.ranks, copy.get(), size, offsets.data(), ks.data());
   Require(status.ok() == status.message.empty(), format, "an error says nothing");
-  if (!status.ok()) return false;
+  const std::unique_ptr<float[]> at_once(new float[static_cast<size_t>(format.n)]);
+  at_once[0] = 7;
+  const Status whole = ReduceLocated({format}, input.ranks, copy.get(), size, 1, ShuffledFor, {at_once.get()});
+  if (!status.ok()) {
+    Require(whole.kind == status.kind && at_once[0] == 7, format, "adds what it does not locate");
+    return false;
+  }
   int64_t at = 0;
   std::vector<Source> sources;
   for (size_t rank = 0; rank < offsets.size(); ++rank) {
@@ -247,6 +253,9 @@ bool CheckLocated(const Input& input, const Bytes& bytes) {
   const Status reduced = ReduceSources(format, sources, 1, SerialFor, {{0, format.n, out.get()}});
   Require(reduced.ok() || (reduced.kind == StatusKind::kCorruptPayload && out[0] == 7), format,
           "wrote before it refused");
+  const auto sum_bytes = static_cast<size_t>(format.n) * sizeof(float);
+  Require(whole.kind == reduced.kind && (!whole.ok() || std::memcmp(out.get(), at_once.get(), sum_bytes) == 0), format,
+          "adds something else at once");
   ++TheFuzzCounts().messages_located;
   return true;
 }
