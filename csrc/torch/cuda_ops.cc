@@ -190,22 +190,37 @@ std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k,
   return {indices.narrow(0, 0, entries), values.narrow(0, 0, entries)};
 }
 
-void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
-                      const std::string& coding, const std::string& value_dtype,
-                      const std::optional<Tensor>& segments) {
-  const CudaCall call("reduce_payloads", "gathered", gathered);
+// What reduces payloads, or adds them.
+using SumPayloads = decltype(&reduce_payloads_launch);
+
+void SumPayloadsOp(const char* op, SumPayloads launch, const Tensor& gathered, int64_t offset, int64_t n, int64_t k,
+                   Tensor out, double scale, const std::string& coding, const std::string& value_dtype,
+                   const std::optional<Tensor>& segments) {
+  const CudaCall call(op, "gathered", gathered);
   const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
   call.CheckTensorHere("gathered", gathered, at::kByte);
   call.CheckTensorHere("out", out, at::kFloat);
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset,
-                    "hvd_sparse.reduce_payloads: gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ",
-                    offset, ", got ", gathered.sizes());
-  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.reduce_payloads: too many ranks");
-  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.reduce_payloads: out must have ", n, " elements, got ", out.numel());
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset, "hvd_sparse.", op,
+                    ": gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ", offset, ", got ",
+                    gathered.sizes());
+  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.", op, ": too many ranks");
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
   const Tensor workspace = call.Bytes(reduce_payloads_workspace_size(plan, gathered.size(0)));
-  call.Run(reduce_payloads_launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
-                                  static_cast<float>(scale), out.mutable_data_ptr<float>(), call.decode_status(),
-                                  workspace.data_ptr(), call.stream()));
+  call.Run(launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                  static_cast<float>(scale), out.mutable_data_ptr<float>(), call.decode_status(), workspace.data_ptr(),
+                  call.stream()));
+}
+
+void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                      const std::string& coding, const std::string& value_dtype,
+                      const std::optional<Tensor>& segments) {
+  SumPayloadsOp("reduce_payloads", reduce_payloads_launch, gathered, offset, n, k, out, scale, coding, value_dtype,
+                segments);
+}
+
+void AddPayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                   const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
+  SumPayloadsOp("add_payloads", add_payloads_launch, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
 }
 
 // Where payloads lie, and how large they are, the host has to know before it can read them: it waits for their headers.
@@ -304,11 +319,12 @@ TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
+  m.impl("add_payloads", &hvd_sparse::AddPayloadsOp);
   m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
   m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);
   m.impl("take_decode_status", &hvd_sparse::TakeDecodeStatusOp);
-  for (const char* name : {"encode_run_length", "decode_run_length"}) {
+  for (const char* name : {"encode_run_length", "decode_run_length", "filter_bucket", "reduce_located_bucket"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&hvd_sparse::Refuse>());
   }
 }

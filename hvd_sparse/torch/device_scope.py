@@ -1,4 +1,4 @@
-"""The scopes of parameters on a CUDA device: nothing but the vote is read back, once a step.
+"""The scopes of parameters on a CUDA device: nothing but the vote is read back, once a step; of thresholds, the counts.
 
 Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA
 tensors, as for any gradient on a GPU. The token, which has nothing to do with the data, stays on the CPU.
@@ -6,15 +6,20 @@ tensors, as for any gradient on a GPU. The token, which has nothing to do with t
 Methods that have no such scope have their gradients copied to the CPU, and use the scope that is there.
 """
 
+import itertools
+from dataclasses import astuple
+
 import torch
 
-from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.algorithms import Algorithm, SIDCo
 from hvd_sparse.library import has_cuda
+from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import destinations
 from hvd_sparse.torch.model_scope import Group, ModelScope
 from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.tensor_scope import TensorScope
+from hvd_sparse.torch.varying_scope import VaryingScope
 from hvd_sparse.wire import top_k_count
 
 
@@ -35,6 +40,9 @@ class DeviceScope(Scope):
         """Begin a step."""
         super().begin(step)
         self._finite = {}
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _note(self, entry: Entry, finite: torch.Tensor) -> None:
         self._finite[entry.name] = finite
@@ -62,9 +70,6 @@ class DeviceScope(Scope):
 class DeviceTensorScope(DeviceScope, TensorScope):
     """A selection of exactly k in each tensor."""
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
-
     def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
         self._accumulate(tuple(entries), *lists, **options)
 
@@ -80,7 +85,7 @@ class DeviceModelScope(DeviceScope, ModelScope):
         k = top_k_count(group.n, self.density)
         size = self._payload_size(group.n, k, group.segments)
         if group.buffer is None or group.buffer.numel() != size:
-            group.buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            group.buffer = self._buffer(size)
         entries = self._present(group)
         names = tuple(entry.name for entry in entries)
         self._accumulate(
@@ -97,17 +102,54 @@ class DeviceModelScope(DeviceScope, ModelScope):
         self.traffic.count(sent=k)
 
 
-LAYOUTS = {"tensor": DeviceTensorScope, "model": DeviceModelScope}
+class DeviceVaryingScope(DeviceScope, VaryingScope):
+    """What reaches a threshold in each tensor: how much that is, the host has to know, and waits for it."""
+
+    def _select(self, entries: dict[str, Entry]) -> tuple[torch.Tensor, list[float], list[int], list[int]]:
+        payloads, thresholds, counts = [], [], []
+        for name, entry in entries.items():
+            memory = self.memories[name]
+            self._note(entry, ops.accumulate(entry.gradient, *memory.destination(), **memory.rule()))
+            threshold, k = astuple(self._plan_of(name))
+            if k > 0:
+                threshold = max(ops.select_threshold(memory.residual, k).item(), SMALLEST)
+            indices, values = ops.filter_threshold(memory.residual, threshold)
+            payloads.append(self._packed(name, indices, values))
+            thresholds.append(threshold)
+            counts.append(len(indices))
+        sizes = [payload.numel() for payload in payloads]
+        return torch.cat(payloads), thresholds, counts, [0, *itertools.accumulate(sizes[:-1])]
+
+    def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        algorithm, segments = self.algorithm, self._segments_of((name,))
+        if algorithm.values != "float32":
+            values = ops.quantize(values, algorithm.values, algorithm.centre, indices, segments)
+        n, k = self.parameters[name].numel(), max(1, len(indices))
+        payload = self._buffer(self._payload_size(n, k, segments))
+        ops.pack(indices, values, n, k, payload, segments=segments, **self._form())
+        return payload
+
+    def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
+        sizes, form = [self.parameters[name].numel() for name in names], self._form()
+        found = ops.locate_payloads(gathered, sizes, self.ranks, **form, columns=self._columns(names))
+        for place, out in zip(places, outs, strict=True):
+            own = found[:, :, place].contiguous()
+            ops.reduce_located(
+                gathered, own, out.numel(), out, scale, **form, segments=self._segments_of((names[place],))
+            )
+
+
+LAYOUTS = {"tensor": DeviceTensorScope, "model": DeviceModelScope, "threshold": DeviceVaryingScope}
 
 
 def device_layout(algorithm: Algorithm) -> type[DeviceScope] | None:
-    """Return how a method lays out a step on a CUDA device; None where it works on the CPU."""
-    return LAYOUTS.get(algorithm.layout) if has_cuda("torch") else None
+    """Return how a method lays out a step on a CUDA device; None where it works on the CPU, as SIDCo's fit does."""
+    return LAYOUTS.get(algorithm.layout) if has_cuda("torch") and not isinstance(algorithm, SIDCo) else None
 
 
 def crossing(algorithm: Algorithm) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    if algorithm.layout in LAYOUTS:
+    if algorithm.layout in LAYOUTS and not isinstance(algorithm, SIDCo):
         reason = (
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
@@ -115,6 +157,6 @@ def crossing(algorithm: Algorithm) -> str:
     else:
         reason = (
             f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
-            "gradient_dropping and topk, which select exactly k"
+            "gradient_dropping, topk, dct and hard_threshold"
         )
     return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {reason}"

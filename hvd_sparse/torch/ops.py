@@ -177,7 +177,7 @@ def add_payloads(
     value_dtype: str = "float32",
     segments: torch.Tensor | None = None,
 ) -> None:
-    """Add what `reduce_payloads` would set `out` to, payload by payload; on the CPU."""
+    """Add what `reduce_payloads` would set `out` to, payload by payload."""
     _ops.add_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
 
 

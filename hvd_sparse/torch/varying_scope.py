@@ -33,6 +33,17 @@ class VaryingScope(TensorScope):
 
     def _filter(self, message: Message, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
         """Accumulate, select what reaches the thresholds, and pack it in `message.own`; return each payload."""
+        names = list(entries)
+        message.own, thresholds, counts, offsets = self._select(entries)
+        for name, threshold, count in zip(names, thresholds, counts, strict=True):
+            self.thresholds[name].learn(self._payload(name).k, threshold, count)
+        self.traffic.count(sent=sum(counts))
+        message.layout = self._layout_of(names, counts, offsets)
+        sizes = [end - begin for begin, end in zip(offsets, [*offsets[1:], message.own.numel()], strict=True)]
+        return dict(zip(names, message.own.split(sizes), strict=True))
+
+    def _select(self, entries: dict[str, Entry]) -> tuple[torch.Tensor, list[float], list[int], list[int]]:
+        """Return payloads, one after the other, and of each the threshold, the count, and the offset in bytes."""
         names, memories = list(entries), [self.memories[name] for name in entries]
         gradients = [entry.gradient for entry in entries.values()]
         factors = [memory.clip_factor(g, self.ranks) for memory, g in zip(memories, gradients, strict=True)]
@@ -41,7 +52,7 @@ class VaryingScope(TensorScope):
             for memory, gradient, factor in zip(memories, gradients, factors, strict=True):
                 memory.accumulate(gradient, factor)
         plans = [self._plan_of(name) for name in names]
-        message.own, info, finite = ops.filter_bucket(
+        payloads, info, finite = ops.filter_bucket(
             gradients,
             *destinations(memories),
             factors=factors,
@@ -53,17 +64,10 @@ class VaryingScope(TensorScope):
             **self._form(),
             **memories[0].rule(),
         )
-        thresholds, counts, offsets = info.t().tolist()
-        counts, offsets = list(map(int, counts)), list(map(int, offsets))
-        for entry, threshold, count, is_finite in zip(
-            entries.values(), thresholds, counts, finite.tolist(), strict=True
-        ):
+        for entry, is_finite in zip(entries.values(), finite.tolist(), strict=True):
             entry.finite = is_finite
-            self.thresholds[entry.name].learn(self._payload(entry.name).k, threshold, count)
-        self.traffic.count(sent=sum(counts))
-        message.layout = self._layout_of(names, counts, offsets)
-        sizes = [end - begin for begin, end in zip(offsets, [*offsets[1:], message.own.numel()], strict=True)]
-        return dict(zip(names, message.own.split(sizes), strict=True))
+        thresholds, counts, offsets = info.t().tolist()
+        return payloads, thresholds, list(map(int, counts)), list(map(int, offsets))
 
     def _plan_of(self, name: str) -> Plan:
         return self.thresholds[name].plan(self.step, self._payload(name).k, self.memories[name].values)
@@ -81,7 +85,7 @@ class VaryingScope(TensorScope):
     def _nothing(self, name: str) -> torch.Tensor:
         """Return the payload of a tensor that takes no part in this step."""
         n, segments = self.parameters[name].numel(), self._segments_of((name,))
-        out = torch.empty(self._payload_size(n, 1, segments), dtype=torch.uint8)
+        out = self._buffer(self._payload_size(n, 1, segments))
         self._pack_nothing(n, 1, out, segments)
         return out
 
@@ -96,9 +100,13 @@ class VaryingScope(TensorScope):
         places = [place for place, name in enumerate(names) if name in self.entries]
         message.sums = {names[place]: place_of(self.entries[names[place]].gradient) for place in places}
         message.scale = scale
-        sizes, columns = [self.parameters[name].numel() for name in names], self._columns(names)
-        outs = list(message.sums.values())
-        ops.reduce_located_bucket(gathered, sizes, self.ranks, outs, places, scale, **self._form(), columns=columns)
+        self._sum(gathered, names, places, list(message.sums.values()), scale)
+
+    def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
+        """Sum the payloads of all ranks for the members at these places."""
+        sizes, form = [self.parameters[name].numel() for name in names], self._form()
+        columns = self._columns(names)
+        ops.reduce_located_bucket(gathered, sizes, self.ranks, outs, places, scale, **form, columns=columns)
 
     def _columns(self, names: list[str]) -> list[int]:
         """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""

@@ -10,7 +10,7 @@ import torch
 from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
-from hvd_sparse.algorithms import DeepGradientCompression, MiCRO, SIDCo, TopK
+from hvd_sparse.algorithms import DeepGradientCompression, HardThreshold, MiCRO, SIDCo, TopK
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import Compression, compression, device_scope, ops
 
@@ -62,11 +62,47 @@ def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
+THRESHOLDS = {
+    "dct": {"density": 0.02, "lifespan": 4, "warmup": 2},
+    "drained": {"density": 0.02, "lifespan": 4, "drain": 3},
+    "float16": {"density": 0.02, "lifespan": 2, "values": "float16", "coding": "elias_fano"},
+    "int2": {"density": 0.02, "values": "int2", "centre_scope": "column"},
+    "hard_threshold": {"value": 1.5},
+    "nothing": {"value": 1e9},
+}
+
+
+def filtered(name, spoilt_step, frozen):
+    parameters = make_parameters(SHAPES)
+    make = Compression.hard_threshold if "value" in THRESHOLDS[name] else Compression.dct
+    compressor = make(parameters.items(), bucket_bytes=600, min_numel=0, **THRESHOLDS[name])
+    sums = []
+    for step in range(STEPS):
+        gradients = {name: values.copy() for name, values in draw(SHAPES, step, hvd.rank()).items()}
+        parameters["middle"].requires_grad_(not (frozen and step == 2))
+        if step == spoilt_step and hvd.rank() == hvd.size() - 1:
+            gradients["big"].flat[7] = np.nan
+        sums.append(drive(compressor, parameters, gradients))
+    stats = compressor.stats()["total"]
+    return sums, {name: memory_of(compressor, parameters, name) for name in SHAPES}, stats["payload_bytes"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("spoilt_step", [None, 0, 3])
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_thresholds_do_what_they_do_on_the_cpu(monkeypatch, name, spoilt_step, frozen):
+    expected = filtered(name, spoilt_step, frozen)
+    monkeypatch.setitem(compression.SCOPES, "threshold", device_scope.DeviceVaryingScope)
+    found = filtered(name, spoilt_step, frozen)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
     assert device_scope.device_layout(DeepGradientCompression()) is device_scope.DeviceTensorScope
     assert device_scope.device_layout(TopK()) is device_scope.DeviceModelScope
     assert device_scope.device_layout(DeepGradientCompression(values="int1")) is device_scope.DeviceTensorScope
+    assert device_scope.device_layout(HardThreshold(value=1.0)) is device_scope.DeviceVaryingScope
     assert device_scope.device_layout(SIDCo()) is device_scope.device_layout(MiCRO()) is None
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
     assert device_scope.device_layout(DeepGradientCompression()) is None
