@@ -47,8 +47,10 @@ coverage() {
 
 # libFuzzer where Clang is; else its driver, longer and from another seed than under ctest.
 fuzz() {
-    if command -v clang++ >/dev/null; then
-        CXX=clang++ compile fuzz -DHVD_SPARSE_FUZZ=ON || return
+    local clang
+    clang=$(compgen -c clang++ | grep -E '^clang\+\+(-[0-9]+)?$' | sort -V | tail -n 1) || true  # Debian's may have a number
+    if [ -n "$clang" ]; then
+        CXX=$clang compile fuzz -DHVD_SPARSE_FUZZ=ON || return
         mkdir -p build/fuzz/found
         build/fuzz/tests/native/fuzz_payload -max_total_time="${SECONDS_OF_FUZZING:-60}" -artifact_prefix=build/fuzz/ build/fuzz/found tests/native/corpus
     else
