@@ -21,6 +21,8 @@ def mpirun(ranks):
 
 def launch(command, environment=()):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    # Unbuffered, print writes a line and its end apart, and mpirun may put another rank's line between the two.
+    root["PYTHONUNBUFFERED"] = ""
     # a group of its own: on a hang, mpirun and all ranks are ended
     job = subprocess.Popen(
         command,
