@@ -69,19 +69,19 @@ fuzz) suite "payload decoder under random bytes" fuzz ;;
 single) suite "tests of one process" $run $pytest tests/single ;;
 parallel)
     for ranks in 1 2 3; do
-        suite "parallel tests, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel
+        suite "parallel tests, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel
     done
-    suite "parallel tests, horovodrun --gloo -np 2" timeout 900 $run horovodrun --gloo -np 2 $pytest tests/parallel
-    suite "parallel tests, horovodrun --mpi -np 2" timeout 900 $run horovodrun --mpi -np 2 $pytest tests/parallel
+    suite "parallel tests, horovodrun --gloo -np 2" timeout 1800 $run horovodrun --gloo -np 2 $pytest tests/parallel
+    suite "parallel tests, horovodrun --mpi -np 2" timeout 1800 $run horovodrun --mpi -np 2 $pytest tests/parallel
     for ranks in 1 3; do
-        suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
+        suite "TensorFlow's, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
     done
-    suite "TensorFlow's, horovodrun --gloo -np 2" timeout 900 $run horovodrun --gloo -np 2 $pytest tests/parallel_tensorflow
+    suite "TensorFlow's, horovodrun --gloo -np 2" timeout 1800 $run horovodrun --gloo -np 2 $pytest tests/parallel_tensorflow
     ;;
 tensorflow)
     suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py tests/single/test_tensorflow_rows.py tests/single/test_tensorflow_boundary.py
     for ranks in 1 2; do
-        suite "TensorFlow's, mpirun -np $ranks" timeout 900 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
+        suite "TensorFlow's, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
     done
     ;;
 cuda)
