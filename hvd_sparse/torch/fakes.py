@@ -10,6 +10,7 @@ def register(with_cuda: bool) -> None:
     _register_selection_fakes()
     _register_row_fakes()
     _register_wire_fakes()
+    _register_bucket_fakes()
     if with_cuda:
         _register_cuda_fakes()
 
@@ -104,6 +105,15 @@ def _register_wire_fakes() -> None:
     def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
         return None
 
+    @fake("hvd_sparse::quantize")
+    def _(values, value_dtype, centre, indices, segments):
+        return torch.empty_like(values)
+
+
+def _register_bucket_fakes() -> None:
+    """Tell the same of what works on buckets."""
+    fake = torch.library.register_fake
+
     @fake("hvd_sparse::accumulate_bucket")
     def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
         out = arguments[3]  # after ks, seed and hints; there may be no gradients
@@ -126,10 +136,6 @@ def _register_wire_fakes() -> None:
     @fake("hvd_sparse::reduce_bucket")
     def _(gathered, *arguments):
         return None
-
-    @fake("hvd_sparse::quantize")
-    def _(values, value_dtype, centre, indices, segments):
-        return torch.empty_like(values)
 
 
 def _register_cuda_fakes() -> None:

@@ -1,54 +1,17 @@
 #include "bucket.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "cuts.h"
 #include "expect.h"
-#include "finite.h"
+#include "joined.h"
 #include "members.h"
 #include "payloads.h"
-#include "threshold.h"
 
 namespace hvd_sparse {
 namespace {
-
-struct Rule {
-  const char* name;
-  AccumulateParams params;
-};
-
-const std::vector<Rule> kRules{
-    {"residual", {AccumulateRule::kResidual, 1, 0, 0, nullptr}},
-    {"momentum, clipped", {AccumulateRule::kMomentum, 0.7f, 0.9f, 0, nullptr}},
-    {"nesterov, decay", {AccumulateRule::kNesterov, 1, 0.5f, 1e-2f, nullptr}},
-};
-
-// A gradient and a memory, joined: zero where a member is missing.
-struct Joined {
-  Joined(const Shape& shape, DType dtype, Pattern pattern, const Rule& rule)
-      : gradient(Draw(dtype, pattern, shape.n, 1)),
-        residual(DrawFloats(shape, 2)),
-        velocity(DrawFloats(shape, 3)),
-        parameter(DrawFloats(shape, 4)),
-        params(rule.params) {
-    params.parameter = parameter.data();
-    for (int64_t i = 0; i < shape.n; ++i) {
-      if (IsMissing(shape, i)) gradient.Set(i, 0);
-    }
-  }
-  Joined(const Joined&) = delete;
-
-  Memory memory() { return {residual.data(), params.rule == AccumulateRule::kResidual ? nullptr : velocity.data()}; }
-  Array residuals() const { return {residual.data(), static_cast<int64_t>(residual.size()), DType::kFloat32}; }
-
-  Values gradient;
-  Floats residual, velocity, parameter;
-  AccumulateParams params;
-};
 
 // The same, cut into members.
 struct Cutting {
@@ -309,115 +272,6 @@ TEST(ADamagedPayloadClearsNothing) {
   EXPECT_STATUS(StatusKind::kInvalidArgument, ClearSent({shape.n, 0}, bytes.data(), slices.get), "k = 0");
   slices.residuals.ExpectEqual(residual, "damaged");
   slices.velocities.ExpectEqual(velocity, "damaged");
-}
-
-// What FilterAndPack is to write: each step of it on its own.
-struct Filtering {
-  Bytes payload;
-  Filtered found;
-  bool finite = false;
-};
-
-Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, PayloadFormat format, Centre centre) {
-  Filtering result;
-  const Array gradient = joined->gradient.array();
-  result.finite =
-      active ? Accumulate(gradient, joined->params, SerialFor, joined->memory()) : AllFinite(gradient, SerialFor);
-  double& threshold = result.found.threshold = filter.threshold;
-  if (filter.k > 0) {
-    EXPECT(SelectThreshold(joined->residuals(), {filter.k}, SerialFor, &threshold).ok(), "the threshold of k");
-    if (threshold == 0) threshold = std::ldexp(1.0, -149);
-  }
-  std::vector<int64_t> indices;
-  for (size_t i = 0; i < joined->residual.size(); ++i) {
-    if (std::abs(static_cast<double>(joined->residual[i])) >= threshold) indices.push_back(static_cast<int64_t>(i));
-  }
-  const auto count = result.found.count = static_cast<int64_t>(indices.size());
-  Floats values;
-  for (const int64_t index : indices) values.push_back(joined->residual[static_cast<size_t>(index)]);
-  if (IsLowBit(format.dtype)) {
-    EXPECT(
-        QuantizeLowBit(values.data(), indices.data(), count, format.dtype, centre, format.segments, values.data()).ok(),
-        "quantized");
-  }
-  const std::vector<double> wide(values.begin(), values.end());
-  const void* sent = format.dtype == DType::kFloat64 ? static_cast<const void*>(wide.data()) : values.data();
-  int64_t size = 0;
-  format.k = std::max<int64_t>(1, count);
-  EXPECT(PayloadSize(format, &size).ok(), "size");
-  result.payload.resize(static_cast<size_t>(size));
-  EXPECT(Pack(format, indices.data(), sent, count, result.payload.data()).ok(), "packed");
-  return result;
-}
-
-void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterParams& filter, bool active,
-                   const PayloadFormat& format) {
-  const Shape shape{"whole", format.n, {{0, format.n}}};
-  const std::string where = std::string(Name(dtype)) + " " + Name(pattern) + ", " + rule.name + ", sent as " +
-                            Name(format.dtype) + ", threshold " + std::to_string(filter.threshold) + ", k " +
-                            std::to_string(filter.k) + (active ? "" : ", not active");
-  for (const Cut& cut : AllCuts()) {
-    Joined expected(shape, dtype, pattern, rule), received(shape, dtype, pattern, rule);
-    const Filtering wanted = FilterByHand(&expected, active, filter, format, Centre::kMin);
-    Bytes message{1, 2, 3};  // it is appended to
-    Filtered found;
-    bool finite = !wanted.finite;
-    const Part part{received.gradient.array(), received.params, received.memory(), 0};
-    EXPECT_STATUS(StatusKind::kOk,
-                  FilterAndPack(part, active, filter, format, Centre::kMin, cut.run, &message, &finite, &found), where);
-    EXPECT_EQ(wanted.found.threshold, found.threshold, where << ", " << cut.name);
-    EXPECT_EQ(wanted.found.count, found.count, where << ", " << cut.name);
-    EXPECT_EQ(wanted.finite, finite, where);
-    EXPECT(wanted.payload == Bytes(message.begin() + 3, message.end()), where << ", " << cut.name);
-    EXPECT_EQ(expected.residual, received.residual, where);
-    EXPECT_EQ(expected.velocity, received.velocity, where);
-  }
-}
-
-TEST(FiltersAndPacks) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const std::vector<FilterParams> filters{{0, 0}, {1.7, 0}, {kInfinity, 0}, {kInfinity, 30}, {0, 1000}, {-1, 999}};
-  for (const Rule& rule : kRules) {
-    for (const FilterParams& filter : filters) {
-      for (const bool active : {true, false}) {
-        for (const Pattern pattern : {Pattern::kSpread, Pattern::kSparse, Pattern::kMixed}) {
-          for (const DType dtype : kDTypes) {
-            CheckFiltered(dtype, pattern, rule, filter, active, {1000, 0, Coding::kRunLength, DType::kFloat32});
-          }
-        }
-        for (const DType sent : kWithLowBit) {
-          const Segments segments = IsLowBit(sent) ? Segments{{0, 7}} : Segments{};
-          for (const Coding coding : kCodings) {
-            CheckFiltered(DType::kFloat32, Pattern::kTies, rule, filter, active, {1000, 5, coding, sent, segments});
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(AFilterRefusesWithoutTouching) {
-  const Shape shape{"whole", 1000, {{0, 1000}}};
-  Joined joined(shape, DType::kFloat32, Pattern::kSpread, kRules[1]);
-  const Floats residual = joined.residual;
-  const Part part{joined.gradient.array(), joined.params, joined.memory(), 0};
-  const PayloadFormat plain{}, apart{0, 0, Coding::kAuto, DType::kInt2, {{1, 1}}};
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (const bool active : {true, false}) {
-    for (const FilterParams& filter : {FilterParams{-1, 0}, {nan, 0}, {1, -1}, {1, 1001}}) {
-      Bytes message;
-      bool finite = true;
-      Filtered found;
-      EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    FilterAndPack(part, active, filter, plain, Centre::kMean, SerialFor, &message, &finite, &found),
-                    filter.threshold << ", " << filter.k);
-      EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    FilterAndPack(part, active, {1, 0}, apart, Centre::kMean, SerialFor, &message, &finite, &found),
-                    "segments that do not start at 0");
-      EXPECT(message.empty(), "nothing is written");
-    }
-  }
-  EXPECT_EQ(residual, joined.residual, "nothing has happened");
 }
 
 TEST(RefusesWithoutTouching) {
