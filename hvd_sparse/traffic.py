@@ -31,18 +31,6 @@ class Traffic:
         """Return what, used with `with`, adds the time of a block to one of TIMERS."""
         return Timed(self, name)
 
-    def start(self) -> tuple[float, float]:
-        """Start a timed block; return what `stop` needs."""
-        outer, self._inner_seconds = self._inner_seconds, 0.0
-        return perf_counter(), outer
-
-    def stop(self, name: str, started: tuple[float, float]) -> None:
-        """Stop a timed block: its time counts without that of the timed blocks inside it."""
-        start, outer = started
-        elapsed = perf_counter() - start
-        self._step[name] += elapsed - self._inner_seconds
-        self._inner_seconds = outer + elapsed
-
     def end_step(self) -> None:
         """Close the step under way."""
         for name, value in self._step.items():
@@ -61,19 +49,26 @@ class Traffic:
 
 
 class Timed:
-    """A timed block: a generator in its place takes longer than what is timed with every gradient."""
+    """A timed block: its time counts without that of the timed blocks inside it.
 
-    __slots__ = ("_name", "_started", "_traffic")
+    A generator in its place takes longer than what is timed with every gradient.
+    """
+
+    __slots__ = ("_name", "_outer_seconds", "_start", "_traffic")
 
     def __init__(self, traffic: Traffic, name: str):
         self._traffic = traffic
         self._name = name
 
     def __enter__(self) -> None:
-        self._started = self._traffic.start()
+        traffic = self._traffic
+        self._outer_seconds, traffic._inner_seconds = traffic._inner_seconds, 0.0
+        self._start = perf_counter()
 
     def __exit__(self, *raised) -> None:
-        self._traffic.stop(self._name, self._started)
+        traffic, elapsed = self._traffic, perf_counter() - self._start
+        traffic._step[self._name] += elapsed - traffic._inner_seconds
+        traffic._inner_seconds = self._outer_seconds + elapsed
 
 
 def report(counters) -> dict:

@@ -99,6 +99,7 @@ class Candidates {
     ++passed_;
     const Entry entry{magnitude, base_ + index};
     if (!Keeps(entry)) return;
+    if (entries_.empty()) entries_.reserve(std::min(capacity_, k_ + k_ / 2 + 16));  // a settled worker's fit
     entries_.push_back(entry);
     if (entries_.size() >= capacity_) Cut();
   }

@@ -1,6 +1,7 @@
 #include "select.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -69,10 +70,11 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
   const ThresholdParams sampled{std::min(n, params.k + params.k / 4 + 16), ThresholdMethod::kSampled, 0.005,
                                 params.seed};
   const ThresholdParams exact{params.k, ThresholdMethod::kExact, 1.0, params.seed};
-  std::vector<const ThresholdParams*> attempts{&sampled, &exact};
-  if (HasHint(params)) attempts.insert(attempts.begin(), nullptr);
+  const ThresholdParams* const attempts[] = {nullptr, &sampled, &exact};
+  const size_t first = HasHint(params) ? 0 : 1;
   double threshold = params.threshold_hint;
-  for (const ThresholdParams* attempt : attempts) {
+  for (size_t i = first; i < std::size(attempts); ++i) {
+    const ThresholdParams* attempt = attempts[i];
     if (attempt != nullptr) HVD_SPARSE_RETURN_IF_ERROR(SelectThreshold(values, *attempt, parallel_for, &threshold));
     if (attempt != nullptr || !gathered) {
       const Candidates<T> none(params.k, CandidateBar<T>(threshold), params.seed);
@@ -80,7 +82,7 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
                         [data](Candidates<T>* part, int64_t begin, int64_t end) { ScanRange(data, begin, end, part); });
     }
     Candidates<T>& candidates = *gathered;
-    if (attempt == attempts.front()) selection->passed = candidates.passed();
+    if (i == first) selection->passed = candidates.passed();
     const bool enough = static_cast<int64_t>(candidates.entries().size()) >= params.k;
     if (!enough && attempt != &exact) continue;
     candidates.Cut();

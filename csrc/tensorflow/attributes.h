@@ -1,10 +1,13 @@
 // What an op's attributes say about payloads; TensorFlow itself refuses a value that the op's interface does not list.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "../core/payload.h"
+#include "absl/strings/str_cat.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace hvd_sparse {
@@ -38,6 +41,22 @@ absl::Status GetFormat(Source* source, PayloadFormat* format) {
   format->coding = ParseCoding(coding);
   format->dtype = ParseDType(value_dtype);
   return absl::OkStatus();
+}
+
+template <typename Source>
+absl::Status GetCentre(Source* source, Centre* centre) {
+  std::string name;
+  TF_RETURN_IF_ERROR(source->GetAttr("centre", &name));
+  *centre = name == "min" ? Centre::kMin : Centre::kMean;
+  return absl::OkStatus();
+}
+
+// The sizes of the tensors that an op returns.
+template <typename Source>
+absl::Status GetSizes(Source* source, const char* verb, std::vector<int64_t>* ns) {
+  TF_RETURN_IF_ERROR(source->GetAttr("ns", ns));
+  if (std::all_of(ns->begin(), ns->end(), [](int64_t n) { return n >= 0; })) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("hvd_sparse.", verb, ": ns must be >= 0"));
 }
 
 }  // namespace hvd_sparse

@@ -18,11 +18,9 @@ class AccumulateBucketBase : public AccumulatingKernel {
  public:
   explicit AccumulateBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
       : AccumulatingKernel(construction, "accumulate_bucket", copy) {
-    std::string centre;
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, layout_.Read(construction));
-    OP_REQUIRES_OK(construction, construction->GetAttr("centre", &centre));
-    centre_ = centre == "min" ? Centre::kMin : Centre::kMean;
+    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
   }
 
  protected:
@@ -74,16 +72,10 @@ class AccumulateBucketBase : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Vector("factors", &numbers->factors, &factors));
     TF_RETURN_IF_ERROR(call.Vector("threshold_hints", &numbers->hints, &hints));
     TF_RETURN_IF_ERROR(call.Seed(&numbers->seed));
-    const int members = lists.gradients.size();
-    const auto may_lack = [members](int count) { return count == 0 || count == members; };
     if (hints != static_cast<int64_t>(selections)) {
       return call.Invalid("threshold_hints must have one entry a selection, ", selections, ", got ", hints);
     }
-    if (factors == members && lists.residuals.size() == members && may_lack(lists.velocities.size()) &&
-        may_lack(lists.parameters.size())) {
-      return absl::OkStatus();
-    }
-    return call.Invalid("every list must have ", members, " entries, one a member");
+    return CheckMembers(call, lists, {factors});
   }
 
   absl::Status Open(const Call& call, const Lists& lists, const Selected& selection, const Numbers& numbers,
@@ -176,10 +168,7 @@ class ReduceBucketBase : public Kernel {
  public:
   explicit ReduceBucketBase(OpKernelConstruction* construction) : Kernel(construction, "reduce_bucket") {
     OP_REQUIRES_OK(construction, layout_.Read(construction));
-    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns_));
-    for (const int64_t n : ns_) {
-      OP_REQUIRES(construction, n >= 0, absl::InvalidArgumentError("hvd_sparse.reduce_bucket: ns must be >= 0"));
-    }
+    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_bucket", &ns_));
   }
 
  protected:

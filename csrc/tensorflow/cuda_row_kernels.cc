@@ -6,64 +6,41 @@
 namespace hvd_sparse {
 namespace {
 
-class CudaSelectTopKRowsKernel : public Kernel {
+class CudaSelectTopKRowsKernel : public SelectTopKRowsBase {
  public:
-  explicit CudaSelectTopKRowsKernel(OpKernelConstruction* construction) : Kernel(construction, "select_top_k_rows") {}
+  using SelectTopKRowsBase::SelectTopKRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    int64_t k = 0;
-    uint64_t seed = 0;
-    uint8_t* mask = nullptr;
-    double* thresholds = nullptr;
+  absl::Status Select(const Call& call, const Matrix& values, int64_t k, uint64_t seed, uint8_t* mask,
+                      double* thresholds) const override {
     DeviceWork work;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(call.Number("k", &k));
-    TF_RETURN_IF_ERROR(call.Seed(&seed));
-    TF_RETURN_IF_ERROR(call.Report(CheckRowCount(k, values.columns)));
-    TF_RETURN_IF_ERROR(OutputMask(call, values, &mask));
-    TF_RETURN_IF_ERROR(OutputThresholds(call, values, &thresholds));
     TF_RETURN_IF_ERROR(work.Open(call));
     return CudaStatus(select_top_k_rows_launch(values, k, seed, mask, thresholds, work.stream()));
   }
 };
 
-class CudaLaplaceThresholdRowsKernel : public Kernel {
+class CudaLaplaceThresholdRowsKernel : public LaplaceThresholdRowsBase {
  public:
-  explicit CudaLaplaceThresholdRowsKernel(OpKernelConstruction* construction)
-      : Kernel(construction, "laplace_threshold_rows") {}
+  using LaplaceThresholdRowsBase::LaplaceThresholdRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    double density = 0, factor = 0;
-    double* thresholds = nullptr;
+  absl::Status Estimate(const Call& call, const Matrix& values, double density, double* thresholds) const override {
+    double factor = 0;
     DeviceWork work;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(call.Number("density", &density));
     TF_RETURN_IF_ERROR(call.Report(LaplaceFactor(density, &factor)));
-    TF_RETURN_IF_ERROR(OutputThresholds(call, values, &thresholds));
     TF_RETURN_IF_ERROR(work.Open(call));
     return CudaStatus(laplace_threshold_rows_launch(values, factor, thresholds, work.stream()));
   }
 };
 
-class CudaFilterThresholdRowsKernel : public Kernel {
+class CudaFilterThresholdRowsKernel : public FilterThresholdRowsBase {
  public:
-  explicit CudaFilterThresholdRowsKernel(OpKernelConstruction* construction)
-      : Kernel(construction, "filter_threshold_rows") {}
+  using FilterThresholdRowsBase::FilterThresholdRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    const double* thresholds = nullptr;
-    int64_t count = 0;
-    uint8_t* mask = nullptr;
+  absl::Status Filter(const Call& call, const Matrix& values, const double* thresholds, int64_t count,
+                      uint8_t* mask) const override {
     DeviceWork work;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(GetThresholds(call, values, &thresholds, &count));
-    TF_RETURN_IF_ERROR(OutputMask(call, values, &mask));
     TF_RETURN_IF_ERROR(work.Open(call));
     return CudaStatus(filter_threshold_rows_launch(values, thresholds, count, mask, work.stream()));
   }

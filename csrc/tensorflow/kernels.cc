@@ -280,11 +280,10 @@ class ReduceLocatedKernel : public FormatKernel {
 class QuantizeKernel : public Kernel {
  public:
   explicit QuantizeKernel(OpKernelConstruction* construction) : Kernel(construction, "quantize") {
-    std::string centre, value_dtype;
-    OP_REQUIRES_OK(construction, construction->GetAttr("centre", &centre));
+    std::string value_dtype;
+    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
     OP_REQUIRES_OK(construction, construction->GetAttr("value_dtype", &value_dtype));
     dtype_ = ParseDType(value_dtype);
-    centre_ = centre == "min" ? Centre::kMin : Centre::kMean;
   }
 
  protected:

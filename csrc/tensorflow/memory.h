@@ -1,6 +1,7 @@
 // The memory of one or several variables: resources, opened and locked, that a kernel changes in place.
 #pragma once
 
+#include <initializer_list>
 #include <optional>
 
 #include "../core/accumulate.h"
@@ -85,6 +86,18 @@ class AccumulatingKernel : public Kernel {
       return call.Invalid("weight_decay needs the parameter");
     }
     return absl::OkStatus();
+  }
+
+  // `counts`: of the numbers that come beside the lists, one a member.
+  static absl::Status CheckMembers(const Call& call, const Lists& lists, std::initializer_list<int64_t> counts) {
+    const int members = lists.gradients.size();
+    const auto is_whole = [members](int64_t count) { return count == members; };
+    const auto may_lack = [members](int count) { return count == 0 || count == members; };
+    if (std::all_of(counts.begin(), counts.end(), is_whole) && is_whole(lists.residuals.size()) &&
+        may_lack(lists.velocities.size()) && may_lack(lists.parameters.size())) {
+      return absl::OkStatus();
+    }
+    return call.Invalid("every list must have ", members, " entries, one a member");
   }
 
   absl::Status OpenMember(const Call& call, const Lists& lists, int member, float factor, Job* job) const {

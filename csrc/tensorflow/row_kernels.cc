@@ -4,57 +4,34 @@
 namespace hvd_sparse {
 namespace {
 
-class SelectTopKRowsKernel : public Kernel {
+class SelectTopKRowsKernel : public SelectTopKRowsBase {
  public:
-  explicit SelectTopKRowsKernel(OpKernelConstruction* construction) : Kernel(construction, "select_top_k_rows") {}
+  using SelectTopKRowsBase::SelectTopKRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    int64_t k = 0;
-    uint64_t seed = 0;
-    uint8_t* mask = nullptr;
-    double* thresholds = nullptr;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(call.Number("k", &k));
-    TF_RETURN_IF_ERROR(call.Seed(&seed));
-    TF_RETURN_IF_ERROR(OutputMask(call, values, &mask));
-    TF_RETURN_IF_ERROR(OutputThresholds(call, values, &thresholds));
+  absl::Status Select(const Call& call, const Matrix& values, int64_t k, uint64_t seed, uint8_t* mask,
+                      double* thresholds) const override {
     return call.Report(SelectTopKRows(values, k, seed, call.Pool(), mask, thresholds));
   }
 };
 
-class LaplaceThresholdRowsKernel : public Kernel {
+class LaplaceThresholdRowsKernel : public LaplaceThresholdRowsBase {
  public:
-  explicit LaplaceThresholdRowsKernel(OpKernelConstruction* construction)
-      : Kernel(construction, "laplace_threshold_rows") {}
+  using LaplaceThresholdRowsBase::LaplaceThresholdRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    double density = 0;
-    double* thresholds = nullptr;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(call.Number("density", &density));
-    TF_RETURN_IF_ERROR(OutputThresholds(call, values, &thresholds));
+  absl::Status Estimate(const Call& call, const Matrix& values, double density, double* thresholds) const override {
     return call.Report(LaplaceThresholdRows(values, density, call.Pool(), thresholds));
   }
 };
 
-class FilterThresholdRowsKernel : public Kernel {
+class FilterThresholdRowsKernel : public FilterThresholdRowsBase {
  public:
-  explicit FilterThresholdRowsKernel(OpKernelConstruction* construction)
-      : Kernel(construction, "filter_threshold_rows") {}
+  using FilterThresholdRowsBase::FilterThresholdRowsBase;
 
  protected:
-  absl::Status Run(const Call& call) const override {
-    Matrix values{};
-    const double* thresholds = nullptr;
-    int64_t count = 0;
-    uint8_t* mask = nullptr;
-    TF_RETURN_IF_ERROR(GetMatrix(call, &values));
-    TF_RETURN_IF_ERROR(GetThresholds(call, values, &thresholds, &count));
-    TF_RETURN_IF_ERROR(OutputMask(call, values, &mask));
+  absl::Status Filter(const Call& call, const Matrix& values, const double* thresholds, int64_t count,
+                      uint8_t* mask) const override {
     return call.Report(FilterThresholdRows(values, thresholds, count, call.Pool(), mask));
   }
 };

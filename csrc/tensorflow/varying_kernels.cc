@@ -39,11 +39,9 @@ class Formats {
 class FilterBucketKernel : public AccumulatingKernel {
  public:
   explicit FilterBucketKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "filter_bucket") {
-    std::string centre;
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, formats_.Read(construction));
-    OP_REQUIRES_OK(construction, construction->GetAttr("centre", &centre));
-    centre_ = centre == "min" ? Centre::kMin : Centre::kMean;
+    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
   }
 
  protected:
@@ -90,13 +88,7 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Vector("factors", &numbers->factors, &factors));
     TF_RETURN_IF_ERROR(call.Vector("thresholds", &numbers->thresholds, &thresholds));
     TF_RETURN_IF_ERROR(call.Vector("ks", &numbers->ks, &ks));
-    const int members = lists.gradients.size();
-    const auto may_lack = [members](int count) { return count == 0 || count == members; };
-    if (factors == members && thresholds == members && ks == members && lists.residuals.size() == members &&
-        may_lack(lists.velocities.size()) && may_lack(lists.parameters.size())) {
-      return absl::OkStatus();
-    }
-    return call.Invalid("every list must have ", members, " entries, one a member");
+    return CheckMembers(call, lists, {factors, thresholds, ks});
   }
 
   Formats formats_;
@@ -108,11 +100,7 @@ class ReduceLocatedBucketKernel : public Kernel {
   explicit ReduceLocatedBucketKernel(OpKernelConstruction* construction)
       : Kernel(construction, "reduce_located_bucket") {
     OP_REQUIRES_OK(construction, formats_.Read(construction));
-    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns_));
-    for (const int64_t n : ns_) {
-      OP_REQUIRES(construction, n >= 0,
-                  absl::InvalidArgumentError("hvd_sparse.reduce_located_bucket: ns must be >= 0"));
-    }
+    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_located_bucket", &ns_));
   }
 
  protected:

@@ -20,6 +20,12 @@ inline void CheckCounts(const char* op, const char* what, size_t count, std::ini
   }
 }
 
+// What selections learn from one step to the next, as a tensor.
+inline void CheckHints(const char* op, const Tensor& hints, size_t selections) {
+  TORCH_CHECK_VALUE(hints.dim() == 2 && hints.size(0) == static_cast<int64_t>(selections) && hints.size(1) == 3,
+                    "hvd_sparse.", op, ": hints must be [", selections, ", 3], got ", hints.sizes());
+}
+
 // The formats of a bucket's payloads, but for their number of entries.
 inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef ns, IntArrayRef columns,
                                             const std::string& coding, const std::string& value_dtype) {

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "../core/bucket.h"
+#include "../core/hint.h"
 #include "../core/reduce.h"
 #include "bucket_layout.h"
 
@@ -46,6 +47,28 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
     info.mutable_data_ptr<double>()[2 * s + 1] = static_cast<double>(found.passed);
   }
   return {info, finite};
+}
+
+std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, TensorList residuals, TensorList velocities,
+                                                    TensorList parameters, at::ArrayRef<double> factors,
+                                                    double momentum, bool nesterov, double weight_decay, IntArrayRef ns,
+                                                    IntArrayRef ks, int64_t seed, Tensor hints, Tensor out,
+                                                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins,
+                                                    const std::string& coding, const std::string& value_dtype,
+                                                    const std::string& centre, const OptionalTensors& segments) {
+  const char* op = "accumulate_bucket_hinted";
+  CheckTensor(op, "hints", hints, at::kDouble);
+  CheckHints(op, hints, ns.size());
+  CheckCounts(op, "selection", ns.size(), {ks.size()});
+  auto* kept = static_cast<Hint*>(hints.mutable_data_ptr());
+  std::vector<double> values;
+  for (size_t s = 0; s < ns.size(); ++s) values.push_back(HintFor(kept[s], ks[s]));
+  auto found = AccumulateBucketOp(gradients, residuals, velocities, parameters, factors, momentum, nesterov,
+                                  weight_decay, ns, ks, seed, values, out, offsets, selections, begins, coding,
+                                  value_dtype, centre, segments);
+  const auto* info = std::get<0>(found).const_data_ptr<double>();
+  for (size_t s = 0; s < ns.size(); ++s, info += 2) LearnHint(kept++, ks[s], info[0], static_cast<int64_t>(info[1]));
+  return found;
 }
 
 void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef ns, IntArrayRef ks,
@@ -101,6 +124,11 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
       "float[] hints, Tensor(c!) out, int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, "
       "str centre, Tensor?[] segments) -> (Tensor, Tensor)");
   m.def(
+      "accumulate_bucket_hinted(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, "
+      "Tensor[] parameters, float[] factors, float momentum, bool nesterov, float weight_decay, int[] ns, int[] ks, "
+      "int seed, Tensor(c!) hints, Tensor(d!) out, int[] offsets, int[] selections, int[] begins, str coding, "
+      "str value_dtype, str centre, Tensor?[] segments) -> (Tensor, Tensor)");
+  m.def(
       "clear_bucket(Tensor message, Tensor(a!)[] residuals, Tensor(b!)[] velocities, int[] ns, int[] ks, "
       "int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, Tensor?[] segments, float kept) "
       "-> ()");
@@ -111,6 +139,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("accumulate_bucket", &hvd_sparse::AccumulateBucketOp);
+  m.impl("accumulate_bucket_hinted", &hvd_sparse::AccumulateBucketHintedOp);
   m.impl("clear_bucket", &hvd_sparse::ClearBucketOp);
   m.impl("reduce_bucket", &hvd_sparse::ReduceBucketOp);
 }

@@ -102,9 +102,7 @@ std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, Tensor
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay};
   Layout layout(call.op(), ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   call.CheckTensorHere("hints", hints, at::kDouble);
-  const auto count = static_cast<int64_t>(ns.size());
-  TORCH_CHECK_VALUE(hints.dim() == 2 && hints.size(0) == count && hints.size(1) == 3, "hvd_sparse.", call.op(),
-                    ": hints must be [", count, ", 3], got ", hints.sizes());
+  CheckHints(call.op(), hints, ns.size());
   CheckLists(call, in, selections, out, value_dtype);
   std::vector<Tensor> flat;
   BucketSelections bucket = SelectionsOf(call, &layout, in, out, &flat);
@@ -166,14 +164,6 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
 
 }  // namespace
 }  // namespace hvd_sparse
-
-TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
-  m.def(
-      "accumulate_bucket_hinted(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, "
-      "Tensor[] parameters, float[] factors, float momentum, bool nesterov, float weight_decay, int[] ns, int[] ks, "
-      "int seed, Tensor(c!) hints, Tensor(d!) out, int[] offsets, int[] selections, int[] begins, str coding, "
-      "str value_dtype, str centre, Tensor?[] segments) -> (Tensor, Tensor)");
-}
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
   m.impl("accumulate_bucket", &hvd_sparse::AccumulateBucketOp);

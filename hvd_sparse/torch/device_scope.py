@@ -7,6 +7,7 @@ Methods that have no such scope have their gradients copied to the CPU, and use 
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import torch
@@ -15,20 +16,17 @@ from hvd_sparse.algorithms import Algorithm, SIDCo
 from hvd_sparse.library import has_cuda
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.memory import destinations
-from hvd_sparse.torch.model_scope import Group, ModelScope
+from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.tensor_scope import TensorScope
 from hvd_sparse.torch.varying_scope import VaryingScope
-from hvd_sparse.wire import top_k_count
 
 
 class DeviceScope(Scope):
-    """What both scopes do without waiting for the device while gradients come in."""
+    """What all scopes do without waiting for the device while gradients come in."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._kept_hints: dict[tuple[str, ...], torch.Tensor] = {}  # float64[selections, 3], of those who share a call
         self._finite: dict[str, torch.Tensor] = {}  # bool, on the device, of this step's gradients
 
     @property
@@ -41,20 +39,11 @@ class DeviceScope(Scope):
         super().begin(step)
         self._finite = {}
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
-
     def _note(self, entry: Entry, finite: torch.Tensor) -> None:
         self._finite[entry.name] = finite
 
-    def _accumulate(self, names: tuple[str, ...], *lists, **options) -> None:
-        """Accumulate, select and pack, with hints that are kept for these tensors; note which gradients were finite."""
-        if names not in self._kept_hints:
-            self._kept_hints[names] = ops.new_hints(len(options["layout"].ns), self.device)
-        _, finite = ops.accumulate_bucket_hinted(
-            *lists, hints=self._kept_hints[names], centre=self.algorithm.centre, **options
-        )
-        self._finite.update(zip(names, finite.unbind(), strict=True))
+    def _note_all(self, entries: Sequence[Entry], finite: torch.Tensor) -> None:
+        self._finite.update(zip((entry.name for entry in entries), finite.unbind(), strict=True))
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         flags = [self._finite[entry.name].double() for entry in entries if entry.name in self._finite]
@@ -70,9 +59,6 @@ class DeviceScope(Scope):
 class DeviceTensorScope(DeviceScope, TensorScope):
     """A selection of exactly k in each tensor."""
 
-    def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
-        self._accumulate(tuple(entries), *lists, **options)
-
 
 class DeviceModelScope(DeviceScope, ModelScope):
     """One selection in all tensors."""
@@ -80,26 +66,6 @@ class DeviceModelScope(DeviceScope, ModelScope):
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
         with self.device:  # where zeros are made, in place of what does not train
             return super()._take_dense(entry, factor)
-
-    def _choose(self, group: Group, factors: dict[str, float]) -> None:
-        k = top_k_count(group.n, self.density)
-        size = self._payload_size(group.n, k, group.segments)
-        if group.buffer is None or group.buffer.numel() != size:
-            group.buffer = self._buffer(size)
-        entries = self._present(group)
-        names = tuple(entry.name for entry in entries)
-        self._accumulate(
-            names,
-            [entry.gradient for entry in entries],
-            *destinations(self.memories[name] for name in names),
-            layout=self._layout(group, names),
-            out=group.buffer,
-            factors=[factors[name] for name in names],
-            seed=self.seed,
-            **self._form(),
-            **group.memory.rule(),
-        )
-        self.traffic.count(sent=k)
 
 
 class DeviceVaryingScope(DeviceScope, VaryingScope):

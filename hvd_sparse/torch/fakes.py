@@ -114,6 +114,7 @@ def _register_bucket_fakes() -> None:
     """Tell the same of what works on buckets."""
     fake = torch.library.register_fake
 
+    @fake("hvd_sparse::accumulate_bucket_hinted")
     @fake("hvd_sparse::accumulate_bucket")
     def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
         out = arguments[3]  # after ks, seed and hints; there may be no gradients
@@ -141,11 +142,6 @@ def _register_bucket_fakes() -> None:
 def _register_cuda_fakes() -> None:
     """Tell the same of what there is on CUDA devices only."""
     fake = torch.library.register_fake
-
-    @fake("hvd_sparse::accumulate_bucket_hinted")
-    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
-        out = arguments[3]  # after ks, seed and hints
-        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::take_decode_status")
     def _(like):

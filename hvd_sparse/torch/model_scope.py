@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.memory import ResidualMemory, destinations, make_memory, whole_clip_factor
@@ -22,8 +21,8 @@ class Group:
     offsets: dict[str, int]
     n: int
     memory: ResidualMemory  # of all the sparse tensors; theirs are slices of it
+    hints: torch.Tensor  # float64[1, 3], of their selection
     name: str = ""  # of its collectives
-    hint: ThresholdHint = field(default_factory=ThresholdHint)
     segments: torch.Tensor | None = None
     buffer: torch.Tensor | None = None
     gathered: Pending | None = None
@@ -109,24 +108,17 @@ class ModelScope(Scope):
         k = top_k_count(group.n, self.density)
         size = self._payload_size(group.n, k, group.segments)
         if group.buffer is None or group.buffer.numel() != size:
-            group.buffer = torch.zeros(size, dtype=torch.uint8)
+            group.buffer = self._buffer(size)
         entries = self._present(group)
-        info, finite = ops.accumulate_bucket(
-            [entry.gradient for entry in entries],
+        self._accumulate_bucket(
+            entries,
             *destinations(self.memories[entry.name] for entry in entries),
             layout=self._layout(group, [entry.name for entry in entries]),
             out=group.buffer,
             factors=[factors[entry.name] for entry in entries],
-            hints=[group.hint.value(k)],
-            seed=self.seed,
-            centre=self.algorithm.centre,
-            **self._form(),
+            hints=group.hints,
             **group.memory.rule(),
         )
-        threshold, passed = info[0].tolist()
-        group.hint.update(k, threshold, int(passed))
-        for entry, is_finite in zip(entries, finite.tolist(), strict=True):
-            entry.finite = is_finite
         self.traffic.count(sent=k)
 
     def _present(self, group: Group) -> list[Entry]:
@@ -196,7 +188,8 @@ class ModelScope(Scope):
             for kind in memory.BUFFERS:
                 part = memory.buffer(kind).narrow(0, offsets[name], self.parameters[name].numel())
                 self.memories[name].adopt(kind, part)
-        group = Group(sparse, dense, offsets, n_sparse, memory, segments=self._segments_of(sparse))
+        hints = ops.new_hints(1, self.device)
+        group = Group(sparse, dense, offsets, n_sparse, memory, hints, segments=self._segments_of(sparse))
         self._groups = {(sparse, dense): group}
         return self._groups[sparse, dense]
 

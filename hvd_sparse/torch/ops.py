@@ -342,7 +342,7 @@ def accumulate_bucket_hinted(
     value_dtype: str = "float32",
     centre: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate_bucket` on CUDA tensors, with hints that stay on the device and learn there, in place.
+    """Do `accumulate_bucket` with hints that lie where the tensors do, and learn there, in place.
 
     `hints`: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k; see `new_hints`.
     """

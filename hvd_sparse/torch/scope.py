@@ -9,7 +9,7 @@ every compress of the step has happened, on every rank.
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +171,28 @@ class Scope(abc.ABC):
     def _note(self, entry: Entry, finite: torch.Tensor) -> None:
         """Note whether a gradient was finite."""
         entry.finite = bool(finite)
+
+    def _accumulate_bucket(self, entries: Sequence[Entry], *lists, **options) -> None:
+        """Accumulate, select and pack; note which gradients were finite. The hints learn in the call."""
+        _, finite = ops.accumulate_bucket_hinted(
+            [entry.gradient for entry in entries],
+            *lists,
+            seed=self.seed,
+            centre=self.algorithm.centre,
+            **self._form(),
+            **options,
+        )
+        self._note_all(entries, finite)
+
+    def _note_all(self, entries: Sequence[Entry], finite: torch.Tensor) -> None:
+        """Note which gradients were finite, bool[entries]."""
+        if not finite.all():
+            for entry, is_finite in zip(entries, finite.tolist(), strict=True):
+                entry.finite = is_finite
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Make room for a message."""
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     @abc.abstractmethod
     def _take(self, entry: Entry) -> torch.Tensor:

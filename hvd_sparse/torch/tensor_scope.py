@@ -3,13 +3,13 @@
 A bucket is worked on as a whole, when its last member's gradient is there: one call into the core for all of them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from hvd_sparse.buckets import Bucket, plan_buckets
-from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.memory import ResidualMemory, destinations
@@ -23,6 +23,7 @@ class Message:
 
     bucket: Bucket
     buffer: torch.Tensor  # its payloads
+    hints: torch.Tensor  # float64[members, 3], of their selections
     own: torch.Tensor | None = None  # those of the members that take part, where counts vary
     missing: set[str] = field(default_factory=set)
     started: bool = False
@@ -50,7 +51,7 @@ class TensorScope(Scope):
         self._plan: list[Message] = []
         self._plan_key = None
         self._message_of: dict[str, Message] = {}
-        self._hints = {name: ThresholdHint() for name in self.parameters}
+        self._hints = dict(zip(self.parameters, ops.new_hints(len(list(self.parameters)), self.device), strict=True))
         self._payloads: dict[str, Payload] = {}
         self._payloads_density = None
 
@@ -166,11 +167,14 @@ class TensorScope(Scope):
     def _messages(self, names: list[str], prefix: str) -> list[Message]:
         sizes = {name: self._payload(name).size for name in names}
         buckets = plan_buckets(sizes, self.algorithm.bucket_bytes, prefix)
-        return [Message(bucket, self._buffer(bucket.size)) for bucket in buckets]
+        messages = [Message(one, self._buffer(one.size), self._hints_of(one.offsets)) for one in buckets]
+        for message in messages:
+            self._hints.update(zip(message.bucket.offsets, message.hints, strict=True))
+        return messages
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        """Make room for a message."""
-        return torch.zeros(size, dtype=torch.uint8)
+    def _hints_of(self, names: Iterable[str]) -> torch.Tensor:
+        """Return a copy of what the selections of these tensors have learned, float64[tensors, 3]."""
+        return torch.stack([self._hints[name] for name in names])
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
@@ -189,30 +193,22 @@ class TensorScope(Scope):
                 self._pack_nothing(payload.n, payload.k, out, payload.segments)
         if not entries:
             return
-        memories = [self.memories[name] for name in entries]
-        ranks, gradients = self.ranks, [entry.gradient for entry in entries.values()]
-        self._compress(
-            entries,
-            gradients,
+        memories, ranks = [self.memories[name] for name in entries], self.ranks
+        is_whole = len(entries) == len(message.bucket.offsets)
+        hints = message.hints if is_whole else self._hints_of(entries)
+        self._accumulate_bucket(
+            list(entries.values()),
             *destinations(memories),
             layout=self._layout(message, entries),
             out=message.buffer,
-            factors=[memory.clip_factor(g, ranks) for memory, g in zip(memories, gradients, strict=True)],
-            seed=self.seed,
-            **self._form(),
+            factors=[self.memories[name].clip_factor(entry.gradient, ranks) for name, entry in entries.items()],
+            hints=hints,
             **memories[0].rule(),
         )
+        if not is_whole:
+            for name, learned in zip(entries, hints, strict=True):
+                self._hints[name].copy_(learned)
         self.traffic.count(sent=sum(self._payload(name).k for name in entries))
-
-    def _compress(self, entries: dict[str, Entry], *lists, **options) -> None:
-        """Accumulate, select and pack; learn what the hints need, and which gradients were finite."""
-        hints, ks = [self._hints[name] for name in entries], options["layout"].ks
-        values = [hint.value(k) for hint, k in zip(hints, ks, strict=True)]
-        info, finite = ops.accumulate_bucket(*lists, hints=values, centre=self.algorithm.centre, **options)
-        for hint, k, (threshold, passed) in zip(hints, ks, info.tolist(), strict=True):
-            hint.update(k, threshold, int(passed))
-        for entry, is_finite in zip(entries.values(), finite.tolist(), strict=True):
-            entry.finite = is_finite
 
     def _clear(self, message: Message) -> None:
         """Take what was sent out of the memories."""

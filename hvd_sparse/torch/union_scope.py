@@ -10,7 +10,7 @@ import torch
 
 from hvd_sparse.centres import by_group
 from hvd_sparse.reference import stratified_sample
-from hvd_sparse.threshold import ScaledThreshold, histogram_threshold, partition, sampled_histogram
+from hvd_sparse.threshold import ScaledThreshold, ThresholdHint, histogram_threshold, partition, sampled_histogram
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
@@ -88,13 +88,17 @@ class UnionScope(ModelScope, abc.ABC):
 class LeaderScope(UnionScope):
     """CLT-k: the rank whose turn it is names its k largest, the others none."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._hint = ThresholdHint()
+
     def _name_elements(self, group: Group) -> torch.Tensor:
         if self.step % self.ranks != self.exchange.rank():
             return torch.empty(0, dtype=torch.int64)
         k = top_k_count(group.n, self.density)
-        indices, _, info = ops.select_top_k(group.memory.residual, k, self.seed, group.hint.value(k))
+        indices, _, info = ops.select_top_k(group.memory.residual, k, self.seed, self._hint.value(k))
         threshold, passed = info.tolist()
-        group.hint.update(k, threshold, int(passed))
+        self._hint.update(k, threshold, int(passed))
         return indices
 
 

@@ -64,8 +64,7 @@ class VaryingScope(TensorScope):
             **self._form(),
             **memories[0].rule(),
         )
-        for entry, is_finite in zip(entries.values(), finite.tolist(), strict=True):
-            entry.finite = is_finite
+        self._note_all(list(entries.values()), finite)
         thresholds, counts, offsets = info.t().tolist()
         return payloads, thresholds, list(map(int, counts)), list(map(int, offsets))
 

@@ -1,7 +1,4 @@
-"""The scopes of parameters on a CUDA device, driven on the CPU: memories and sums are those of the CPU, to the bit.
-
-Of the device it needs one operator that the CPU lacks, which is put together here from those that it has.
-"""
+"""The scopes of parameters on a CUDA device, driven on the CPU: memories and sums are those of the CPU, to the bit."""
 
 import horovod.torch as hvd
 import numpy as np
@@ -11,22 +8,10 @@ from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
 from hvd_sparse.algorithms import DeepGradientCompression, HardThreshold, MiCRO, SIDCo, TopK
-from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import Compression, compression, device_scope, ops
+from hvd_sparse.torch import Compression, compression, device_scope
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 STEPS = 5
-
-
-def accumulate_bucket_hinted(*lists, hints, **options):
-    """Do on the CPU what the operator of CUDA devices does."""
-    kept, ks = [ThresholdHint(*row) for row in hints.tolist()], options["layout"].ks
-    values = [hint.value(k) for hint, k in zip(kept, ks, strict=True)]
-    info, finite = ops.accumulate_bucket(*lists, hints=values, **options)
-    for hint, k, row in zip(kept, ks, info.tolist(), strict=True):
-        hint.update(k, row[0], int(row[1]))
-    hints.copy_(torch.tensor([[hint.threshold, hint.margin, hint.k] for hint in kept], dtype=torch.float64))
-    return info, finite
 
 
 def trained(values, spoilt_step, **settings):
@@ -54,7 +39,6 @@ def trained(values, spoilt_step, **settings):
 def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step, scope, min_numel):
     settings = {"scope": scope, "min_numel": min_numel}
     expected = trained(values, spoilt_step, **settings)
-    monkeypatch.setattr(ops, "accumulate_bucket_hinted", accumulate_bucket_hinted)
     monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
     found = trained(values, spoilt_step, **settings)
     # Small tensors travel by Horovod's own allreduce, which from three ranks on adds in an order that varies.
