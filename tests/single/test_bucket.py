@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hvd_sparse import wire
+from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 
 SIZES = (1, 7, 1000, 65_537, 70_000)
@@ -43,12 +44,12 @@ class Bucket:
         self.layout = ops.Layout(list(SIZES), self.ks, self.offsets, self.segments, *places)
         self.out = torch.full((sum(sizes),), 7, dtype=torch.uint8)
 
-    def accumulate(self, **changes):
+    def accumulate(self, operator=ops.accumulate_bucket, **changes):
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
         options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(self.layout.ns), "seed": 3, "out": self.out}
         layout = {name: changes.pop(name) for name in ops.Layout._fields if name in changes}
         options |= {"layout": self.layout._replace(**layout)} | changes
-        return ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
+        return operator(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
         """Return payloads, infos and what is left at the indices, from the operators of single tensors."""
@@ -118,6 +119,42 @@ def test_an_empty_contribution_clears_nothing():
     assert residual.sum() == 50
 
 
+def test_hints_learn_in_place():
+    """As `ThresholdHint` does, step by step; a bucket is the same as with hints that are handed to it."""
+    found, expected = Bucket({"momentum": 0.9}, {}), Bucket({"momentum": 0.9}, {})
+    hints, oracle = ops.new_hints(len(SIZES), torch.device("cpu")), [ThresholdHint() for _ in SIZES]
+    for step in range(12):
+        shrink = 0.01 if step == 6 else 1.0  # what was left is far below the hints: they miss
+        for bucket in (found, expected):
+            generator = torch.Generator().manual_seed(step)
+            bucket.gradients = [torch.randn(n, generator=generator) for n in SIZES]
+            for memory in bucket.residuals + bucket.velocities:
+                memory.mul_(shrink)
+        if step == 9:  # another density: last step's thresholds say nothing
+            found.ks = expected.ks = [max(1, k // 2) for k in found.ks]
+        ours, _ = found.accumulate(ks=found.ks, hints=hints, operator=ops.accumulate_bucket_hinted)
+        theirs, _ = expected.accumulate(
+            ks=expected.ks, hints=[hint.value(k) for hint, k in zip(oracle, expected.ks, strict=True)]
+        )
+        for hint, k, (threshold, passed) in zip(oracle, expected.ks, theirs.tolist(), strict=True):
+            hint.update(k, threshold, int(passed))
+        assert torch.equal(ours, theirs) and torch.equal(found.out, expected.out)
+        assert hints.tolist() == [[hint.threshold, hint.margin, hint.k] for hint in oracle]
+        for bucket in (found, expected):
+            ops.clear_bucket(
+                bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout._replace(ks=found.ks)
+            )
+    assert len({margin for _, margin, _ in hints.tolist()}) > 1, "a hint must have missed"
+
+
+def test_hints_of_a_wrong_shape_are_refused():
+    for hints in (torch.zeros(4, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"accumulate_bucket_hinted: hints must be \[5, 3\], got "):
+            Bucket({}, {}).accumulate(hints=hints, operator=ops.accumulate_bucket_hinted)
+    with pytest.raises(ValueError, match="accumulate_bucket_hinted: hints must be Double"):
+        Bucket({}, {}).accumulate(hints=torch.zeros(5, 3), operator=ops.accumulate_bucket_hinted)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,6 +199,10 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *places, *form, "mean", [None]))
     empty = ([], [], [], [], [], 0.9, False, 0.0, [n], [k], 0, [0.0], out, [0], [], [], *form, "mean", [None])
     torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, empty)
+    hinted = [*choice[:-2], torch.zeros(1, 3, dtype=torch.float64), out]
+    torch.library.opcheck(
+        torch.ops.hvd_sparse.accumulate_bucket_hinted, (*lists, *hinted, *places, *form, "mean", [None])
+    )
     message = torch.empty(size, dtype=torch.uint8)
     ops.pack(torch.arange(k), torch.ones(k), n, k, message)
     layout = ([n], [k], *places, *form, [None])
