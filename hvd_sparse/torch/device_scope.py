@@ -1,15 +1,16 @@
 """The scopes of parameters on a CUDA device: nothing but the vote is read back, once a step; of thresholds, the counts.
 
-Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA
-tensors, as for any gradient on a GPU. The token, which has nothing to do with the data, stays on the CPU.
+Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA.
+The token, which has nothing to do with the data, stays on the CPU.
 
-Methods that have no such scope have their gradients copied to the CPU, and use the scope that is there.
+Where that cannot be, gradients are copied to the CPU, and the scope is the one that is there.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple
 
+import horovod.torch as hvd
 import torch
 
 from hvd_sparse.algorithms import Algorithm, SIDCo
@@ -109,20 +110,30 @@ LAYOUTS = {"tensor": DeviceTensorScope, "model": DeviceModelScope, "threshold": 
 
 
 def device_layout(algorithm: Algorithm) -> type[DeviceScope] | None:
-    """Return how a method lays out a step on a CUDA device; None where it works on the CPU, as SIDCo's fit does."""
-    return LAYOUTS.get(algorithm.layout) if has_cuda("torch") and not isinstance(algorithm, SIDCo) else None
+    """Return how a method lays out a step on a CUDA device; None where it works on the CPU."""
+    return None if why_not(algorithm) else LAYOUTS[algorithm.layout]
+
+
+def why_not(algorithm: Algorithm) -> str:
+    """Return why a method does not work on CUDA devices here, nothing if it does."""
+    if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit is NumPy's
+        return (
+            f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
+            "gradient_dropping, topk, dct and hard_threshold"
+        )
+    if not has_cuda("torch"):
+        return (
+            "hvd_sparse was built without CUDA. To compress on the device, install it again with "
+            "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
+        )
+    if not (hvd.cuda_built() or hvd.rocm_built()):
+        return (
+            "Horovod was built without CUDA. To compress on the device, install it again with "
+            "HOROVOD_GPU_OPERATIONS=NCCL pip install --no-cache-dir --force-reinstall horovod"
+        )
+    return ""
 
 
 def crossing(algorithm: Algorithm) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    if algorithm.layout in LAYOUTS and not isinstance(algorithm, SIDCo):
-        reason = (
-            "hvd_sparse was built without CUDA. To compress on the device, install it again with "
-            "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
-        )
-    else:
-        reason = (
-            f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
-            "gradient_dropping, topk, dct and hard_threshold"
-        )
-    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {reason}"
+    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why_not(algorithm)}"

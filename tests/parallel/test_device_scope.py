@@ -83,11 +83,15 @@ def test_thresholds_do_what_they_do_on_the_cpu(monkeypatch, name, spoilt_step, f
 
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
+    monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     assert device_scope.device_layout(DeepGradientCompression()) is device_scope.DeviceTensorScope
     assert device_scope.device_layout(TopK()) is device_scope.DeviceModelScope
     assert device_scope.device_layout(DeepGradientCompression(values="int1")) is device_scope.DeviceTensorScope
     assert device_scope.device_layout(HardThreshold(value=1.0)) is device_scope.DeviceVaryingScope
     assert device_scope.device_layout(SIDCo()) is device_scope.device_layout(MiCRO()) is None
+    monkeypatch.setattr(hvd, "cuda_built", lambda: False)
+    assert device_scope.device_layout(DeepGradientCompression()) is None
+    monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
     assert device_scope.device_layout(DeepGradientCompression()) is None
 

@@ -196,6 +196,7 @@ def warnings_of(make, elastic=True):
 @pytest.mark.parametrize(
     ("method", "built", "advice"),
     [
+        ("dgc", True, "Horovod was built without CUDA.*HOROVOD_GPU_OPERATIONS=NCCL"),
         ("dgc", False, "built without CUDA.*HVD_SPARSE_WITH_CUDA=1"),
         ("topk", False, "built without CUDA.*HVD_SPARSE_WITH_CUDA=1"),
         ("sidco", False, "Compression.sidco .* dgc, samomentum, gradient_dropping, topk, dct and hard_threshold"),
@@ -204,6 +205,7 @@ def warnings_of(make, elastic=True):
 )
 def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built, advice):
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: built)
+    monkeypatch.setattr(hvd, "cuda_built", lambda: False)
     here = make_parameters(SHAPES)
     there, make = on_device(here), getattr(Compression, method)
     found = warnings_of(lambda: make(there.items()))
