@@ -50,7 +50,10 @@ class ThresholdHint:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest."""
+    """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest.
+
+    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found.
+    """
 
     threshold: float
     k: int = 0
@@ -90,11 +93,13 @@ class KeptThreshold:
         self._value, self._k, self._due = 0.0, 0, False
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
-        """Return what to select by in a step: k when due, SMALLEST to send all."""
+        """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
         drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
         self._due = not drains and (not known or self._turns.refreshes(step, self._position))
-        return Plan(0.0, k) if self._due else Plan(SMALLEST if drains else self._value)
+        if self._due:
+            return Plan(self._value if known else 0.0, k)
+        return Plan(SMALLEST if drains else self._value)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
         """Keep the threshold, if it was taken anew."""

@@ -20,7 +20,8 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection);
 
-// What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero.
+// What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero:
+// `threshold` then is a guess at it, that changes nothing but the time this takes, or 0.
 struct FilterParams {
   double threshold = 0;
   int64_t k = 0;

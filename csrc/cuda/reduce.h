@@ -9,8 +9,8 @@
 
 namespace hvd_sparse {
 
-// int64, on the device: how many selections met a payload that failed, and what failed first in the first of these, as
-// rank * 256 + check.
+// int64, on the device: how many selections met a payload that failed, and what failed first in the one that said so
+// first (of several in one launch, any), as rank * 256 + check.
 struct DecodeStatus {
   unsigned long long refused;
   long long first;

@@ -303,9 +303,10 @@ def filter_bucket(
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
     factors float32[members], thresholds float64[members], ks int64[members]: where above 0, the threshold is that of
-    the k largest residuals, once these are accumulated, and at least the smallest float32 above zero. Returns the
-    payloads, uint8[bytes], one after the other, whether each gradient was finite, bool[members], and
-    float64[members, 2], threshold and entries. The k of a payload is its entries, but at least 1.
+    the k largest residuals, once these are accumulated, and at least the smallest float32 above zero, and what
+    thresholds says a guess that only changes the cost, 0.0 for none. Returns the payloads, uint8[bytes], one after the
+    other, whether each gradient was finite, bool[members], and float64[members, 2], threshold and entries. The k of a
+    payload is its entries, but at least 1.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, thresholds, ks)

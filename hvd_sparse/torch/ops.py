@@ -291,10 +291,10 @@ def filter_bucket(
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
 
     ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least the
-    smallest float32 above zero, whatever `thresholds` says. Unless is_active no gradient enters a residual. columns: of
-    low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the other;
-    float64[members, 3], threshold, entries, and the payload's offset in bytes; and bool[members]: was each gradient
-    finite everywhere? The k of a payload is its entries, but at least 1.
+    smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Unless is_active
+    no gradient enters a residual. columns: of low-bit values, as in `locate_payloads`. Returns the payloads,
+    uint8[bytes], one after the other; float64[members, 3], threshold, entries, and the payload's offset in bytes; and
+    bool[members]: was each gradient finite everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, weight_decay, is_active, thresholds, ks)
@@ -356,7 +356,8 @@ def take_decode_status(like: torch.Tensor) -> torch.Tensor:
     """Return what calls on the device of `like`, a CUDA tensor, met since this was asked last, int64[2], and forget it.
 
     How many selections of `reduce_payloads`, `reduce_located`, `reduce_bucket` and `clear_bucket` met a payload that
-    failed a check; and for the first of these rank * 256 + check, see `FAILED_CHECKS`. Reading it waits for the device.
+    failed a check; and for the first to say so (of several in one call, any) rank * 256 + check, see `FAILED_CHECKS`.
+    Reading it waits for the device.
     """
     return _ops.take_decode_status(like)
 

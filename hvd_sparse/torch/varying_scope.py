@@ -1,5 +1,8 @@
 """Thresholds in each tensor: the sizes of the payloads differ between ranks and steps."""
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 
 from hvd_sparse.centres import columns_of
@@ -24,23 +27,30 @@ class VaryingScope(TensorScope):
     def _fill(self, message: Message) -> None:
         """Accumulate and select in the members of a bucket; gather their payloads, those of nothing for the others."""
         entries = self._present(message)
-        payloads = self._filter(message, entries) if entries else {}
+        if entries:
+            self._filter(message, entries)
         message.buffer = message.own
-        if len(payloads) < len(message.bucket.offsets):
+        if len(entries) < len(message.bucket.offsets):
+            payloads = self._split(message, entries) if entries else {}
             message.buffer = torch.cat(
                 [payloads[name] if name in payloads else self._nothing(name) for name in message.bucket.offsets]
             )
 
-    def _filter(self, message: Message, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
-        """Accumulate, select what reaches the thresholds, and pack it in `message.own`; return each payload."""
+    def _filter(self, message: Message, entries: dict[str, Entry]) -> None:
+        """Accumulate, select what reaches the thresholds, and pack it in `message.own`."""
         names = list(entries)
         message.own, thresholds, counts, offsets = self._select(entries)
         for name, threshold, count in zip(names, thresholds, counts, strict=True):
             self.thresholds[name].learn(self._payload(name).k, threshold, count)
         self.traffic.count(sent=sum(counts))
         message.layout = self._layout_of(names, counts, offsets)
-        sizes = [end - begin for begin, end in zip(offsets, [*offsets[1:], message.own.numel()], strict=True)]
-        return dict(zip(names, message.own.split(sizes), strict=True))
+
+    @staticmethod
+    def _split(message: Message, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return each member's payload in `message.own`."""
+        offsets = [*message.layout.offsets, message.own.numel()]
+        parts = message.own.split([end - begin for begin, end in itertools.pairwise(offsets)])
+        return dict(zip(names, parts, strict=True))
 
     def _select(self, entries: dict[str, Entry]) -> tuple[torch.Tensor, list[float], list[int], list[int]]:
         """Return payloads, one after the other, and of each the threshold, the count, and the offset in bytes."""

@@ -136,6 +136,30 @@ def test_tensorflow_is_its_variables_one_by_one(rule, form, dtype, is_active, tr
     same_memory([*variables.residuals, *variables.velocities], twin.residuals + twin.velocities)
 
 
+GUESSES = [0.0, 2.5, 0.7, 1e-30, 50.0, -1.0, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+@pytest.mark.parametrize("shape", ["normal", "ties", "mostly zeros", "zeros"])
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_guess_at_a_threshold_that_is_taken_anew_changes_nothing(guess, shape, is_active):
+    drawn, twin = Drawn({}, {}), Drawn({}, {})
+    for one in (drawn, twin):
+        for parts in (one.gradients, one.residuals):
+            for part in parts:
+                if shape == "ties":
+                    part.mul_(2.0).round_()
+                elif shape != "normal":
+                    part[3 if shape == "mostly zeros" else 0 :] = 0.0
+    ks = [1, 7, 20, 60_000, 700]
+    message, info, finite = drawn.torch(thresholds=[guess] * 5, ks=ks, is_active=is_active)
+    payloads, thresholds, counts, are_finite = twin.expected(ks=ks, is_active=is_active)
+    same(message, np.concatenate(payloads))
+    assert info[:, :2].tolist() == [[*row] for row in zip(thresholds, counts, strict=True)]
+    assert finite.tolist() == are_finite
+    same_memory(drawn.residuals, twin.residuals)
+
+
 def test_what_is_not_finite_is_told_of_its_tensor():
     drawn = Drawn({}, {})
     drawn.gradients[2][5] = math.nan
