@@ -235,7 +235,7 @@ def test_a_saved_model_runs_in_another_process(legacy, tmp_path):
     for script in (SAVE, LOAD):
         environment = {**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "2"}
         command = [sys.executable, "-c", script, str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
 
 
