@@ -51,7 +51,8 @@ class TensorScope(Scope):
         self._plan: list[Message] = []
         self._plan_key = None
         self._message_of: dict[str, Message] = {}
-        self._hints = dict(zip(self.parameters, ops.new_hints(len(list(self.parameters)), self.device), strict=True))
+        names = list(self.parameters)
+        self._hints = dict(zip(names, ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
         self._payloads: dict[str, Payload] = {}
         self._payloads_density = None
 
