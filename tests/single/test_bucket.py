@@ -1,5 +1,8 @@
 """The operators of whole buckets: the same as those of single tensors one by one, bit for bit."""
 
+import resource
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +106,28 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, kept):
         where = (bucket.offsets[i], n, bucket.ks[i], expected[i], 0.5)
         ops.reduce_payloads(gathered, *where, **bucket.wire, segments=bucket.segments[i])
         assert torch.equal(outs[i], expected[i])
+
+
+def test_settled_steps_take_no_memory_from_the_system():
+    """What a step allocates, malloc has from the steps before: no page of it is new."""
+    n, ranks = 1_000_000, 8
+    k = n // 1000
+    gradient, residual, velocity, total = (torch.zeros(n) for _ in range(4))
+    gathered = torch.zeros((ranks, wire.payload_size(n, k)), dtype=torch.uint8)
+    layout = ops.Layout([n], [k], [0], [None], [0], [0])
+    hints, generator = ops.new_hints(1, torch.device("cpu")), torch.Generator().manual_seed(0)
+    faults = []
+    for _ in range(24):
+        gradient.normal_(generator=generator)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        ops.accumulate_bucket_hinted(
+            [gradient], [residual], [velocity], layout=layout, out=gathered[0], factors=[1.0], hints=hints, momentum=0.9
+        )
+        ops.clear_bucket(gathered[0], [residual], [velocity], layout=layout)
+        gathered[1:] = gathered[0]
+        ops.reduce_bucket(gathered, [total], layout=layout)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert statistics.median(faults[8:]) == 0, faults
 
 
 def test_what_is_not_finite_is_told_of_its_tensor():
