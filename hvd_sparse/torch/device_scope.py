@@ -126,7 +126,7 @@ def why_not(algorithm: Algorithm) -> str:
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
-    if not (hvd.cuda_built() or hvd.rocm_built()):
+    if not hvd.cuda_built():
         return (
             "Horovod was built without CUDA. To compress on the device, install it again with "
             "HOROVOD_GPU_OPERATIONS=NCCL pip install --no-cache-dir --force-reinstall horovod"
