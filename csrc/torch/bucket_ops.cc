@@ -63,9 +63,9 @@ std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, Tensor
   auto* kept = static_cast<Hint*>(hints.mutable_data_ptr());
   std::vector<double> values;
   for (size_t s = 0; s < ns.size(); ++s) values.push_back(HintFor(kept[s], ks[s]));
-  auto found = AccumulateBucketOp(gradients, residuals, velocities, parameters, factors, momentum, nesterov,
-                                  weight_decay, ns, ks, seed, values, out, offsets, selections, begins, coding,
-                                  value_dtype, centre, segments);
+  auto found =
+      AccumulateBucketOp(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns,
+                         ks, seed, values, out, offsets, selections, begins, coding, value_dtype, centre, segments);
   const auto* info = std::get<0>(found).const_data_ptr<double>();
   for (size_t s = 0; s < ns.size(); ++s, info += 2) LearnHint(kept++, ks[s], info[0], static_cast<int64_t>(info[1]));
   return found;
