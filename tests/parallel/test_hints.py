@@ -1,5 +1,7 @@
 """The hints of selections: what a tensor's last one taught stays, whatever other tensors take part in a step."""
 
+import math
+
 import horovod.torch as hvd
 import pytest
 from gradients import draw
@@ -22,7 +24,7 @@ def test_a_missing_tensor_costs_no_hint(monkeypatch, bucket_bytes):
         min_numel=0,
         bucket_bytes=bucket_bytes,
     )
-    oracle = {shape: ThresholdHint() for shape in map(_numel, SHAPES.values())}  # all sizes differ: they name a tensor
+    oracle = {n: ThresholdHint() for n in map(math.prod, SHAPES.values())}  # all sizes differ: they name a tensor
     calls = []
 
     def compare(*lists, hints, layout, **options):
@@ -42,10 +44,3 @@ def test_a_missing_tensor_costs_no_hint(monkeypatch, bucket_bytes):
         drive(compressor, parameters, {name: gradients[name] for name in names})
     first, changed = len(SHAPES), 4  # no hints yet; none for another density
     assert len(calls) == sum(map(len, STEPS)) and calls.count(False) == first + changed
-
-
-def _numel(shape):
-    product = 1
-    for length in shape:
-        product *= length
-    return product

@@ -151,13 +151,15 @@ def test_a_guess_at_a_threshold_that_is_taken_anew_changes_nothing(guess, shape,
                     part.mul_(2.0).round_()
                 elif shape != "normal":
                     part[3 if shape == "mostly zeros" else 0 :] = 0.0
-    ks = [1, 7, 20, 60_000, 700]
-    message, info, finite = drawn.torch(thresholds=[guess] * 5, ks=ks, is_active=is_active)
-    payloads, thresholds, counts, are_finite = twin.expected(ks=ks, is_active=is_active)
-    same(message, np.concatenate(payloads))
-    assert info[:, :2].tolist() == [[*row] for row in zip(thresholds, counts, strict=True)]
-    assert finite.tolist() == are_finite
-    same_memory(drawn.residuals, twin.residuals)
+    variables, options = Variables(drawn, traced=False), {"ks": [1, 7, 20, 60_000, 700], "is_active": is_active}
+    payloads, thresholds, counts, are_finite = twin.expected(**options)
+    ours, theirs = (call(thresholds=[guess] * 5, **options) for call in (drawn.torch, variables.call))
+    for message, info, finite in (ours, (theirs[0], theirs[2], theirs[1])):
+        same(message, np.concatenate(payloads))
+        same(info[:, :2], np.stack([thresholds, counts], axis=1).astype(np.float64))
+        assert finite.numpy().tolist() == are_finite
+    for residuals in (drawn.residuals, variables.residuals):
+        same_memory(residuals, twin.residuals)
 
 
 def test_what_is_not_finite_is_told_of_its_tensor():
