@@ -23,7 +23,40 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
+.DEFAULT_GOAL := help
+
+help:  ## show this
+	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
+	@echo "make test    every test: native, sanitized, one process, 1 to 3 ranks"
+	@echo
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
+
+setup: $(VENV)/.extension-all  ## make .venv, build Horovod and the extension
+
+$(VENV)/.environment: $(REQUIREMENTS) scripts/environment.sh scripts/step.sh
+	@scripts/environment.sh && touch $@
+
+# For one framework, torch or tensorflow, or for all.
+.PRECIOUS: $(VENV)/.horovod-%
+$(VENV)/.horovod-%: $(VENV)/.environment scripts/horovod.sh
+	@scripts/horovod.sh $* && touch $@
+
+$(VENV)/.extension-%: $(VENV)/.horovod-% $(SOURCES) scripts/extension.sh
+	@scripts/extension.sh $* && touch $@
+
+# Where all is not there yet, training waits for its own framework alone.
+TRAINED := $(if $(filter pytorch,$(FRAMEWORK)),torch,tensorflow)
+train: $(VENV)/.extension-$(if $(wildcard $(VENV)/.extension-all),all,$(TRAINED))  ## train the digits example, dense and DGC side by side
+	@$(RUN) python scripts/train.py --framework $(FRAMEWORK) --ranks $(RANKS) --density $(DENSITY)
+
+test: setup lint  ## run what catches faults: a choice of every suite (a quarter of an hour)
+	@scripts/test.sh all
+
+test-all: setup lint  ## run every test there is (an hour and more)
+	@HVD_SPARSE_TESTS=all scripts/test.sh all
+
+test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -56,7 +89,7 @@ test-tensorflow: setup
 	@scripts/test.sh tensorflow
 
 test-compat:  ## run TensorFlow's tests on TensorFlow 2.15 with Keras 2, in an environment of its own
-	@rm -f .venv-compat/.extension  # a copy of the package is installed there
+	@rm -f .venv-compat/.extension-all  # a copy of the package is installed there
 	@$(MAKE) VENV=$(CURDIR)/.venv-compat REQUIREMENTS=requirements-compat.txt test-tensorflow
 
 sanitize: setup  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer

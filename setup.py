@@ -5,6 +5,9 @@ Environment:
     HVD_SPARSE_WITHOUT_TORCH=1, HVD_SPARSE_WITHOUT_TENSORFLOW=1   leave its ops out
     HVD_SPARSE_WITH_CUDA=1, HVD_SPARSE_WITHOUT_CUDA=1             ops on CUDA tensors: an error without nvcc; never.
                                                                   Else where PyTorch has CUDA and nvcc is found
+    CMAKE_ARGS                                                    more options of CMake's
+    HVD_SPARSE_TARGETS                                            what CMake builds, in place of all operators
+    HVD_SPARSE_BUILD                                              where CMake builds, kept for the next time
     CUDAARCHS                                                     compute capabilities, such as 90 or "80;90"
     MAKEFLAGS                                                     passed on, such as -j8
 """
@@ -14,6 +17,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,22 +104,26 @@ class CMakeBuild(build_ext):
     def run(self):
         """Configure and build; the libraries land in build_lib, or in the source tree for an editable install."""
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
-        build = Path(self.build_temp).resolve()
+        build = Path(os.environ.get("HVD_SPARSE_BUILD") or self.build_temp).resolve()
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DHVD_SPARSE_NUMPY=ON"]
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
+        targets = ["hvd_sparse_numpy"]
         built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
         configure += cuda_options("torch" in built)
         for module, (title, options) in FRAMEWORKS.items():
             if module in built:
                 configure += options()
+                targets += [f"hvd_sparse_{module}"]
             else:
                 print(f"hvd_sparse: {title} is not installed here: its ops are left out", file=sys.stderr)
+        configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        targets = os.environ.get("HVD_SPARSE_TARGETS", "").split() or targets
         build.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ)
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")
         try:
             subprocess.run(configure, check=True)
-            subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
+            subprocess.run(["cmake", "--build", str(build), "--target", *targets], check=True, env=environment)
         except FileNotFoundError:
             sys.exit("hvd_sparse needs CMake 3.18 or newer to build: pip install cmake")
 

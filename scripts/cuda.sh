@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Compile the CUDA code and the ops that use it into build/cuda, for every GPU that setup.py names. Needs nvcc, no GPU.
+# Compile the CUDA code and the ops that use it. Needs nvcc, no GPU.
+#   cuda.sh              all of it, for every GPU that setup.py names, as a user's build does, into build/cuda
+#   cuda.sh --one        only what is CUDA's own, for one GPU (sm_90), with little optimization: does it compile?
 #   cuda.sh --has-nvcc   only say, by the exit status, whether there is an nvcc
 . "$(dirname "$0")/step.sh"
 
@@ -8,7 +10,16 @@ find_nvcc() {
     PATH="$PATH:${CUDA_HOME:+$CUDA_HOME/bin:}${CUDA_PATH:+$CUDA_PATH/bin:}/usr/local/cuda/bin" command -v nvcc
 }
 [ "${1:-}" != --has-nvcc ] || { find_nvcc >/dev/null; exit; }
-find_nvcc >/dev/null || fail "there is no nvcc" "install the CUDA toolkit (12.8 or newer knows sm_100), or set CUDA_HOME to where it is"
+nvcc=$(find_nvcc) || fail "there is no nvcc" "install the CUDA toolkit (12.8 or newer knows sm_100), or set CUDA_HOME to where it is"
 export CUDAFLAGS=-Werror=all-warnings  # here only: another compiler's new warning is no reason to fail a user's build
-step "CUDA code and its ops" env HVD_SPARSE_WITH_TORCH=1 HVD_SPARSE_WITH_TENSORFLOW=1 HVD_SPARSE_WITH_CUDA=1 \
-    python setup.py build_ext --build-temp build/cuda --build-lib build/cuda
+export HVD_SPARSE_WITH_TORCH=1 HVD_SPARSE_WITH_TENSORFLOW=1 HVD_SPARSE_WITH_CUDA=1
+if [ "${1:-}" != --one ]; then
+    step "CUDA code and its ops" python setup.py build_ext --build-temp build/cuda --build-lib build/cuda
+    exit
+fi
+"$nvcc" --help | grep -q -- --Ofast-compile && CUDAFLAGS+=" --Ofast-compile=max"
+# Objects of single files are targets of CMake's makefiles.
+export CUDAARCHS=90 CMAKE_ARGS="-DHVD_SPARSE_OPTIMIZE=-O0" CMAKE_GENERATOR="Unix Makefiles" HVD_SPARSE_BUILD=build/cuda-one
+HVD_SPARSE_TARGETS="hvd_sparse_cuda $(echo csrc/torch/cuda_*.cc csrc/tensorflow/cuda_*.cc | sed 's/\.cc/.cc.o/g')"
+export HVD_SPARSE_TARGETS
+step "CUDA code and its ops, for one GPU" python setup.py build_ext --build-lib build/cuda-one

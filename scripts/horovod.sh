@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Build Horovod 0.28.1 from its PyPI source and install it; the wheel is kept in a per-user cache.
+#   horovod.sh torch | tensorflow   for one framework: half the time, all that `make train` needs
+#   horovod.sh all                  for both; continues the build of one
 # Three edits make the unmodified release compile against today's frameworks; none changes what it does:
 #   C++14 -> C++17                torch >= 2.1 needs it; Horovod made the same change after 0.28.1
 #   without xla_mpi_ops.cc        TensorFlow moved the XLA headers it includes; it serves HOROVOD_ENABLE_XLA_OPS alone
@@ -8,32 +10,47 @@
 
 VERSION=0.28.1
 RECIPE=1 # count up when the edits below change: cached wheels of another recipe are then left alone
-wheels=$(wheel_cache torch tensorflow)/horovod-$VERSION-recipe$RECIPE
+frameworks=${1:-all}
+with_torch=1 with_tensorflow=1
+case $frameworks in
+all) ;;
+torch) with_tensorflow=0 ;;
+tensorflow) with_torch=0 ;;
+*) fail "Horovod for $frameworks" "torch, tensorflow or all" ;;
+esac
+cache=$(wheel_cache torch tensorflow)/horovod-$VERSION-recipe$RECIPE
+source=$ROOT/build/horovod
 
-fetch() {
-    pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION"
-    tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1
+has_wheel() {  # DIRECTORY
+    ls "$1"/horovod-*.whl >/dev/null 2>&1
 }
 
-patch_source() {
+fetch() {
+    rm -rf "$source" && mkdir -p "$source"
+    pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION"
+    tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1
     sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt
     sed -i '/xla_mpi_ops\.cc/d' "$source"/horovod/tensorflow/CMakeLists.txt
     sed -i '1i set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' "$source"/CMakeLists.txt
+    echo "$cache" >"$source/.patched"
 }
 
 build() {
-    HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+    HOROVOD_WITH_PYTORCH=$with_torch HOROVOD_WITHOUT_PYTORCH=$((1 - with_torch)) \
+        HOROVOD_WITH_TENSORFLOW=$with_tensorflow HOROVOD_WITHOUT_TENSORFLOW=$((1 - with_tensorflow)) \
+        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
         MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source"
     mkdir -p "$wheels"
     mv "$source"/dist/horovod-*.whl "$wheels/"
 }
 
-if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
-    source=$(mktemp -d)
-    trap 'rm -rf "$source"' EXIT
-    step "Horovod $VERSION: source" fetch
-    patch_source
-    step "Horovod $VERSION: build, once per set of versions (about 5 minutes on 2 cores)" build ||
+wheels=$cache
+[ "$frameworks" = all ] || has_wheel "$cache" || wheels=$cache-$frameworks
+if ! has_wheel "$wheels"; then
+    # A tree that was made for other versions of the frameworks, or not to its end, is made anew.
+    [ "$(cat "$source/.patched" 2>/dev/null)" = "$cache" ] || step "Horovod $VERSION: source" fetch
+    step "Horovod $VERSION: build for $frameworks, once per set of versions (about 5 minutes on 2 cores for all)" build ||
         fail "Horovod did not build" "read the log above; MPI=system builds against the system's MPI instead"
+    [ "$frameworks" != all ] || rm -rf "$source"
 fi
 step "Horovod $VERSION: install" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl

@@ -10,6 +10,8 @@ PYTHON=${PYTHON:-python3}
 MPI=${MPI:-wheel}
 CACHE=${HVD_SPARSE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_sparse}
 LOGS=$ROOT/build/logs
+BUILD=$ROOT/build/extension  # where CMake keeps the objects of the extension
+[ "$VENV" = "$ROOT/.venv" ] || BUILD=$BUILD$(basename "$VENV")
 export PATH="$VENV/bin:$PATH"
 # The MPI of the wheel is relocated: its own commands must be told where it lies.
 [ "$MPI" = wheel ] && export OPAL_PREFIX="$VENV"

@@ -1,48 +1,76 @@
 #!/usr/bin/env bash
-# Every test: native, one process, several ranks under mpirun and horovodrun. Stops at the first suite that fails.
+# Run a suite of tests, or all: test.sh native | sanitize | threads | single | parallel | cuda | all, and those that
+# `all` leaves out: coverage, fuzz, tensorflow.
+# HVD_SPARSE_TESTS=all, which `make test-all` sets, runs everything; without it, of every suite what catches faults.
+# A suite's output goes to build/logs; here stand its last line or, if it fails, its end and how to run it again.
 . "$(dirname "$0")/step.sh"
 
 cd "$ROOT"
+tier=${HVD_SPARSE_TESTS:-quick}
 run=scripts/run.sh
-pytest="pytest -q"  # not python -m: that would put the source tree before what is installed
-[ -t 1 ] || pytest="$pytest --color=no"  # mpirun gives its first rank a terminal of its own
+pytest="pytest -q -x --tb=short --color=no"  # not python -m: that would put the source tree before what is installed
 
-suite() {
-    local title=$1 start=$SECONDS
+suite() {  # TITLE COMMAND... WHAT: what is tested comes last
+    local title=$1 start=$SECONDS log again
     shift
-    printf '\n==> %s\n' "$title"
-    "$@" || fail "$title" "run it again by hand: $*"
-    printf '==> %s: passed in %d s\n' "$title" $((SECONDS - start))
+    mkdir -p "$LOGS"
+    log=$LOGS/test-$(printf '%s' "$title" | tr -cs 'A-Za-z0-9.' '-').log
+    printf '==> %s\n' "$title"
+    if "$@" >"$log" 2>&1; then
+        grep -E '[0-9]+ passed|tests passed|^left out' "$log" | tail -n 1 || true
+        printf '    in %d s\n' $((SECONDS - start))
+        return
+    fi
+    again=$(grep -oE '(FAILED|ERROR|failed:|collecting) +tests/[^ ]+\.py::[^ ]+.*' "$log" | head -n 1 | sed -E 's/^[A-Za-z:]+ +//; s/ (- |\(call|\(setup|\(teardown).*//')
+    tail -n 60 "$log"
+    printf '\n==> %s FAILED after %d s. All of its output: %s\n' "$title" $((SECONDS - start)) "${log#"$ROOT"/}"
+    if [ -n "$again" ]; then
+        printf '    Its first failure again: %s "%s"\n' "${*:1:$#-1}" "$again"
+    else
+        printf '    The suite again: %s\n' "${ONLY:-scripts/test.sh $suites}"
+    fi
+    exit 1
+}
+
+# The tests of a folder on several ranks. In the quick tier, other launchers than the first run what depends on them.
+ranks() {  # TITLE LAUNCHER... FOLDER
+    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "${@: -1}"
+}
+
+launcher() {  # TITLE LAUNCHER... FOLDER
+    local only=
+    [ "$tier" = all ] || only="-m launchers"
+    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest $only "${@: -1}"
 }
 
 compile() {  # DIRECTORY OPTION...
-    local build=build/$1
+    local build=$1
     shift
-    cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" >"$build.log" 2>&1 && cmake --build "$build" -j "$(nproc)" >>"$build.log" 2>&1 ||
-        { tail -n 30 "$build.log"; return 1; }
+    cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" && cmake --build "$build" --target native_tests -j "$(nproc)"
 }
 
 native() {  # DIRECTORY OPTION...
-    compile "$@" && ctest --test-dir "build/$1" -j "$(nproc)" --output-on-failure --timeout 300
+    compile "$@" && ctest --test-dir "$1" -j "$(nproc)" --output-on-failure --stop-on-failure --timeout 300
 }
 
 # ThreadSanitizer wants addresses where some kernels put other things, unless they are told to shuffle nothing.
 threads() {
     local probe=build/thread-sanitizer plain=
-    if ! echo 'int main() {}' | ${CXX:-c++} -fsanitize=thread -x c++ - -o $probe 2>$probe.log; then
-        echo "left out: the compiler has no ThreadSanitizer (build/thread-sanitizer.log)"
+    if ! echo 'int main() {}' | ${CXX:-c++} -fsanitize=thread -x c++ - -o $probe; then
+        echo "left out: the compiler has no ThreadSanitizer"
         return
     fi
-    if ! $probe 2>$probe.log; then
+    if ! $probe; then
         plain="setarch -R"
-        $plain $probe 2>>$probe.log || { echo "left out: ThreadSanitizer cannot start here (build/thread-sanitizer.log)"; return; }
+        $plain $probe || { echo "left out: ThreadSanitizer cannot start here"; return; }
     fi
-    compile threads -DHVD_SPARSE_SANITIZE=thread && $plain ctest --test-dir build/threads -j "$(nproc)" --output-on-failure --timeout 300
+    compile build/threads -DHVD_SPARSE_SANITIZE=thread -DHVD_SPARSE_OPTIMIZE=-O1 &&
+        $plain ctest --test-dir build/threads -j "$(nproc)" --output-on-failure --timeout 300
 }
 
 coverage() {
     find build -path '*coverage/*.gcda' -delete  # counts of runs before
-    native coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
+    native build/coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
 }
 
 # libFuzzer where Clang is; else its driver, longer and from another seed than under ctest.
@@ -50,47 +78,45 @@ fuzz() {
     local clang
     clang=$(compgen -c clang++ | grep -E '^clang\+\+(-[0-9]+)?$' | sort -V | tail -n 1) || true  # Debian's may have a number
     if [ -n "$clang" ]; then
-        CXX=$clang compile fuzz -DHVD_SPARSE_FUZZ=ON || return
+        CXX=$clang compile build/fuzz -DHVD_SPARSE_FUZZ=ON || return
         mkdir -p build/fuzz/found
         build/fuzz/tests/native/fuzz_payload -max_total_time="${SECONDS_OF_FUZZING:-60}" -artifact_prefix=build/fuzz/ build/fuzz/found tests/native/corpus
     else
         echo "no clang++, so no libFuzzer: mutations without its guidance"
-        compile sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
+        compile build/sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
     fi
 }
 
-mkdir -p build
-case ${1:-all} in
-native) suite "native tests" native native ;;
-sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native sanitize -DHVD_SPARSE_SANITIZE=ON ;;
+cuda() {
+    scripts/cuda.sh --has-nvcc || { echo "left out: there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"; return; }
+    if [ "$tier" = all ]; then scripts/cuda.sh; else scripts/cuda.sh --one; fi
+}
+
+suites=${1:-all}
+case $suites in
+native) suite "native tests" native "$BUILD" ;;
+sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native build/sanitize -DHVD_SPARSE_SANITIZE=ON -DHVD_SPARSE_OPTIMIZE=-O1 ;;
 threads) suite "native tests under ThreadSanitizer" threads ;;
 coverage) suite "native tests, lines of the core that run" coverage ;;
 fuzz) suite "payload decoder under random bytes" fuzz ;;
-single) suite "tests of one process" $run $pytest tests/single ;;
+single) suite "tests of one process" $run $pytest -n "$(nproc)" --dist worksteal tests/single ;;
 parallel)
-    for ranks in 1 2 3; do
-        suite "parallel tests, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel
-    done
-    suite "parallel tests, horovodrun --gloo -np 2" timeout 1800 $run horovodrun --gloo -np 2 $pytest tests/parallel
-    suite "parallel tests, horovodrun --mpi -np 2" timeout 1800 $run horovodrun --mpi -np 2 $pytest tests/parallel
-    for ranks in 1 3; do
-        suite "TensorFlow's, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
-    done
-    suite "TensorFlow's, horovodrun --gloo -np 2" timeout 1800 $run horovodrun --gloo -np 2 $pytest tests/parallel_tensorflow
+    ranks "PyTorch, mpirun -np 3" mpirun -np 3 tests/parallel
+    launcher "PyTorch, mpirun -np 2" mpirun -np 2 tests/parallel
+    launcher "PyTorch, mpirun -np 1" mpirun -np 1 tests/parallel
+    launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
+    launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
+    ranks "TensorFlow, mpirun -np 3" mpirun -np 3 tests/parallel_tensorflow
+    launcher "TensorFlow, mpirun -np 1" mpirun -np 1 tests/parallel_tensorflow
+    launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
     ;;
 tensorflow)
     suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py tests/single/test_tensorflow_rows.py tests/single/test_tensorflow_boundary.py
-    for ranks in 1 2; do
-        suite "TensorFlow's, mpirun -np $ranks" timeout 1800 $run mpirun -np "$ranks" $pytest tests/parallel_tensorflow
+    for number in 1 2; do
+        ranks "TensorFlow, mpirun -np $number" mpirun -np "$number" tests/parallel_tensorflow
     done
     ;;
-cuda)
-    if scripts/cuda.sh --has-nvcc; then
-        suite "CUDA code, compiled" scripts/cuda.sh
-    else
-        printf '\n==> CUDA code: left out, as there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda\n'
-    fi
-    ;;
+cuda) suite "CUDA code, compiled" cuda ;;
 all) for part in native sanitize threads single parallel cuda; do "$0" $part; done ;;
 *) fail "no suite named $1" "native, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
 esac

@@ -2,6 +2,7 @@
 // only Python, a compiler and make, and no network to fetch a library from; this much is all they need.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -100,6 +101,13 @@ inline int RunTests() {
       text_ << values_ << "; " << context;                         \
       expect::Fail(__FILE__, __LINE__, text_.str());               \
     }                                                              \
+  } while (false)
+
+// `received`, as many bytes as the vector `expected`; says the first that differs. One check, however many bytes.
+#define EXPECT_BYTES(expected, received, context)                                                                  \
+  do {                                                                                                             \
+    const auto differing_ = std::mismatch((expected).begin(), (expected).end(), received);                         \
+    EXPECT(differing_.first == (expected).end(), "byte " << differing_.first - (expected).begin() << "; " << context); \
   } while (false)
 
 // The kind of the Status that `call` returns; an error must say something, success nothing.

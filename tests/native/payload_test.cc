@@ -22,7 +22,7 @@ void CheckPack(const PayloadFormat& format, const std::vector<int64_t>& indices,
   const WideValues wide(format.dtype, content.values);
   EXPECT_STATUS(StatusKind::kOk,
                 Pack(format, indices.data(), wide.get(), static_cast<int64_t>(indices.size()), packed.get()), where);
-  for (size_t i = 0; i < expected.size(); ++i) EXPECT_EQ(expected[i], packed[i], "byte " << i << "; " << where);
+  EXPECT_BYTES(expected, packed.get(), where);
   EXPECT(CheckVerdict(format, Bytes(packed.get(), packed.get() + expected.size()), where), where);
 }
 
@@ -71,7 +71,7 @@ TEST(PacksBytesWorkedOutByHand) {
     expected.resize(32);
     expected.insert(expected.end(), {first, second, 0, 0, 0, 0, 0, 0});
     Seal(&expected);
-    for (size_t i = 0; i < 40; ++i) EXPECT_EQ(expected[i], payload[i], "byte " << i << "; " << Describe(format));
+    EXPECT_BYTES(expected, payload.data(), Describe(format));
   }
 }
 

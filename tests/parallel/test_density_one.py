@@ -9,6 +9,8 @@ from helpers import backward, distributed, make_parameters, step
 
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.launchers
+
 REDUCTIONS = {
     "sum": {"op": hvd.Sum},
     "average": {"op": hvd.Average},

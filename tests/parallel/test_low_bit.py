@@ -10,6 +10,8 @@ from test_oracle import Trial, run
 
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.each_value
+
 SETTINGS = {"density": 0.1, "min_numel": 100}
 METHODS = {
     "dgc": {**SETTINGS, "momentum": 0.0},

@@ -17,6 +17,8 @@ from oracle import Method, train_without_ties
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.launchers
+
 LR = 0.1
 DGC = {
     "momentum": {"momentum": 0.9},

@@ -11,6 +11,8 @@ from pipeline_oracle import Oracle, OracleMask, make_stages
 from hvd_sparse.torch.model_parallel import Pipeline, PipelineError, ThresholdBoundary
 from hvd_sparse.wire import payload_size
 
+pytestmark = pytest.mark.each_value
+
 WORLD = MPI.COMM_WORLD  # under Gloo each rank is a world of its own, and a pipeline of one stage
 RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
 LAST = RANK == STAGES - 1

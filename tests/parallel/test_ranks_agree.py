@@ -9,6 +9,8 @@ from torch import nn
 
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.launchers
+
 MAKERS = {
     "gradient_dropping": lambda named, **settings: Compression.gradient_dropping(named, density=0.03, **settings),
     "dgc": lambda named, **settings: Compression.dgc(named, density=0.03, nesterov=True, weight_decay=0.01, **settings),

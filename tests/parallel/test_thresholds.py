@@ -14,6 +14,8 @@ from test_oracle import Trial, run
 
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.each_value
+
 DCT = {"density": 0.05, "min_numel": 100}
 METHODS = {
     "dct": lambda named, **settings: Compression.dct(named, **{**DCT, "lifespan": 7, **settings}),

@@ -13,6 +13,8 @@ from tf_helpers import assert_ranks_agree
 
 from hvd_sparse.tensorflow import Compression
 
+pytestmark = pytest.mark.launchers
+
 layers = tf.keras.layers
 needs_two = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 SETTINGS = {"density": 0.05, "min_numel": 60}

@@ -12,7 +12,7 @@ from tf_helpers import Reducer, make_variables, memory_of, several, total
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = several
+pytestmark = [several, pytest.mark.each_value]
 SHAPES = {"weight": (30, 20), "head": (500,), "bias": (20,)}
 SPARSE = ("weight", "head")  # the bias is small and travels dense
 BAD = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf}

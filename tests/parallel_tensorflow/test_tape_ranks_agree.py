@@ -2,6 +2,7 @@
 
 import horovod.tensorflow as hvd
 import numpy as np
+import pytest
 import tensorflow as tf
 from gradients import draw
 from tf_helpers import assert_ranks_agree, make_variables, several
@@ -9,7 +10,7 @@ from tf_helpers import assert_ranks_agree, make_variables, several
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = several
+pytestmark = [several, pytest.mark.launchers]
 LAYERS = {"first/kernel": (12, 40), "first/bias": (40,), "second/kernel": (40, 5), "second/bias": (5,)}
 STEPS = 50
 COMPRESSIONS = {

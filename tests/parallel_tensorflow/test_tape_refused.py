@@ -11,6 +11,8 @@ from tf_helpers import Reducer, assert_alive, make_variables, several
 
 from hvd_sparse.tensorflow import Compression
 
+pytestmark = pytest.mark.each_value
+
 LAST = hvd.size() - 1
 SHAPES = {"weight": (300,), "bias": (20,)}
 SETTINGS = {"density": 0.05, "min_numel": 100}

@@ -15,7 +15,7 @@ from tf_helpers import Reducer, assert_ranks_agree, make_variables, memory_of, s
 
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = several
+pytestmark = [several, pytest.mark.each_value]
 DCT = {"density": 0.05, "min_numel": 100}
 SPARSE = ("body.weight", "head.weight")
 METHODS = {

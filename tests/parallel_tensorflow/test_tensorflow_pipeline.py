@@ -9,6 +9,8 @@ from pipeline_oracle_tensorflow import Mask, Oracle, Stage, cross_entropy, make_
 from hvd_sparse.tensorflow.model_parallel import Pipeline, PipelineError, ThresholdBoundary
 from hvd_sparse.wire import payload_size
 
+pytestmark = pytest.mark.each_value
+
 WORLD = MPI.COMM_WORLD  # under Gloo each rank is a world of its own, and a pipeline of one stage
 RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
 LAST = RANK == STAGES - 1

@@ -10,7 +10,10 @@ from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 
 v1 = tf.compat.v1
-pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+pytestmark = [
+    pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process"),
+    pytest.mark.launchers,
+]
 SHAPES = {"w": (20, 30), "b": (30,)}
 STEPS, LR = 25, 0.1
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from hvd_sparse import reference, wire
@@ -31,12 +30,6 @@ KINDS = {
     "sparse": lambda n, rng: rng.standard_normal(n) * (rng.random(n) < 0.001),
     "large": lambda n, rng: rng.choice([3.4e38, -3.4e38, 65519.0, 65520.0, -1e30], n) * rng.random(n),
 }
-
-
-def examples(count):
-    """So many, the same in every run: what fails here fails everywhere."""
-    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(deadline=None, max_examples=count, derandomize=True, suppress_health_check=slow)
 
 
 @st.composite

@@ -56,11 +56,11 @@ def expected_loss():
     ("ranks", "options"),
     [
         (3, "servers=1"),
-        (3, "servers=1, overlap=True"),
+        pytest.param(3, "servers=1, overlap=True", marks=pytest.mark.exhaustive),
         (3, "servers='colocated', silence=20.0"),
-        (5, "servers=2"),
+        pytest.param(5, "servers=2", marks=pytest.mark.exhaustive),
         (5, "servers=2, overlap=True, method=dgs(pull_density=0.2, values='int2')"),
-        (5, "servers='colocated', overlap=True"),
+        pytest.param(5, "servers='colocated', overlap=True", marks=pytest.mark.exhaustive),
     ],
 )
 def test_quality_is_that_of_a_deterministic_run(run_job, expected_loss, ranks, options):
@@ -287,7 +287,7 @@ def test_saved_and_restored_with_other_numbers(run_job, tmp_path):
     assert losses_there == sorted(losses_there, reverse=True)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_worker_that_was_silent_comes_back(run_job, servers):
     """Stopped for longer than `silence`, it is dropped; it then joins again by itself. Each push counts once."""
     code, output = run_job(

@@ -11,7 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_kernels(framework):
     options = ["--framework", framework, "--elements", "70000", "--rounds", "2", "--settle", "2"]
     command = [sys.executable, str(BENCHMARKS / "kernels.py"), *options]
@@ -32,6 +32,7 @@ def test_rows():
     assert figures["k"] == 15 and figures["select_pack_over_topk"] > 0
 
 
+@pytest.mark.exhaustive
 def test_boundaries(tmp_path):
     names = ["dense", "laplace, 1 split, 0.05", "gradient alone with feedback, 0.05", "topk with feedback, 0.05"]
     options = ["--seeds", "0", "--steps", "3", "--rows", "600", "--processes", "1", "--out", str(tmp_path)]

@@ -10,7 +10,7 @@ import pytest
 from build_up_job import METHODS, STEPS, K, N
 from launching import launch, mpirun
 
-pytestmark = launching.MARKS
+pytestmark = [*launching.MARKS, pytest.mark.exhaustive]
 SHARED = Path(__file__).parent.parent / "shared"
 
 

@@ -7,10 +7,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_low_bit import LOW_BIT, check_payload, sent_entries, tensor
 from test_ops import same
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.torch import ops
@@ -81,7 +82,7 @@ def test_payload_size_by_hand(n, k, coding, value_dtype, size):
 
 
 @given(st.one_of(st.integers(1, 300), st.integers(1, 2**48)), st.floats(0, 1))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_low_bits_are_the_fewest_that_make_it_shortest(n, fraction):
     k = max(1, int(n * fraction**4))
     bits = [k * low + (n - 1 >> low) + k for low in range(60)]
@@ -89,7 +90,7 @@ def test_low_bits_are_the_fewest_that_make_it_shortest(n, fraction):
 
 
 @given(st.one_of(st.integers(1, 300), st.integers(1, 2**48)), st.floats(0, 1), st.sampled_from([*DTYPES, *LOW_BIT]))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_auto_is_never_larger_than_another_and_both_sides_agree_on_sizes(n, fraction, value_dtype):
     k = max(1, int(n * fraction**4))
     least = wire.payload_size(n, k, "auto", value_dtype)
@@ -168,7 +169,7 @@ def places(draw):
 
 
 @given(places(), FITS, st.sampled_from(DTYPES), st.booleans())
-@settings(deadline=None, max_examples=400)
+@examples(400)
 def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_dtype, empty):
     n, indices = case
     k, form = len(indices), (coding, value_dtype)
@@ -193,7 +194,7 @@ def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_
 
 
 @given(st.booleans().flatmap(sent_entries), FITS, st.sampled_from(LOW_BIT), st.booleans())
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_low_bit_values_of_groups_travel_in_every_coding(case, coding, value_dtype, empty):
     n, indices, values, segments = case
     sent, form = reference.quantize(values, value_dtype, "mean", indices, segments), (coding, value_dtype)
@@ -207,7 +208,7 @@ def test_low_bit_values_of_groups_travel_in_every_coding(case, coding, value_dty
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), FITS, st.sampled_from(DTYPES), st.integers(0, 99))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_size_is_a_pure_function_of_n_and_k(n, k, coding, value_dtype, seed):
     k = min(n, k)
     anywhere = np.sort(np.random.default_rng(seed).choice(n, k, replace=False))

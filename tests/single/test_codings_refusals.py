@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_codings import CODINGS, sealed
 from test_low_bit import tensor
 from test_ops import same
+from tiers import examples
 
 from hvd_sparse import algorithms, reference, wire
 from hvd_sparse.torch import ops
@@ -45,7 +46,7 @@ def test_payloads_flipped_anywhere_or_of_another_coding_are_refused(n, k, coding
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=3),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=400)
+@examples(400)
 def test_hostile_positions_are_judged_as_the_reference_does(coding, sizes, flips, empty):
     (n, k), form = sizes, (coding, "none")
     indices = np.sort(np.random.default_rng(n).choice(n, k, replace=False))[: 0 if empty else k]

@@ -2,10 +2,11 @@
 
 import numpy as np
 import torch
-from drawn import KINDS, SEEDS, SIZES, SPECIALS, WIDTHS, counts, examples, hints, vectors
+from drawn import KINDS, SEEDS, SIZES, SPECIALS, WIDTHS, counts, hints, vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ops import as_numpy, raw, same
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.torch import ops

@@ -11,7 +11,6 @@ from drawn import (
     contents,
     counts,
     damaged,
-    examples,
     forms,
     hints,
     messages,
@@ -25,6 +24,7 @@ from test_differential import DTYPES, WIDE_SEEDS, accumulations, check_passed
 from test_differential_wire import COUNTS, SCALES, agree
 from test_ops import same
 from test_tensorflow_ops import Invalid, from_torch
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.tensorflow import ops

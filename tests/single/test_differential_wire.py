@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from drawn import DAMAGE, contents, damaged, examples, forms, hints, messages, sealed, vectors, verdict
+from drawn import DAMAGE, contents, damaged, forms, hints, messages, sealed, vectors, verdict
 from hypothesis import given
 from hypothesis import strategies as st
 from test_differential import NUMBERS, WIDE_SEEDS, as_numpy, check_memory, copies
 from test_ops import same
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.torch import ops

@@ -28,7 +28,7 @@ def run(example, options):
     [
         ("pytorch_digits.py", FEW_EPOCHS),
         ("tensorflow2_digits.py", FEW_EPOCHS),
-        ("pytorch_char_lstm.py", FEW_STEPS),
+        pytest.param("pytorch_char_lstm.py", FEW_STEPS, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_tells_what_travelled(example, options):
@@ -39,7 +39,7 @@ def test_training_tells_what_travelled(example, options):
     assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 25
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_the_comparison_writes_table_steps_and_plots(framework, tmp_path):
     result = run("compare_methods.py", [*FEW_EPOCHS, "--framework", framework, "--out", str(tmp_path), *METHODS])
     assert list(result["methods"]) == METHODS[1:]
@@ -53,6 +53,7 @@ def test_the_comparison_writes_table_steps_and_plots(framework, tmp_path):
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_the_layer_norm_experiment():
     result = run("pytorch_layer_norm.py", ["--steps", "5"])
     assert [(row["method"], row["layer_norm"]) for row in result["runs"]] == [
@@ -67,7 +68,7 @@ def test_the_layer_norm_experiment():
         ("char_lstm", ["--method", "dgs", "--servers", "colocated", "--overlap", "--pull-density", "0.02"]),
     ],
 )
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow2"])
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow2", marks=pytest.mark.exhaustive)])
 def test_the_asynchronous_example(framework, task, options, tmp_path):
     path = tmp_path / "staleness.png"
     steps = ["--steps", "4", "--evaluations", "2", "--plot", str(path)]
@@ -81,7 +82,9 @@ def test_the_asynchronous_example(framework, task, options, tmp_path):
     assert (stats["ratio_up"] > 5) == (result["density"] < 1) == (result["method"] == "dgs")
 
 
-@pytest.mark.parametrize("example", ["pytorch_dct_mp.py", "tensorflow2_dct_mp.py"])
+@pytest.mark.parametrize(
+    "example", ["pytorch_dct_mp.py", pytest.param("tensorflow2_dct_mp.py", marks=pytest.mark.exhaustive)]
+)
 def test_the_model_parallel_example(example, tmp_path):
     path = tmp_path / "losses.png"
     small = ["--batch-size", "4", "--sequence-length", "16", "--width", "40", "--blocks", "3", "--heads", "2"]
@@ -94,6 +97,7 @@ def test_the_model_parallel_example(example, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_stages_on_one_rank_are_those_on_several():
     small = ["--batch-size", "4", "--sequence-length", "16", "--width", "40", "--blocks", "3", "--heads", "2"]
     options = [*small, "--steps", "3", "--boundaries", "1", "--quiet"]
@@ -105,7 +109,14 @@ def test_stages_on_one_rank_are_those_on_several():
     assert (alone["world_size"], together["world_size"]) == (1, 2)
 
 
-@pytest.mark.parametrize("options", [["--stages", "2"], ["--stages", "1"], ["--stages", "2", "--density", "1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--stages", "2"],
+        pytest.param(["--stages", "1"], marks=pytest.mark.exhaustive),
+        pytest.param(["--stages", "2", "--density", "1"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_hybrid_example(options):
     steps = ["--steps", "4", "--rows", "600", "--batch-size", "32", "--micro-batches", "2", "--dp-density", "0.1"]
     result = run("pytorch_dct_hybrid.py", [*steps, *options])

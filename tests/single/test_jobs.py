@@ -68,7 +68,12 @@ JOIN = {
 
 @pytest.mark.parametrize(
     ("settings", "first"),
-    [("tensor", 0), ("model", 1), ("dense", 0), ("small", 1)],
+    [
+        ("tensor", 0),
+        ("model", 1),
+        pytest.param("dense", 0, marks=pytest.mark.exhaustive),
+        pytest.param("small", 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_join_with_uneven_steps_is_refused(run_job, settings, first):
     """Rank `first`, the coordinator or another, has joined; the other, which trains on, says what is wrong."""
@@ -139,7 +144,10 @@ def test_a_process_set_given_to_the_optimizer_alone_is_refused(run_job):
     assert code != 0 and re.search("ValueError.*process_set", output), output
 
 
-@pytest.mark.parametrize("between", ["pass", "compression.reset()", "compression.stats()"])
+@pytest.mark.parametrize(
+    "between",
+    ["pass", *(pytest.param(f"compression.{call}()", marks=pytest.mark.exhaustive) for call in ("reset", "stats"))],
+)
 def test_horovod_may_be_restarted_before_the_first_step(run_job, between):
     """With one process: two that start again may find each other's old addresses, by Horovod's own doing."""
     code, output = run_job(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from test_ops import entries, same
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops as tensorflow_ops
@@ -108,7 +109,7 @@ def test_places_out_of_the_message(places, n, message):
 
 
 @given(entries())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_indices_alone_travel_in_two_bytes_each(case):
     """The value type "none": a set of indices, packed and checked like any payload, the same bytes everywhere."""
     n, indices = case

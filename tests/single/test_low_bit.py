@@ -7,9 +7,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_ops import same
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.torch import ops
@@ -140,7 +141,7 @@ FORMS = st.tuples(st.sampled_from(LOW_BIT), st.sampled_from(reference.CENTRES))
 
 
 @given(sent_entries(), FORMS)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_quantize_as_the_reference_does(case, form):
     _, indices, values, segments = case
     expected = reference.quantize(values, *form, indices, segments)
@@ -151,7 +152,7 @@ def test_quantize_as_the_reference_does(case, form):
 
 
 @given(sent_entries(), st.sampled_from(LOW_BIT))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_a_least_centre_never_overshoots_and_a_mean_keeps_the_sum(case, value_dtype):
     _, indices, values, segments = case
     values = np.where(np.isfinite(values), values, 0)
@@ -176,7 +177,7 @@ def check_payload(n, indices, sent, form, segments):
 
 
 @given(st.booleans().flatmap(sent_entries), FORMS)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_what_is_quantized_travels_unchanged(case, form):
     n, indices, values, segments = case
     sent = reference.quantize(values, *form, indices, segments)
@@ -207,7 +208,7 @@ def test_large_tensors_of_every_kind(make, kind, value_dtype):
 
 
 @given(sent_entries(), st.sampled_from(LOW_BIT), st.data())
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_any_section_under_a_right_checksum_is_read_as_the_reference_does(case, value_dtype, data):
     n, indices, _, segments = case
     form = (n, len(indices), "run_length", value_dtype)
@@ -254,7 +255,7 @@ def test_reduce_payloads(n, k, coding, segments, value_dtype, centre):
 
 
 @given(st.booleans().flatmap(sent_entries), FORMS)
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_what_arrives_and_what_is_left_are_what_was_there(case, form):
     """To the rounding of the one subtraction that makes the residual, in a float32."""
     n, indices, values, segments = case

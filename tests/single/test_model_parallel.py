@@ -4,8 +4,9 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.boundary import BoundarySettings
@@ -156,7 +157,7 @@ def test_gradients_of_other_shapes_are_refused():
         message.decode_gradients(message.decode_head(data)[2], [whole((5,), "float32")])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_damage_is_found_or_does_no_harm(data):
     tensors = [masked((4, 33)), whole((3, 2), "int16"), masked((2, 3, 17), "float16")]
@@ -175,7 +176,7 @@ def test_damage_is_found_or_does_no_harm(data):
         assert ours.mask is None or np.array_equal(ours.array, theirs.array)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=200), st.binary(max_size=100))
 def test_any_description_is_refused_or_read(description, body):
     try:

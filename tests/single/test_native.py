@@ -14,7 +14,6 @@ from drawn import (
     contents,
     counts,
     damaged,
-    examples,
     forms,
     hints,
     sealed,
@@ -23,6 +22,7 @@ from drawn import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse import native, reference, wire
 

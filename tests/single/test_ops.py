@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.torch import ops
@@ -78,7 +79,7 @@ def test_hints_change_nothing(make, kind, dtype):
     st.data(),
     st.sampled_from(sorted(DTYPES)),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_any_values(numbers, data, dtype):
     values = torch.tensor(numbers, dtype=torch.float32).to(DTYPES[dtype])
     array = as_numpy(values)
@@ -306,7 +307,7 @@ def entries(draw):
 
 
 @given(entries(), st.sampled_from(sorted(DTYPES)), st.booleans())
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_run_length_pack_and_unpack(case, dtype, empty):
     n, indices = case
     k, form = len(indices), ("run_length", dtype)

@@ -31,6 +31,7 @@ def run(*command, **options):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_wheel_works_outside_the_source_tree(tmp_path):
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     environment = {**os.environ, "HVD_SPARSE_WITH_TORCH": "1"}

@@ -5,9 +5,9 @@ import zlib
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse.parameter_server import METHODS, Layout, Server, Worker, protocol
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason, decode, encode

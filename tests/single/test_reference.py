@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse import reference, wire
 
@@ -48,7 +49,7 @@ def test_hash_wraps(seed, index):
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=60), st.data(), st.sampled_from(sorted(DTYPES)))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_select_top_k(numbers, data, dtype):
     with np.errstate(over="ignore"):
         values = np.array(numbers, np.float32).astype(DTYPES[dtype])

@@ -5,10 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from drawn import CODINGS, DAMAGE, WIDTHS, damaged, examples, sealed, verdict
+from drawn import CODINGS, DAMAGE, WIDTHS, damaged, sealed, verdict
 from drawn_rows import DENSITIES, WIDE_SEEDS, as_array, bars, every_kind, matrices, row_counts
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse import native_rows, reference, wire
 from hvd_sparse.torch import row_ops

@@ -12,6 +12,8 @@ from test_tensorflow_ops import Invalid, from_torch
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops
 
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
+
 
 @pytest.fixture(params=RULES)
 def rule(request):

@@ -29,8 +29,8 @@ def data(tmp_path_factory):
     ("ranks", "options"),
     [
         (3, ["1", "keras"]),
-        (4, ["2", "tf_keras", "eager"]),
-        (2, ["colocated", "keras", "overlap"]),
+        pytest.param(4, ["2", "tf_keras", "eager"], marks=pytest.mark.exhaustive),
+        pytest.param(2, ["colocated", "keras", "overlap"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_on_digits(ranks, options, data):

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_sparse import reference
 from hvd_sparse.tensorflow.model_parallel import ThresholdBoundary
 
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 SHAPES = [(1, 1), (1, 7), (5, 1), (33, 129), (2, 3, 31), (0, 8)]
 Dense = tf.keras.layers.Dense
@@ -228,7 +229,7 @@ np.testing.assert_array_equal(tf.keras.models.load_model(sys.argv[1] + "/model.k
 """
 
 
-@pytest.mark.parametrize("legacy", ["0", "1"])
+@pytest.mark.parametrize("legacy", [pytest.param("0", marks=pytest.mark.exhaustive), "1"])
 def test_a_saved_model_runs_in_another_process(legacy, tmp_path):
     if legacy == "1":
         pytest.importorskip("tf_keras")

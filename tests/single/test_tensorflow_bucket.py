@@ -14,6 +14,7 @@ from test_tensorflow_ops import Invalid, from_torch
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 KEPT = 0.7  # of what was sent, in the residual
 COLUMNS = [1 + n // 100 for n in SIZES]  # as in the buckets of torch
 

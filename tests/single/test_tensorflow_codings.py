@@ -5,16 +5,19 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_codings import BITMAP, CODINGS, COLUMNS, DTYPES, FANO, FITS, INDICES, NS, located_message, places, three_ranks
 from test_low_bit import LOW_BIT, sent_entries
 from test_ops import same
 from test_tensorflow_low_bit import both, check_payload
 from test_tensorflow_ops import BYTES, INTEGER, Invalid, spec
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.tensorflow import ops
+
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 
 
 @functools.cache
@@ -40,7 +43,7 @@ def test_positions_worked_out_by_hand(coding, number, section):
 
 
 @given(places(), FITS, st.sampled_from(DTYPES), st.booleans())
-@settings(deadline=None, max_examples=120)
+@examples(120)
 def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_dtype, empty):
     n, indices = case
     k, form = len(indices), (coding, value_dtype)
@@ -60,7 +63,7 @@ def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_
 
 
 @given(st.booleans().flatmap(sent_entries), FITS, st.sampled_from(LOW_BIT))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_low_bit_values_of_groups_travel_in_every_coding(case, coding, value_dtype):
     n, indices, values, segments = case
     sent = reference.quantize(values, value_dtype, "mean", indices, segments)

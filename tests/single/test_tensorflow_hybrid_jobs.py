@@ -23,7 +23,11 @@ def run(ranks, *options):
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "order", "micro_batches"),
-    [(4, 2, "pipeline", 3), (4, 2, "replica", 1), (2, 1, "pipeline", 3)],
+    [
+        (4, 2, "pipeline", 3),
+        pytest.param(4, 2, "replica", 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, "pipeline", 3, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches):
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches)
@@ -36,6 +40,7 @@ def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, mi
     assert len({one["parameters"] for one in found}) == stages
 
 
+@pytest.mark.exhaustive
 def test_sparse_on_every_link_learns_and_replicas_agree():
     found = run(4, "--stages", 2, "--density", 0.25, "--compression", "dct")
     for stage in range(2):

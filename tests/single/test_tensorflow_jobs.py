@@ -59,7 +59,9 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize(("scope", "message"), [("tensor", "bucket.0"), ("model", "model")])
+@pytest.mark.parametrize(
+    ("scope", "message"), [("tensor", "bucket.0"), pytest.param("model", "model", marks=pytest.mark.exhaustive)]
+)
 def test_every_collective_runs_in_every_step(tmp_path, scope, message):
     """Horovod's own timeline counts them."""
     timeline = tmp_path / "timeline.json"
@@ -139,7 +141,7 @@ hvd.join()
 """
 
 
-@pytest.mark.parametrize(("scope", "first"), [("tensor", 0), ("model", 1)])
+@pytest.mark.parametrize(("scope", "first"), [pytest.param("tensor", 0, marks=pytest.mark.exhaustive), ("model", 1)])
 def test_join_with_uneven_steps_is_refused(scope, first):
     """Rank `first`, the coordinator or another, has joined; the other, which trains on, says what is wrong."""
     code, output = launch([*mpirun(2), sys.executable, "-c", JOIN.format(scope=scope, first=first)], QUIET)

@@ -5,17 +5,20 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_low_bit import COLUMNS, FORMS, LOW_BIT, NS, SUMS, VALUES, gathered_rows, located_message, sent_entries
 from test_low_bit_refusals import BAD_SEGMENTS, PAYLOADS
 from test_ops import same
 from test_tensorflow_ops import BYTES, FLOAT, INTEGER, Invalid, spec
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops
 
 INDICES, VECTOR, SEGMENTS = spec("int64", None), spec("float32", None), spec("int64", None, 2)
+
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 CALLS = {
     "quantize": (
         lambda form, values, indices, segments: ops.quantize(values, *form, indices, segments),
@@ -72,7 +75,7 @@ def check_payload(n, indices, sent, form, segments):
 
 
 @given(st.booleans().flatmap(sent_entries), FORMS)
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_quantized_packed_and_unpacked_as_the_reference_does(case, form):
     n, indices, values, segments = case
     sent = reference.quantize(values, *form, indices, segments)

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_ops import DTYPES, SPECIAL, entries, same
 from test_wire import GOOD, K, N, changed
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
 Invalid = tf.errors.InvalidArgumentError
+
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 SIZES = [1, 63, 65535, 65536, 65537]
 
 
@@ -147,7 +150,7 @@ def test_numbers_of_any_integer_type(number):
 
 
 @given(entries(), st.sampled_from(sorted(DTYPES)), st.booleans())
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_run_length_pack_and_unpack(case, dtype, empty):
     n, indices = case
     k, form = len(indices), {"coding": "run_length", "value_dtype": dtype}

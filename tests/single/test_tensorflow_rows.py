@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn import WIDTHS, examples
+from drawn import WIDTHS
 from drawn_rows import DENSITIES, WIDE_SEEDS, as_array, bars, every_kind, matrices, row_counts
 from hypothesis import given
 from hypothesis import strategies as st
 from test_rows import same
 from test_tensorflow_ops import Invalid, from_torch
+from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import row_ops
+
+pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 
 
 def check(values, k, density, thresholds, seed):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.torch import ops
@@ -279,7 +280,7 @@ def test_reduce_payloads_refuses_and_writes_nothing():
 
 
 @given(st.lists(st.tuples(st.integers(0, 55), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=250)
+@examples(250)
 def test_hostile_payload_is_judged_as_the_reference_does(changes):
     payload = bytearray(GOOD)
     for offset, byte in changes:

@@ -17,9 +17,12 @@ constexpr unsigned kWarp = 32;
 
 enum class Waits { kNot, kForWarp, kForBlock, kIsDone };
 
+using Place = void* [5];  // of __builtin_setjmp: where to go on, without the two system calls of swapcontext
+
 struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStack]};
+  Place place;
+  ucontext_t begin;
+  std::unique_ptr<char[]> stack;  // none yet: it has never run
   Waits waits = Waits::kNot;
 };
 
@@ -30,7 +33,7 @@ struct Block {
   std::vector<uint64_t> brought;    // of those who wait
   std::vector<uint64_t> warp_met;   // what the warps' last meetings were told
   std::vector<uint64_t> block_met;  // the block's
-  ucontext_t scheduler;
+  Place scheduler;
   const std::function<void()>* kernel = nullptr;
 };
 
@@ -39,10 +42,31 @@ Block& TheBlock() {
   return block;
 }
 
+[[noreturn]] __attribute__((noinline)) void GoOn(Place& place) { __builtin_longjmp(place, 1); }
+
+// Goes on at `to`; comes back when somebody goes on at `from`.
+__attribute__((noinline)) void Switch(Place& from, Place& to) {
+  if (__builtin_setjmp(from) == 0) GoOn(to);
+}
+
+// A thread of one block after the other.
 void Enter() {
   Block& block = TheBlock();
-  (*block.kernel)();
-  block.threads[block.running].waits = Waits::kIsDone;
+  for (;;) {
+    Thread& thread = block.threads[block.running];
+    (*block.kernel)();
+    thread.waits = Waits::kIsDone;
+    Switch(thread.place, block.scheduler);
+  }
+}
+
+__attribute__((noinline)) void Begin(Thread& thread, Place& scheduler) {
+  thread.stack.reset(new char[kStack]);
+  getcontext(&thread.begin);
+  thread.begin.uc_stack.ss_sp = thread.stack.get();
+  thread.begin.uc_stack.ss_size = kStack;
+  makecontext(&thread.begin, Enter, 0);
+  if (__builtin_setjmp(scheduler) == 0) setcontext(&thread.begin);
 }
 
 void Wait(Waits waits, uint64_t value) {
@@ -50,7 +74,7 @@ void Wait(Waits waits, uint64_t value) {
   Thread& thread = block.threads[block.running];
   block.brought[block.running] = value;
   thread.waits = waits;
-  swapcontext(&thread.context, &block.scheduler);
+  Switch(thread.place, block.scheduler);
 }
 
 // Lets [begin, end) go on if all of them wait alike; what has returned cannot be waited for.
@@ -80,24 +104,19 @@ unsigned RunThreads(Block& block) {
     if (block.threads[t].waits != Waits::kNot) continue;
     block.running = t;
     threadIdx.x = t;
-    swapcontext(&block.scheduler, &block.threads[t].context);
+    Thread& thread = block.threads[t];
+    if (thread.stack == nullptr) {
+      Begin(thread, block.scheduler);
+    } else {
+      Switch(block.scheduler, thread.place);
+    }
     ++ran;
   }
   return ran;
 }
 
-// Not inlined: getcontext may return twice, as far as the compiler knows.
-__attribute__((noinline)) void Prepare(Thread& thread, ucontext_t* scheduler) {
-  getcontext(&thread.context);
-  thread.context.uc_stack.ss_sp = thread.stack.get();
-  thread.context.uc_stack.ss_size = kStack;
-  thread.context.uc_link = scheduler;
-  makecontext(&thread.context, Enter, 0);
-  thread.waits = Waits::kNot;
-}
-
 void RunBlock(Block& block) {
-  for (unsigned t = 0; t < block.size; ++t) Prepare(block.threads[t], &block.scheduler);
+  for (unsigned t = 0; t < block.size; ++t) block.threads[t].waits = Waits::kNot;
   while (RunThreads(block) > 0 || ReleaseAny(block)) {
   }
   for (unsigned t = 0; t < block.size; ++t) {

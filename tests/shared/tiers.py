@@ -1,0 +1,63 @@
+"""Two tiers of tests: `make test` runs a choice that still meets every pair of parameters, `make test-all` everything.
+
+The choice is the same on every rank and in every run. Naming a case (`pytest file.py::test[case]`) always runs it.
+"""
+
+import collections
+import itertools
+import os
+
+import pytest
+
+ALL = os.environ.get("HVD_SPARSE_TESTS") == "all"  # what `make test-all` sets
+
+
+def examples(count):
+    """Have Hypothesis draw so many in `make test-all`, a fifth of them in `make test`; the same in every run."""
+    from hypothesis import HealthCheck, settings  # not at the top: tests on a GPU do without
+
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    drawn = count if ALL else max(10, count // 5)
+    return settings(deadline=None, max_examples=drawn, derandomize=True, suppress_health_check=slow)
+
+
+def covering(cases, strength=2):
+    """Choose some of `cases` such that every pair of values that occurs in one of them occurs in a chosen one.
+
+    Args:
+        cases: a list of dicts {parameter: name of its value}, all with the same keys.
+        strength: 2 for pairs, 1 for single values.
+
+    Returns:
+        The set of the chosen cases' positions in the list.
+    """
+    sets = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    missing, chosen, left = set().union(*sets), set(), dict(enumerate(sets))
+    while missing:
+        best = max(left, key=lambda position: (len(left[position] & missing), -position))
+        missing -= left.pop(best)
+        chosen.add(best)
+    return chosen
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `exhaustive`, and of products of parameters what no pair needs."""
+    if ALL or any("::" in argument for argument in config.args):
+        return
+    functions = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for cases in functions.values():
+        if len(cases) == 1:
+            kept.update(cases)
+        else:
+            strength = 1 if cases[0].get_closest_marker("each_value") else 2
+            chosen = covering([dict(enumerate(case.callspec._idlist)) for case in cases], strength)  # ids as in [...]
+            kept.update(case for position, case in enumerate(cases) if position in chosen)
+    left_out = [item for item in items if item not in kept]
+    if left_out:
+        items[:] = [item for item in items if item in kept]
+        config.hook.pytest_deselected(items=left_out)
