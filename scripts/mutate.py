@@ -2,9 +2,9 @@
 
     scripts/run.sh python scripts/mutate.py [--only WORD] [--list]
 
-Each fault is a change of one line. It is made in the working tree, the test that should find it runs, and the line is put
-back. Needs `make setup`; a file with changes that are not committed is refused. Ends with a table, and fails if a fault
-was not found or no longer fits the code.
+Each fault is a change of a line. It is made in the working tree, the test that should find it runs, and the line is
+put back. Needs `make setup`; a file with changes that are not committed is refused. Fails if a fault
+was not found, or no longer fits the code.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LIMIT_SECONDS = 600
 
 
 def command_of(test: str) -> list[list[str]]:
-    """Return the commands that run a test: "native VERB", "single FILE ...", "torch FILE ..." or "tensorflow FILE ..."."""
+    """Return the commands that run a test, written as in a `Mutation`."""
     kind, *rest = test.split(maxsplit=2)
     options = ["-q", "-x", "--color=no", "-p", "no:cacheprovider"]
     if len(rest) > 1:
@@ -69,7 +69,7 @@ def changed_files() -> set[str]:
     listed = subprocess.run(
         ["git", "diff", "--name-only", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return set(listed.stdout.split())
+    return set(listed.stdout.decode().split())
 
 
 def main() -> None:

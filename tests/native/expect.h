@@ -104,9 +104,9 @@ inline int RunTests() {
   } while (false)
 
 // `received`, as many bytes as the vector `expected`; says the first that differs. One check, however many bytes.
-#define EXPECT_BYTES(expected, received, context)                                                                  \
-  do {                                                                                                             \
-    const auto differing_ = std::mismatch((expected).begin(), (expected).end(), received);                         \
+#define EXPECT_BYTES(expected, received, context)                                                                      \
+  do {                                                                                                                 \
+    const auto differing_ = std::mismatch((expected).begin(), (expected).end(), received);                             \
     EXPECT(differing_.first == (expected).end(), "byte " << differing_.first - (expected).begin() << "; " << context); \
   } while (false)
 
