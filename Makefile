@@ -28,7 +28,7 @@ RUN := scripts/run.sh
 
 help:  ## show this
 	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
-	@echo "make test    every test: native, sanitized, one process, 1 to 3 ranks"
+	@echo "make test    what catches faults: native, sanitized, one process, 1 to 3 ranks"
 	@echo
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
 
@@ -61,7 +61,7 @@ test-native test-single test-parallel test-tensorflow test-compat sanitize sanit
 
 help:  ## show this
 	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
-	@echo "make test    every test: native, sanitized, one process, 1 to 3 ranks"
+	@echo "make test    what catches faults: native, sanitized, one process, 1 to 3 ranks"
 	@echo
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
 
