@@ -56,32 +56,6 @@ test: setup lint  ## run what catches faults: a choice of every suite (a quarter
 test-all: setup lint  ## run every test there is (an hour and more)
 	@HVD_SPARSE_TESTS=all scripts/test.sh all
 
-test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
-.DEFAULT_GOAL := help
-
-help:  ## show this
-	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
-	@echo "make test    what catches faults: native, sanitized, one process, 1 to 3 ranks"
-	@echo
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
-
-setup: $(VENV)/.extension  ## make .venv, build Horovod and the extension
-
-$(VENV)/.environment: $(REQUIREMENTS) scripts/environment.sh scripts/step.sh
-	@scripts/environment.sh && touch $@
-
-$(VENV)/.horovod: $(VENV)/.environment scripts/horovod.sh
-	@scripts/horovod.sh && touch $@
-
-$(VENV)/.extension: $(VENV)/.horovod $(SOURCES) scripts/extension.sh
-	@scripts/extension.sh && touch $@
-
-train: setup  ## train the digits example, dense and DGC side by side
-	@$(RUN) python scripts/train.py --framework $(FRAMEWORK) --ranks $(RANKS) --density $(DENSITY)
-
-test: setup lint  ## run every test
-	@scripts/test.sh all
-
 test-native test-single test-parallel: test-%: setup
 	@scripts/test.sh $*
 
