@@ -8,6 +8,7 @@
 cd "$ROOT"
 tier=${HVD_SPARSE_TESTS:-quick}
 run=scripts/run.sh
+both="native_tests kernel_tests"  # the kernels of the device, run on the host; in the quick tier under sanitizers only
 pytest="pytest -q -x --tb=short --color=no"  # not python -m: that would put the source tree before what is installed
 
 suite() {  # TITLE COMMAND... WHAT: what is tested comes last
@@ -43,14 +44,16 @@ launcher() {  # TITLE LAUNCHER... FOLDER
     suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest $only "${@: -1}"
 }
 
-compile() {  # DIRECTORY OPTION...
-    local build=$1
-    shift
-    cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" && cmake --build "$build" --target native_tests -j "$(nproc)"
+compile() {  # TARGETS DIRECTORY OPTION...
+    local targets=$1 build=$2
+    shift 2
+    cmake -S . -B "$build" -DHVD_SPARSE_TESTS=ON "$@" && cmake --build "$build" --target $targets -j "$(nproc)"
 }
 
-native() {  # DIRECTORY OPTION...
-    compile "$@" && ctest --test-dir "$1" -j "$(nproc)" --output-on-failure --stop-on-failure --timeout 300
+native() {  # TARGETS DIRECTORY OPTION...
+    local only=
+    [[ $1 == *kernel_tests* ]] || only="-E ^kernel_"
+    compile "$@" && ctest --test-dir "$2" $only -j "$(nproc)" --output-on-failure --stop-on-failure --timeout 300
 }
 
 # ThreadSanitizer wants addresses where some kernels put other things, unless they are told to shuffle nothing.
@@ -64,13 +67,13 @@ threads() {
         plain="setarch -R"
         $plain $probe || { echo "left out: ThreadSanitizer cannot start here"; return; }
     fi
-    compile build/threads -DHVD_SPARSE_SANITIZE=thread -DHVD_SPARSE_OPTIMIZE=-O1 &&
+    compile native_tests build/threads -DHVD_SPARSE_SANITIZE=thread -DHVD_SPARSE_OPTIMIZE=-O1 &&
         $plain ctest --test-dir build/threads -j "$(nproc)" --output-on-failure --timeout 300
 }
 
 coverage() {
     find build -path '*coverage/*.gcda' -delete  # counts of runs before
-    native build/coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
+    native "$both" build/coverage -DHVD_SPARSE_COVERAGE=ON && python scripts/coverage.py build/coverage --least 99
 }
 
 # libFuzzer where Clang is; else its driver, longer and from another seed than under ctest.
@@ -78,12 +81,12 @@ fuzz() {
     local clang
     clang=$(compgen -c clang++ | grep -E '^clang\+\+(-[0-9]+)?$' | sort -V | tail -n 1) || true  # Debian's may have a number
     if [ -n "$clang" ]; then
-        CXX=$clang compile build/fuzz -DHVD_SPARSE_FUZZ=ON || return
+        CXX=$clang compile native_tests build/fuzz -DHVD_SPARSE_FUZZ=ON || return
         mkdir -p build/fuzz/found
         build/fuzz/tests/native/fuzz_payload -max_total_time="${SECONDS_OF_FUZZING:-60}" -artifact_prefix=build/fuzz/ build/fuzz/found tests/native/corpus
     else
         echo "no clang++, so no libFuzzer: mutations without its guidance"
-        compile build/sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
+        compile native_tests build/sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
     fi
 }
 
@@ -94,8 +97,8 @@ cuda() {
 
 suites=${1:-all}
 case $suites in
-native) suite "native tests" native "$BUILD" ;;
-sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native build/sanitize -DHVD_SPARSE_SANITIZE=ON -DHVD_SPARSE_OPTIMIZE=-O1 ;;
+native) suite "native tests" native "$([ "$tier" = all ] && echo "$both" || echo native_tests)" "$BUILD" ;;
+sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native "$both" build/sanitize -DHVD_SPARSE_SANITIZE=ON -DHVD_SPARSE_OPTIMIZE=-O1 ;;
 threads) suite "native tests under ThreadSanitizer" threads ;;
 coverage) suite "native tests, lines of the core that run" coverage ;;
 fuzz) suite "payload decoder under random bytes" fuzz ;;
