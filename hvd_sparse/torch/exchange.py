@@ -4,18 +4,28 @@ Names come from the compressor's ordinal and from fixed bucket numbers, never fr
 hooks run in another order on every rank.
 """
 
-import os
 from collections.abc import Callable
 from time import monotonic, sleep
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
-from hvd_sparse.members import Members
+from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
+STEP_BYTES = 8  # of a step number in the configuration check
+
+
+def incarnation() -> object:
+    """Return an object that is another one after each hvd.init(): Horovod's table of the collectives in flight.
+
+    Size and rank do not tell: an elastic job may replace another host, and this rank keeps both. Handles do not tell,
+    as Horovod counts them from 0 again.
+    """
+    return mpi_ops._handle_map
 
 
 class Pending:
@@ -38,21 +48,14 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or hvd.poll(self._handle)
 
-    def is_lost(self) -> bool:
-        """Return whether Horovod no longer knows it, since it was shut down in between."""
-        try:
-            self.is_done()
-        except ValueError:
-            return True
-        return False
-
-    def wait_at_most(self, seconds: float) -> None:
-        """Raise RuntimeError if the other ranks have not taken part after so long."""
+    def wait_at_most(self, seconds: float) -> torch.Tensor:
+        """Return the result; raise RuntimeError if the other ranks have not taken part after so long."""
         deadline = monotonic() + seconds
         while not self.is_done():
             if monotonic() > deadline:
                 raise RuntimeError(agree_failed(seconds))
             sleep(0.0005)
+        return self.wait()
 
 
 class Exchange(Members):
@@ -64,8 +67,7 @@ class Exchange(Members):
 
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        return hvd.is_initialized() and hvd.size() == 1 and not elastic
+        return hvd.is_initialized() and hvd.size() == 1 and not is_elastic()
 
     def is_first(self) -> bool:
         """Return whether this rank is to speak for all: the set's first, or any before Horovod runs."""
@@ -85,19 +87,29 @@ class Exchange(Members):
 
     def can_start(self) -> bool:
         """Return whether Horovod runs, and this rank takes part."""
-        return hvd.is_initialized() and self.process_set.process_set_id is not None and self.process_set.included()
+        process_set = self.process_set
+        if not hvd.is_initialized() or process_set.process_set_id is None or not process_set.included():
+            return False
+        try:
+            process_set.size()
+        except ValueError:  # Horovod was started anew, without this process set
+            return False
+        return True
 
-    def start_agreement(self, lines: list[str]) -> Pending:
-        """Start comparing lines with the other ranks."""
-        own = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8)
-        return self.allgather("agree.digest", own)
+    def start_agreement(self, lines: list[str], step: int) -> Pending:
+        """Start comparing lines with the other ranks, and tell them this rank's step."""
+        content = digest(lines) + step.to_bytes(STEP_BYTES, "little")
+        return self.allgather("agree.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
-    def agree(self, agreement: Pending, lines: list[str]) -> None:
-        """Raise ValueError on every rank, naming the difference, unless all ranks started with the same lines."""
-        agreement.wait_at_most(AGREE_SECONDS)
-        digests = agreement.wait().view(-1, DIGEST_BYTES)
+    def agree(self, gathered: torch.Tensor, lines: list[str]) -> int:
+        """Return the furthest step of any rank, from what `start_agreement` gathered.
+
+        Raises ValueError on every rank, naming the difference, unless all ranks started with the same lines.
+        """
+        contents = gathered.view(-1, DIGEST_BYTES + STEP_BYTES)
+        digests, steps = contents.split([DIGEST_BYTES, STEP_BYTES], dim=1)
         if bool((digests == digests[0]).all()):
-            return
+            return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], dtype=torch.int64)
         lengths = Pending(hvd.allgather_async(length, f"{self._prefix}.agree.length", self.process_set)).wait()
