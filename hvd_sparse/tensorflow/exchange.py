@@ -4,7 +4,6 @@ The twin of `hvd_sparse.torch.exchange`. There a collective is a handle that Pyt
 and the graph's order does the waiting. Names come from the compressor's ordinal and from fixed bucket numbers.
 """
 
-import os
 import threading
 
 import horovod.tensorflow as hvd
@@ -12,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.agreement import agree_failed, digest, explain_difference
-from hvd_sparse.members import Members
+from hvd_sparse.members import Members, is_elastic
 
 AGREE_SECONDS = 600
 
@@ -29,8 +28,7 @@ class Exchange(Members):
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        return elastic or (self.process_set.included() and self.size() > 1)
+        return is_elastic() or (self.process_set.included() and self.size() > 1)
 
     def allgather(self, name: str, payload: tf.Tensor) -> tf.Tensor:
         """Gather uint8[bytes] of all ranks, whose sizes may differ, one after the other."""
@@ -41,6 +39,23 @@ class Exchange(Members):
         """Sum a tensor over the ranks."""
         name = f"{self._prefix}.{name}"
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
+
+    def furthest(self, name: str, step: tf.Tensor) -> tf.Tensor:
+        """Return the largest step of any rank, int64, for an elastic job, where new ranks begin with 0.
+
+        InvalidArgumentError, before other ranks are waited for, if this graph was laid out for other ranks.
+        """
+        then, now = [hvd.rank(), self.size()], [hvd.rank_op(), hvd.size_op(self.process_set.process_set_id)]
+        stale = (
+            "hvd_sparse: this training step was traced for other ranks than Horovod has now. Make the tf.function, and "
+            "Horovod's tape or optimizer around the same compression, inside the function that hvd.elastic.run is "
+            "given. Rank and number of ranks, then and now:"
+        )
+        check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])
+        with tf.control_dependencies([check]):
+            own = tf.identity(step)
+        name = f"{self._prefix}.{name}"
+        return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def agree(self, lines: list[str]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all ranks give the same lines.

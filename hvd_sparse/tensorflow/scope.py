@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
+from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
@@ -165,6 +166,8 @@ class Scope(abc.ABC):
 
     def _begin(self, scale: float, suffix: str, lines: list[str]) -> Step:
         schedule, number = self.algorithm.warmup, self._step.read_value()
+        if is_elastic():
+            number = self.exchange.furthest(f"furthest{suffix}", number)
         density, is_dense = None, None
         if isinstance(schedule, Constant):
             density = schedule.value

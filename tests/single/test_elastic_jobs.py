@@ -11,19 +11,20 @@ import pytest
 from launching import launch
 
 pytestmark = launching.MARKS
-JOB = os.path.join(os.path.dirname(__file__), "..", "shared", "elastic_job.py")
+SHARED = os.path.join(os.path.dirname(__file__), "..", "shared")
 
 
-def run_elastic(directory, scenario, hosts, method, **settings):
-    """Return what the processes that ended printed, and what every process wrote down of its last batch."""
+def run_elastic(directory, scenario, hosts, method, job="elastic_job.py", fails=False, **settings):
+    """Return what the processes that ended printed, what every process wrote down of its last batch, and the output."""
     (directory / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
     discover = directory / "discover"
     discover.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
     discover.chmod(0o755)
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(len(hosts)), "--min-np", "2"]
-    command += ["--max-np", "3", "--host-discovery-script", str(discover), sys.executable, JOB, str(directory)]
-    code, output = launch([*command, scenario, method, json.dumps(settings)], {"TF_CPP_MIN_LOG_LEVEL": "3"})
-    assert code == 0, output
+    command += ["--max-np", "3", "--host-discovery-script", str(discover), "--elastic-timeout", "20"]
+    command += [sys.executable, os.path.join(SHARED, job), str(directory), scenario, method, json.dumps(settings)]
+    code, output = launch(command, {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert (code != 0) == fails, output
     ended = [json.loads(found) for found in re.findall(r"ended (\{.*\})", output)]
     return ended, [np.load(file) for file in directory.glob("*.npz")], output
 
@@ -68,3 +69,22 @@ def test_a_process_that_dies_in_a_step_and_a_state_that_keeps_the_compression(tm
     assert len(ended) == 2 and len(processes) == 3, output
     assert ended[0]["sizes"] == ended[1]["sizes"] == [3] * 4 + [2] * 4, output
     assert_nothing_is_lost(processes)
+
+
+@pytest.mark.exhaustive
+def test_tensorflow_with_a_step_that_is_traced_in_each_round(tmp_path):
+    hosts, settings = ["localhost", "127.1"], {"density": 0.01, "warmup": 30}
+    job = {"job": "elastic_tensorflow_job.py", **settings}
+    ended, processes, output = run_elastic(tmp_path, "inside", hosts, "gradient_dropping", **job)
+    assert len(ended) == 3 and len(processes) == 3, output
+    sizes = ended[0]["sizes"]
+    assert all(one == {"sizes": sizes, "steps": len(sizes)} for one in ended), output
+    assert sizes == [2] * sizes.index(3) + [3] * 4, output
+    assert_nothing_is_lost(processes)
+
+
+@pytest.mark.exhaustive
+def test_tensorflow_with_a_step_that_was_traced_for_fewer_ranks(tmp_path):
+    job = {"job": "elastic_tensorflow_job.py", "fails": True}
+    ended, _, output = run_elastic(tmp_path, "outside", ["localhost", "127.1"], "gradient_dropping", **job)
+    assert not ended and "traced for other ranks than Horovod has now" in output, output
