@@ -1,6 +1,6 @@
 """The elastic job in TensorFlow, a third host added: each process writes down its part, as in `elastic_job`.
 
-    horovodrun --gloo -np 2 --host-discovery-script ... python elastic_tensorflow_job.py DIRECTORY TRACED METHOD SETTINGS
+    horovodrun --gloo -np 2 --host-discovery-script ... python elastic_tensorflow_job.py FOLDER TRACED METHOD SETTINGS
 
 TRACED is "inside" the function that hvd.elastic.run is given, in each round anew, or "outside", once.
 """
