@@ -13,6 +13,9 @@ SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for a
 
 BACKGROUND_NAP = 1e-4  # seconds
 
+MOST_BYTES = 2**31 - 1  # of one message of MPI's, whose counts are C ints; a longer one goes in pieces of so many
+_posting = threading.Lock()  # pieces of one message, in order, with no other message of this process between them
+
 
 def poll(look: Callable, timeout: float):
     """Return what `look` returns once that is not None; None after `timeout` seconds."""
@@ -35,30 +38,43 @@ class Mailbox:
 
         self._mpi, self._communicator, self._status = MPI, communicator, MPI.Status()
         self._pending: list = []  # (request, data): data must live until the request is done
+        self._begun: dict[tuple[int, int], list[np.ndarray]] = {}  # pieces of messages that are still to be completed
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
         if background and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             threading.Thread(target=self._see_to_it, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:
-        """Send bytes, uint8, without waiting; they must not change any more."""
-        request = self._communicator.Isend([data, self._mpi.BYTE], rank, tag)
-        if not request.Test():
+        """Send bytes, uint8, without waiting; they must not change any more.
+
+        A piece of MOST_BYTES says that another follows, which may be empty.
+        """
+        with _posting:
+            requests = [
+                (self._communicator.Isend([piece, self._mpi.BYTE], rank, tag), piece)
+                for piece in (data[begin : begin + MOST_BYTES] for begin in range(0, data.size + 1, MOST_BYTES))
+            ]
+        pending = [(request, piece) for request, piece in requests if not request.Test()]
+        if pending:
             with self._lock:
-                self._pending.append((request, data))
+                self._pending += pending
             self._posted.set()
 
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
-        """Return the rank that the first message of a tag is of, and its bytes; None if there is none.
+        """Return the rank that the first message of a tag is of, and its bytes; None if none has come completely.
 
         source: of this rank only.
         """
-        message = self._communicator.Improbe(self._mpi.ANY_SOURCE if source is None else source, tag, self._status)
-        if message is None:
-            self.reap()
-            return None
-        rank, data = self._status.Get_source(), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
-        message.Recv([data, self._mpi.BYTE])
-        return rank, data
+        wanted = self._mpi.ANY_SOURCE if source is None else source
+        while (message := self._communicator.Improbe(wanted, tag, self._status)) is not None:
+            rank, data = self._status.Get_source(), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
+            message.Recv([data, self._mpi.BYTE])
+            if data.size == MOST_BYTES:
+                self._begun.setdefault((rank, tag), []).append(data)
+                continue
+            begun = self._begun.pop((rank, tag), [])
+            return rank, np.concatenate([*begun, data]) if begun else data
+        self.reap()
+        return None
 
     def reap(self) -> bool:
         """Let go of what has been sent; return whether that was all."""

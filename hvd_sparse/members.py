@@ -1,5 +1,6 @@
 """The ranks that a compressor exchanges with, and how its collectives' names begin: the same for both frameworks."""
 
+import os
 from collections import Counter
 
 _ordinals: Counter = Counter()
@@ -41,6 +42,11 @@ class Members:
                 "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
                 f"{theirs.ranks or 'all'} and {self.process_set.ranks or 'all'}"
             )
+
+
+def is_elastic() -> bool:
+    """Return whether this is a job of Horovod's elastic launcher: its ranks come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def two_momenta(outer: float, name: str, inner: float) -> str:

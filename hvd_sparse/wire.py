@@ -119,6 +119,16 @@ def payload_layout(
     return Layout(coding, k, block_count(n), HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
 
 
+def largest_payload(
+    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
+) -> int:
+    """Return a size in bytes, a multiple of 8, that no payload of up to k of n entries exceeds.
+
+    A payload grows with its entries, but for what aligns its sections.
+    """
+    return payload_size(n, k, coding, value_dtype, segments) + 8 * PAYLOAD_ALIGNMENT
+
+
 def positions_size(coding: str, n: int, k: int) -> int:
     """Return the bytes that the positions of k of n entries take."""
     if coding == "run_length":

@@ -25,6 +25,7 @@ class Message:
     entries: list[Entry]
     counts: tf.Tensor  # k of each selection, int64[selections]
     form: dict  # how the operators of buckets lay it out
+    most_bytes: int  # of its payloads, at any density of the schedule
     payloads: tf.Tensor | None = None  # uint8[bytes]
     info: tf.Tensor | None = None  # of `ops.accumulate_bucket`
 
@@ -35,7 +36,7 @@ class BucketScope(Scope):
     def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, step: Step, joint: bool):
         """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
         memories = [entry.memory for entry in entries]
-        message = Message(name, entries, counts, self._form(memories, joint))
+        message = Message(name, entries, counts, self._form(memories, joint), self._most_bytes(entries, joint))
         factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
         message.payloads, finite, message.info = ops.accumulate_bucket(
             [entry.gradient for entry in entries],
@@ -51,7 +52,7 @@ class BucketScope(Scope):
         )
         step.finite.append(finite)
         sent = tf.reduce_sum(counts)
-        step.counted.add(payload_bytes=tf.size(message.payloads))
+        step.counted.add(payload_bytes=tf.size(message.payloads, tf.int64))
         step.counted.add(sent=sent if step.is_dense is None else tf.where(step.is_dense, tf.zeros_like(sent), sent))
         return message
 
@@ -60,13 +61,17 @@ class BucketScope(Scope):
         infos = tf.concat([message.info for message in messages], 0)
         done = self._hints.update(self._selected(entries), counts, infos)
         for message in messages:
-            gathered = self._gather(message.name, [message.payloads], step)
+            gathered = self._gather(message.name, message.payloads, message.most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
             sums = ops.reduce_bucket(gathered, sizes, self.exchange.size(), message.counts, step.scale, **message.form)
             for entry, total in zip(message.entries, sums, strict=True):
                 entry.decode = lambda total=total: total
             done.append(self._cleared(message.payloads, message.counts, message.entries, step, message.form))
         return done
+
+    def _most_bytes(self, entries: list[Entry], joint: bool) -> int:
+        selections = [entries] if joint else [[entry] for entry in entries]
+        return sum(self._largest_payload(selection, self.algorithm.warmup.highest) for selection in selections)
 
     def _cleared(
         self, payloads: tf.Tensor, ks: tf.Tensor, entries: list[Entry], step: Step, form: dict

@@ -25,6 +25,7 @@ from hvd_sparse.algorithms import (
     check_number,
     density_of,
 )
+from hvd_sparse.members import is_elastic
 from hvd_sparse.tensorflow.calls import (
     Call,
     Traced,
@@ -86,10 +87,17 @@ class SparseCompressor(tf.Module):
 
     def __hash__(self):
         refuse_keras_3()  # Horovod's optimizers hash their compression when they are made
-        return id(self)
+        # Horovod keeps the function that it traces, by its compression: with other ranks it must be traced anew.
+        return hash((id(self), hvd.rank(), hvd.size())) if is_elastic() and hvd.is_initialized() else id(self)
 
     def __eq__(self, other):
         return self is other
+
+    def __reduce__(self):
+        raise TypeError(
+            "hvd_sparse: a compression cannot be pickled or broadcast: N ranks with the residual of one would send it "
+            "N times. Leave it out of hvd.elastic's state: each rank keeps its own, and may commit state_dict() itself"
+        )
 
     @property
     def algorithm(self) -> Algorithm:
@@ -201,7 +209,7 @@ class SparseCompressor(tf.Module):
         self._load()
         check_call(call, parts.algorithm, parts.exchange)
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
-        if not parts.agreed:
+        if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
             parts.exchange.agree(description)
             parts.agreed = True
         gradients, positions = {}, {}

@@ -4,7 +4,7 @@ The twin of `hvd_sparse.torch.exchange`. There a collective is a handle that Pyt
 and the graph's order does the waiting. Names come from the compressor's ordinal and from fixed bucket numbers.
 """
 
-import os
+import itertools
 import threading
 
 import horovod.tensorflow as hvd
@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.agreement import agree_failed, digest, explain_difference
-from hvd_sparse.members import Members
+from hvd_sparse.members import Members, is_elastic
+from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
 
@@ -29,18 +30,48 @@ class Exchange(Members):
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        return elastic or (self.process_set.included() and self.size() > 1)
+        return is_elastic() or (self.process_set.included() and self.size() > 1)
 
-    def allgather(self, name: str, payload: tf.Tensor) -> tf.Tensor:
-        """Gather uint8[bytes] of all ranks, whose sizes may differ, one after the other."""
-        name = f"{self._prefix}.{name}"
-        return hvd.allgather(payload, name=name, ignore_name_scope=True, process_set=self.process_set)
+    def allgather(self, name: str, payload: tf.Tensor, most_bytes: int) -> tf.Tensor:
+        """Gather uint8[bytes], a multiple of 8, of all ranks, whose sizes may differ, one after the other.
+
+        most_bytes: what any rank may give at most, the same on all ranks. It decides in how many collectives they do
+        (`hvd_sparse.pieces`).
+        """
+        words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
+        ranks, name = self.size(), f"{self._prefix}.{name}"
+        cut = plan_pieces(most_bytes, ranks)
+        if cut.pieces == 1:
+            gathered = self._gather(name, words)
+        else:
+            parts = enumerate(cut_pieces(words, cut))
+            gathered = join_pieces([self._gather(f"{name}.piece{piece}", part) for piece, part in parts], ranks, cut)
+        return tf.reshape(tf.bitcast(gathered, tf.uint8), [-1])
+
+    def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor over the ranks."""
         name = f"{self._prefix}.{name}"
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
+
+    def furthest(self, name: str, step: tf.Tensor) -> tf.Tensor:
+        """Return the largest step of any rank, int64, for an elastic job, where new ranks begin with 0.
+
+        InvalidArgumentError, before other ranks are waited for, if this graph was laid out for other ranks.
+        """
+        then, now = [hvd.rank(), self.size()], [hvd.rank_op(), hvd.size_op(self.process_set.process_set_id)]
+        stale = (
+            "hvd_sparse: this training step was traced for other ranks than Horovod has now. Make the tf.function, and "
+            "Horovod's tape or optimizer around the same compression, inside the function that hvd.elastic.run is "
+            "given. Rank and number of ranks, then and now:"
+        )
+        check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])
+        with tf.control_dependencies([check]):
+            own = tf.identity(step)
+        name = f"{self._prefix}.{name}"
+        return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def agree(self, lines: list[str]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all ranks give the same lines.
@@ -91,3 +122,30 @@ def digest_numbers(lines: list[str], count: int = 6) -> list[float]:
     """Return a digest as numbers below 2**16: their squares add up exactly in float64."""
     content = digest(lines)
     return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(count)]
+
+
+def cut_pieces(words: tf.Tensor, cut: Cut) -> list[tf.Tensor]:
+    """Return the pieces of a message, its number of words first; one word of padding where a piece would be empty."""
+    count = tf.size(words, tf.int64)
+    fits = tf.debugging.Assert(
+        count < cut.pieces * cut.words, ["hvd_sparse: more words than fit into all pieces", count]
+    )
+    with tf.control_dependencies([fits]):
+        message = tf.concat([count[None], words], 0)
+    bounds = [tf.constant(piece * cut.words, tf.int64) for piece in range(cut.pieces + 1)]
+    parts = [message[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return [tf.concat([part, tf.zeros([tf.cast(tf.equal(tf.size(part), 0), tf.int32)], tf.int64)], 0) for part in parts]
+
+
+def join_pieces(gathered: list[tf.Tensor], ranks: int, cut: Cut) -> tf.Tensor:
+    """Return the messages, one rank's after the other, without their numbers of words and the padding."""
+    begins, parts = [tf.zeros([], tf.int64)] * cut.pieces, []
+    for _ in range(ranks):
+        left = 1 + gathered[0][begins[0]]
+        for piece, words in enumerate(gathered):
+            length = tf.minimum(left, cut.words)
+            begin = begins[piece] + (piece == 0)
+            parts.append(words[begin : begins[piece] + length])
+            begins[piece] += tf.maximum(length, 1)
+            left -= length
+    return tf.concat(parts, 0)

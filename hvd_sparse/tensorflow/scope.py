@@ -21,12 +21,14 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
+from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.memory import ResidualMemory, clip_factor
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.tensorflow.traffic import Counted, Traffic
+from hvd_sparse.wire import largest_payload, top_k_count
 
 TOKEN_ELEMENTS = 2  # of `ops.token`
 
@@ -165,6 +167,8 @@ class Scope(abc.ABC):
 
     def _begin(self, scale: float, suffix: str, lines: list[str]) -> Step:
         schedule, number = self.algorithm.warmup, self._step.read_value()
+        if is_elastic():
+            number = self.exchange.furthest(f"furthest{suffix}", number)
         density, is_dense = None, None
         if isinstance(schedule, Constant):
             density = schedule.value
@@ -260,10 +264,9 @@ class Scope(abc.ABC):
             counts = tf.where(step.is_dense, tf.ones_like(counts), counts)
         return tf.cast(counts, tf.int64)
 
-    def _gather(self, name: str, payloads: list[tf.Tensor], step: Step) -> tf.Tensor:
-        message = tf.concat(payloads, 0) if len(payloads) > 1 else payloads[0]
-        gathered = self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message))
-        step.counted.add(surplus_bytes=tf.size(gathered) - 2 * tf.size(message))
+    def _gather(self, name: str, message: tf.Tensor, most_bytes: int, step: Step) -> tf.Tensor:
+        gathered = self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message), most_bytes)
+        step.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(message, tf.int64))
         return gathered
 
     def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
@@ -274,6 +277,11 @@ class Scope(abc.ABC):
             new = tf.where(step.void, old, new)
             operations.append(ops.scatter_update(memory.buffers[kind], indices, new))
         return operations
+
+    def _largest_payload(self, entries: list[Entry], density: float) -> int:
+        """Return what one selection in all of these takes at most, in bytes."""
+        n, form = _size(entries), (self.algorithm.coding, self.algorithm.values)
+        return largest_payload(n, top_k_count(n, density), *form, self._segments(entries))
 
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
         """Return what shares the centres of low-bit values."""

@@ -16,7 +16,7 @@ from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step, once
 from hvd_sparse.tensorflow.threshold import ScaledThreshold
 from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
-from hvd_sparse.wire import LOW_BITS
+from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
 class UnionScope(Scope):
@@ -91,7 +91,7 @@ class UnionScope(Scope):
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""
         dtype, layout, segments = self.algorithm.values, self._segments(entries), None
-        count = tf.size(indices, tf.int64)
+        n, count = sum(entry.memory.size for entry in entries), tf.size(indices, tf.int64)
         places = order = tf.range(count)
         if dtype in LOW_BITS:
             grouped = tf.numpy_function(
@@ -102,8 +102,9 @@ class UnionScope(Scope):
         k = tf.maximum(count, 1)  # no elements at all: an empty contribution
         form = ("dense", dtype, segments)
         payload = ops.pack(places, sent, k, k, *form)
-        step.counted.add(payload_bytes=tf.size(payload))
-        gathered = tf.reshape(self._gather("values", [payload], step), [self.exchange.size(), -1])
+        step.counted.add(payload_bytes=tf.size(payload, tf.int64))
+        most_bytes = largest_payload(n, n, "dense", dtype, layout)
+        gathered = tf.reshape(self._gather("values", payload, most_bytes, step), [self.exchange.size(), -1])
         total = ops.reduce_payloads(gathered, 0, k, k, step.scale, *form)[:count]
         back = order[:, None]
         return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
@@ -112,8 +113,8 @@ class UnionScope(Scope):
         """Return what all ranks named, ascending."""
         coding, ranks = self.algorithm.coding, self.exchange.size()
         payload = ops.pack(own, tf.zeros(tf.shape(own)), n, tf.maximum(tf.size(own, tf.int64), 1), coding, "none")
-        step.counted.add(payload_bytes=tf.size(payload))
-        gathered = self._gather("model", [payload], step)
+        step.counted.add(payload_bytes=tf.size(payload, tf.int64))
+        gathered = self._gather("model", payload, largest_payload(n, n, coding, "none"), step)
         offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
         ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
         parts = [

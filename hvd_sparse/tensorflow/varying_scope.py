@@ -76,14 +76,17 @@ class VaryingScope(TensorScope):
         )
         step.finite.append(finite)
         found = tf.cast(info[:, 1], tf.int64)
-        step.counted.add(payload_bytes=tf.size(payloads), sent=tf.reduce_sum(found))  # 0 where all travels dense
+        step.counted.add(
+            payload_bytes=tf.size(payloads, tf.int64), sent=tf.reduce_sum(found)
+        )  # 0 where all travels dense
         return Message(name, entries, payloads, tf.maximum(found, 1)), info
 
     def _send(self, entries: list[Entry], messages: list[Message], step: Step) -> list[tf.Operation]:
         done = self._changes
         for message in messages:
             form = self._varying_form(message.entries)
-            gathered = self._gather(message.name, [message.payloads], step)
+            most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in message.entries)
+            gathered = self._gather(message.name, message.payloads, most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
             sums = ops.reduce_located_bucket(gathered, sizes, self.exchange.size(), step.scale, **form)
             for entry, total in zip(message.entries, sums, strict=True):

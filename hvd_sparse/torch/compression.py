@@ -5,14 +5,15 @@ waits, sums the payloads of all ranks in rank order, and scales by what became o
 and gradient_predivide_factor mean what they always do.
 """
 
-import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import (
     Algorithm,
@@ -29,9 +30,11 @@ from hvd_sparse.algorithms import (
     check_number,
     density_of,
 )
-from hvd_sparse.members import two_momenta
+from hvd_sparse.members import is_elastic, two_momenta
+from hvd_sparse.torch import exchange
 from hvd_sparse.torch.device_scope import crossing, device_layout
-from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.elastic import CompressionStateHandler
+from hvd_sparse.torch.exchange import Exchange, Pending, incarnation
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.scope import Entry
@@ -50,6 +53,9 @@ SCOPES = {  # how a method lays out a step
     "partition": PartitionScope,
     "random": RandomScope,
 }
+
+_compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
+_checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
 
 
 class SparseCompressor:
@@ -77,9 +83,11 @@ class SparseCompressor:
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
         self._open: set[str] = set()  # compressed, not yet decompressed
-        self._under_way = self._finished = self._overflowed = self._agreed = False
-        # Started here, so that the order in which several compressors are first used may differ between ranks.
-        self._agreement = self._start_agreement() if self._exchange.can_start() else None
+        self._under_way = self._finished = self._overflowed = False
+        self._agreed_in: object | None = None  # the incarnation of Horovod in which all ranks had the same settings
+        self._check: tuple[object, Pending] | None = None  # a configuration check in flight, and its incarnation
+        _compressors.add(self)
+        self._start_check()
         if algorithm.momentum > 0.0 and self._exchange.is_alone():
             warnings.warn(
                 "Horovod calls no compressor with one process: nothing is compressed, and the momentum of "
@@ -95,7 +103,7 @@ class SparseCompressor:
             with torch.no_grad():
                 return self.compress(tensor)
         with self._lock:
-            if not self._agreed:
+            if self._agreed_in is not incarnation():
                 self._agree()
             with self._traffic.timed("compress"):
                 if not self._under_way or self._finished:
@@ -167,8 +175,6 @@ class SparseCompressor:
             self._step = restore_state(self._scope.memories, state, self._exchange)
             self._scope.restart()
             self._drop()
-            if os.environ.get("HOROVOD_ELASTIC") == "1":  # the other ranks may be new ones
-                self._forget()
 
     def reset(self) -> None:
         """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed."""
@@ -179,7 +185,8 @@ class SparseCompressor:
             self._step = 0
             self._traffic = self._scope.traffic = self._exchange.traffic = Traffic()
             self._drop()
-            self._forget()
+            self._scope.forget()
+            self._agreed_in = None
 
     def rescale(self, factor: float) -> None:
         """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
@@ -190,15 +197,40 @@ class SparseCompressor:
                     buffer.mul_(factor)
 
     def _agree(self) -> None:
+        """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
+
+        Ranks that a reset has added expect nothing of their first step, and start at step 0: the others expect nothing
+        either, and all go on from the furthest step. Residuals stay.
+        """
         self._exchange.size()  # raises if Horovod is not initialised
         self._check_optimizer()
-        if self._agreement is None or self._agreement.is_lost():
-            self._agreement = self._start_agreement()
-        self._exchange.agree(self._agreement, self._description())
-        self._agreed = True
+        # Of all compressors at once, so that the order in which they are first used may differ between ranks.
+        for compressor in list(_compressors):
+            compressor._start_check()
+        if self._check is None:
+            raise RuntimeError("hvd_sparse: this rank is not in the process_set of the compression that it calls")
+        now, pending = self._check
+        gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
+        if self._agreed_in is not None:
+            self._drop()
+            self._scope.forget()
+        with _checks_lock:
+            self._check, self._agreed_in = None, now
+        try:
+            furthest = self._exchange.agree(gathered, self._description())
+        except ValueError:
+            self._agreed_in = None
+            raise
+        if is_elastic():
+            self._step = max(self._step, furthest)
 
-    def _start_agreement(self) -> Pending:
-        return self._exchange.start_agreement(self._description())
+    def _start_check(self) -> None:
+        """Start comparing settings with all ranks, unless that is in flight, or done since Horovod was started."""
+        with _checks_lock:
+            now = incarnation()
+            is_started = self._check is not None and self._check[0] is now
+            if not is_started and self._agreed_in is not now and self._exchange.can_start():
+                self._check = now, self._exchange.start_agreement(self._description(), self._step)
 
     def _description(self) -> list[str]:
         return [*self.algorithm.describe(), *self._parameters.describe()]
@@ -231,10 +263,6 @@ class SparseCompressor:
         self._traffic.drop_step()
         self._under_way = self._finished = False
 
-    def _forget(self) -> None:
-        self._scope.forget()
-        self._agreed, self._agreement = False, None
-
     def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
         gradient = entry.gradient
         if self._overflowed:
@@ -255,6 +283,9 @@ class SparseCompressor:
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
         if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
+
+
+get_handler_registry().append((SparseCompressor, CompressionStateHandler))
 
 
 def _calling_optimizer(compressor: SparseCompressor, depth: int = 8):

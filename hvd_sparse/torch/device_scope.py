@@ -1,5 +1,7 @@
 """The scopes of parameters on a CUDA device: nothing but the vote is read back, once a step; of thresholds, the counts.
 
+A damaged payload cannot be raised there without waiting for the decoder: the next step's vote tells of it.
+
 Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA.
 The token, which has nothing to do with the data, stays on the CPU.
 
@@ -49,9 +51,12 @@ class DeviceScope(Scope):
     def _vote(self, name: str, entries: list[Entry]) -> None:
         flags = [self._finite[entry.name].double() for entry in entries if entry.name in self._finite]
         bad = len(flags) - torch.stack(flags).sum() if flags else torch.zeros((), device=self.device)
-        vote = torch.full((3,), float(self.step), dtype=torch.float64, device=self.device)
+        if not self._votes:  # nothing is decoded between the votes of a step
+            self.damage = ops.take_decode_status(bad)
+        vote = torch.full((4,), float(self.step), dtype=torch.float64, device=self.device)
         vote[0] = bad
         vote[2] *= self.step
+        vote[3] = self.damage[0]
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())

@@ -4,55 +4,57 @@ Names come from the compressor's ordinal and from fixed bucket numbers, never fr
 hooks run in another order on every rank.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
-from hvd_sparse.members import Members
+from hvd_sparse.members import Members, is_elastic
+from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
+STEP_BYTES = 8  # of a step number in the configuration check
+
+
+def incarnation() -> object:
+    """Return an object that is another one after each hvd.init(): Horovod's table of the collectives in flight.
+
+    Size and rank do not tell: an elastic job may replace another host, and this rank keeps both. Handles do not tell,
+    as Horovod counts them from 0 again.
+    """
+    return mpi_ops._handle_map
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way, or several of them. finish: makes the result of theirs."""
 
-    def __init__(self, handle, count: Callable[[torch.Tensor], None] | None = None):
-        self._handle = handle
-        self._count = count
+    def __init__(self, *handles, finish: Callable[..., torch.Tensor] = lambda result: result):
+        self._handles = handles
+        self._finish = finish
         self._result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it the first time."""
         if self._result is None:
-            self._result = hvd.synchronize(self._handle)
-            if self._count is not None:
-                self._count(self._result)
+            self._result = self._finish(*map(hvd.synchronize, self._handles))
         return self._result
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
-        return self._result is not None or hvd.poll(self._handle)
+        return self._result is not None or all(map(hvd.poll, self._handles))
 
-    def is_lost(self) -> bool:
-        """Return whether Horovod no longer knows it, since it was shut down in between."""
-        try:
-            self.is_done()
-        except ValueError:
-            return True
-        return False
-
-    def wait_at_most(self, seconds: float) -> None:
-        """Raise RuntimeError if the other ranks have not taken part after so long."""
+    def wait_at_most(self, seconds: float) -> torch.Tensor:
+        """Return the result; raise RuntimeError if the other ranks have not taken part after so long."""
         deadline = monotonic() + seconds
         while not self.is_done():
             if monotonic() > deadline:
                 raise RuntimeError(agree_failed(seconds))
             sleep(0.0005)
+        return self.wait()
 
 
 class Exchange(Members):
@@ -64,18 +66,35 @@ class Exchange(Members):
 
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        return hvd.is_initialized() and hvd.size() == 1 and not elastic
+        return hvd.is_initialized() and hvd.size() == 1 and not is_elastic()
 
     def is_first(self) -> bool:
         """Return whether this rank is to speak for all: the set's first, or any before Horovod runs."""
         return not hvd.is_initialized() or (self.can_start() and self.rank() == 0)
 
-    def allgather(self, name: str, payload: torch.Tensor) -> Pending:
-        """Start gathering uint8[bytes]; the result is uint8, what all ranks gave, one after the other."""
-        handle = hvd.allgather_async(payload, name=f"{self._prefix}.{name}", process_set=self.process_set)
-        own = payload.numel()
-        return Pending(handle, lambda gathered: self.traffic.count(surplus_bytes=gathered.numel() - 2 * own))
+    def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
+        """Start gathering uint8[bytes], a multiple of 8; the result is uint8, what all ranks gave, one after the other.
+
+        most_bytes: what any rank may give at most, the same on all ranks; None if all give as much. It decides in how
+        many collectives they do (`hvd_sparse.pieces`).
+        """
+        ranks, words = self.size(), payload.view(torch.int64)
+        cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, ranks)
+        parts = [words] if cut.pieces == 1 else cut_pieces(words, cut)
+        names = [f"{self._prefix}.{name}"] if cut.pieces == 1 else _names_of_pieces(f"{self._prefix}.{name}", cut)
+        handed = WORD_BYTES * sum(map(torch.numel, parts))
+        self.traffic.count(payload_bytes=handed - payload.numel())
+
+        def finish(*gathered: torch.Tensor) -> torch.Tensor:
+            """Put the pieces together, and count what came."""
+            self.traffic.count(surplus_bytes=WORD_BYTES * sum(map(torch.numel, gathered)) - 2 * handed)
+            whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, ranks, cut)
+            return whole.view(torch.uint8)
+
+        return Pending(*map(self._gather, names, parts), finish=finish)
+
+    def _gather(self, name: str, tensor: torch.Tensor):
+        return hvd.allgather_async(tensor, name=name, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
         """Start summing a tensor over the ranks, in place."""
@@ -85,21 +104,57 @@ class Exchange(Members):
 
     def can_start(self) -> bool:
         """Return whether Horovod runs, and this rank takes part."""
-        return hvd.is_initialized() and self.process_set.process_set_id is not None and self.process_set.included()
+        process_set = self.process_set
+        if not hvd.is_initialized() or process_set.process_set_id is None or not process_set.included():
+            return False
+        try:
+            process_set.size()
+        except ValueError:  # Horovod was started anew, without this process set
+            return False
+        return True
 
-    def start_agreement(self, lines: list[str]) -> Pending:
-        """Start comparing lines with the other ranks."""
-        own = torch.frombuffer(bytearray(digest(lines)), dtype=torch.uint8)
-        return self.allgather("agree.digest", own)
+    def start_agreement(self, lines: list[str], step: int) -> Pending:
+        """Start comparing lines with the other ranks, and tell them this rank's step."""
+        content = digest(lines) + step.to_bytes(STEP_BYTES, "little")
+        return self.allgather("agree.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
-    def agree(self, agreement: Pending, lines: list[str]) -> None:
-        """Raise ValueError on every rank, naming the difference, unless all ranks started with the same lines."""
-        agreement.wait_at_most(AGREE_SECONDS)
-        digests = agreement.wait().view(-1, DIGEST_BYTES)
+    def agree(self, gathered: torch.Tensor, lines: list[str]) -> int:
+        """Return the furthest step of any rank, from what `start_agreement` gathered.
+
+        Raises ValueError on every rank, naming the difference, unless all ranks started with the same lines.
+        """
+        contents = gathered.view(-1, DIGEST_BYTES + STEP_BYTES)
+        digests, steps = contents.split([DIGEST_BYTES, STEP_BYTES], dim=1)
         if bool((digests == digests[0]).all()):
-            return
+            return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], dtype=torch.int64)
-        lengths = Pending(hvd.allgather_async(length, f"{self._prefix}.agree.length", self.process_set)).wait()
-        texts = self.allgather("agree.text", text).wait().split(lengths.tolist())
+        lengths = Pending(self._gather(f"{self._prefix}.agree.length", length)).wait()
+        texts = Pending(self._gather(f"{self._prefix}.agree.text", text)).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
+
+
+def _names_of_pieces(name: str, cut: Cut) -> list[str]:
+    return [f"{name}.piece{piece}" for piece in range(cut.pieces)]
+
+
+def cut_pieces(words: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+    """Return the pieces of a message, its number of words first; one word of padding where a piece would be empty."""
+    parts = list(torch.cat([words.new_tensor([words.numel()]), words]).split(cut.words))
+    if len(parts) > cut.pieces:
+        raise RuntimeError(f"hvd_sparse: {words.numel()} words do not fit into {cut.pieces} pieces of {cut.words}")
+    return parts + [words.new_zeros(1) for _ in range(cut.pieces - len(parts))]
+
+
+def join_pieces(gathered: Sequence[torch.Tensor], ranks: int, cut: Cut) -> torch.Tensor:
+    """Return the messages, one rank's after the other, without their numbers of words and the padding."""
+    begins, parts = [0] * cut.pieces, []
+    for _ in range(ranks):
+        left = 1 + int(gathered[0][begins[0]])
+        for piece, words in enumerate(gathered):
+            length = min(left, cut.words)
+            parts.append(words.narrow(0, begins[piece], length))
+            begins[piece] += max(length, 1)
+            left -= length
+        parts[-cut.pieces] = parts[-cut.pieces][1:]
+    return torch.cat(parts)

@@ -132,8 +132,12 @@ class ModelScope(Scope):
         return ops.Layout(*one, selections=[0] * len(begins), begins=begins)
 
     def _gather(self, group: Group) -> Pending:
-        group.gathered = self.exchange.allgather(group.name, group.buffer)
+        group.gathered = self.exchange.allgather(group.name, group.buffer, self._most_bytes(group))
         return group.gathered
+
+    def _most_bytes(self, group: Group) -> int | None:
+        """Return what any rank may send at most, where that differs."""
+        return None
 
     def _take_dense(self, entry: Entry, factor: float) -> torch.Tensor:
         gradient = entry.gradient

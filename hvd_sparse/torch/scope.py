@@ -62,6 +62,7 @@ class Scope(abc.ABC):
         self._sealed = self._under_way = False
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
+        self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
 
     @property
     def device(self) -> torch.device:
@@ -141,11 +142,13 @@ class Scope(abc.ABC):
     def overflowed(self) -> bool:
         """Return whether any gradient of any rank was not finite: then the step does not count. Waits for the votes.
 
-        RuntimeError on every rank if they are not at the same step.
+        RuntimeError on every rank if they are not at the same step, or if one met a damaged payload in the last one.
         """
         overflow = False
         for vote in self._votes:
-            bad, steps, squares = vote.wait().tolist()
+            bad, steps, squares, damaged = vote.wait().tolist()
+            if damaged > 0:
+                self._refuse_damage()
             if steps**2 != squares * self.ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
                 raise RuntimeError(
                     f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.ranks:g}. "
@@ -226,10 +229,25 @@ class Scope(abc.ABC):
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         bad = sum(not entry.finite for entry in entries)
-        vote = torch.tensor([bad, self.step, self.step**2], dtype=torch.float64)
+        vote = torch.tensor([bad, self.step, self.step**2, 0.0], dtype=torch.float64)
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
+
+    def _refuse_damage(self) -> None:
+        """Raise what all ranks recorded of damaged payloads: a rank that decodes on the CPU raised it at once."""
+        damage = self.damage.view(torch.uint8)
+        gathered = self.exchange.allgather("damage", damage).wait().view(torch.int64).view(-1, 2).tolist()
+        met = [
+            f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "
+            f"{ops.FAILED_CHECKS[first % 256 - 1]}"
+            for rank, (count, first) in enumerate(gathered)
+            if count > 0
+        ]
+        raise RuntimeError(
+            f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
+            "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
+        )
 
     def _late(self) -> list[Entry]:
         return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]

@@ -32,6 +32,7 @@ class Message:
     scale: float = 1.0  # that they were reduced with
     members: tuple[str, ...] = ()  # those that `layout` is of
     layout: ops.Layout | None = None
+    most_bytes: int | None = None  # that any rank may send, where that differs
 
 
 class Payload(NamedTuple):
@@ -158,7 +159,7 @@ class TensorScope(Scope):
 
         def start() -> Pending:
             """Start the allgather, once it is known that all take part."""
-            message.pending = self.exchange.allgather(message.bucket.name, message.buffer)
+            message.pending = self.exchange.allgather(message.bucket.name, message.buffer, message.most_bytes)
             return message.pending
 
         message.started = True

@@ -13,7 +13,7 @@ from hvd_sparse.reference import stratified_sample
 from hvd_sparse.threshold import ScaledThreshold, ThresholdHint, histogram_threshold, partition, sampled_histogram
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
-from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
+from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size, top_k_count
 
 
 class UnionScope(ModelScope, abc.ABC):
@@ -25,6 +25,9 @@ class UnionScope(ModelScope, abc.ABC):
         k, coding = max(1, len(indices)), self.algorithm.coding
         group.buffer = torch.empty(payload_size(group.n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, torch.zeros(len(indices)), group.n, k, group.buffer, coding, "none")
+
+    def _most_bytes(self, group: Group) -> int:
+        return largest_payload(group.n, group.n, self.algorithm.coding, "none")
 
     def _accumulate(self, group: Group, factors: dict[str, float]) -> None:
         """Bring the gradients into their memories."""

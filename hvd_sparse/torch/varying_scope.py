@@ -11,7 +11,7 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import destinations
 from hvd_sparse.torch.scope import Entry, place_of
 from hvd_sparse.torch.tensor_scope import Message, TensorScope
-from hvd_sparse.wire import LOW_BITS
+from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
 class VaryingScope(TensorScope):
@@ -23,6 +23,16 @@ class VaryingScope(TensorScope):
         self.thresholds = {
             name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
         }
+
+    def _messages(self, names: list[str], prefix: str) -> list[Message]:
+        messages = super()._messages(names, prefix)
+        for message in messages:
+            message.most_bytes = sum(map(self._largest_payload, message.bucket.offsets))
+        return messages
+
+    def _largest_payload(self, name: str) -> int:
+        n = self.parameters[name].numel()
+        return largest_payload(n, n, self.algorithm.coding, self.algorithm.values, self._payload(name).segments)
 
     def _fill(self, message: Message) -> None:
         """Accumulate and select in the members of a bucket; gather their payloads, those of nothing for the others."""

@@ -14,6 +14,24 @@ SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 STEPS = 5
 
 
+class Decoder:
+    """What decoders on a device record, as there is none here: an operator of the CPU raises instead."""
+
+    def __init__(self):
+        self.status = torch.zeros(2, dtype=torch.int64)
+
+    def take(self, like):
+        taken, self.status = self.status, torch.zeros(2, dtype=torch.int64)
+        return taken
+
+
+@pytest.fixture(autouse=True)
+def decoder(monkeypatch):
+    decoder = Decoder()
+    monkeypatch.setattr(device_scope.ops, "take_decode_status", decoder.take)
+    return decoder
+
+
 def trained(values, spoilt_step, **settings):
     parameters = make_parameters(SHAPES)
     compressor = Compression.dgc(
@@ -79,6 +97,30 @@ def test_thresholds_do_what_they_do_on_the_cpu(monkeypatch, name, spoilt_step, f
     monkeypatch.setitem(compression.SCOPES, "threshold", device_scope.DeviceVaryingScope)
     found = filtered(name, spoilt_step, frozen)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+@pytest.mark.parametrize("who", ["the last rank", "all"])
+def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, decoder, scope, who):
+    """Also where one rank alone received damaged bytes; then training goes on, and nothing is told twice."""
+    monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
+    parameters = make_parameters(SHAPES)
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope=scope)
+    last = hvd.size() - 1
+
+    def train(step):
+        drive(compressor, parameters, draw(SHAPES, step, hvd.rank()))
+
+    train(0)
+    train(1)
+    if who == "all" or hvd.rank() == last:
+        decoder.status = torch.tensor([2, 256 * last + 8])  # as kernels count: the eighth check is of the checksum
+    report = f"met 2 of them, the first that of rank {last} with the wrong checksum"
+    with pytest.raises(RuntimeError, match=f"rank {last} {report}") as raised:
+        train(2)
+    assert str(raised.value).count(report) == (hvd.size() if who == "all" else 1)
+    train(3)
+    train(4)
 
 
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 from pipeline_oracle import Oracle, OracleMask, make_stages
 
+from hvd_sparse import mailbox
 from hvd_sparse.torch.model_parallel import Pipeline, PipelineError, ThresholdBoundary
 from hvd_sparse.wire import payload_size
 
@@ -64,6 +65,20 @@ def test_training_is_that_of_one_process_bit_for_bit(schedule, micro_batches, de
         )
         found = pipeline.predict(torch.from_numpy(inputs))
         assert torch.allclose(found, outputs, atol=1e-6) if LAST else found is None  # there in one batch, not in parts
+
+
+@pytest.mark.parametrize("limit", [64, 1000])
+def test_messages_longer_than_mpi_can_count(monkeypatch, limit):
+    """With the limit lowered to less than a header, and to a part of a message."""
+    monkeypatch.setattr(mailbox, "MOST_BYTES", limit)
+    pipeline, optimizer, oracle = pair(0.5)
+    with pipeline:
+        for inputs, targets in batches(6):
+            optimizer.zero_grad()
+            loss = pipeline.step(torch.from_numpy(inputs), torch.from_numpy(targets))
+            optimizer.step()
+            assert loss == pytest.approx(oracle.step(inputs, targets), rel=0, abs=1e-12)
+        assert_same_parameters(pipeline, oracle)
 
 
 @several

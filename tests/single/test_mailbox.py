@@ -1,5 +1,7 @@
 """Messages between ranks without collective operations: a rank alone sends to itself."""
 
+import threading
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -21,6 +23,28 @@ def test_messages_arrive_in_order_by_tag(size, background):
         assert source == 0 and data.size == size and (data == expected).all()
     assert poll(lambda: box.reap() or None, 10.0)
     box.close(1.0)
+
+
+@pytest.mark.parametrize("size", [0, 99, 100, 101, 1000, 12_345])
+def test_messages_longer_than_mpi_can_count_arrive_whole(monkeypatch, size):
+    """The limit lowered; two threads send at once, and pieces of their messages must not mix."""
+    monkeypatch.setattr(mailbox, "MOST_BYTES", 100)
+    communicator = MPI.COMM_SELF.Dup()
+    boxes = [Mailbox(communicator), Mailbox(communicator)]  # a worker has one, its heartbeat has another
+    sent = [np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8) for number in range(20)]
+    threads = [
+        threading.Thread(target=lambda own=own: [boxes[own].post(0, 1, data) for data in sent[own::2]])
+        for own in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    found = [poll(lambda: boxes[0].look(1), 10.0) for _ in sent]
+    for thread in threads:
+        thread.join()
+    assert all(source == 0 for source, _ in found) and boxes[0].look(1) is None
+    assert sorted(bytes(data) for _, data in found) == sorted(map(bytes, sent))
+    for box in boxes:
+        box.close(1.0)
 
 
 def test_what_nobody_takes_is_given_up():
