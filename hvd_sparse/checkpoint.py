@@ -3,11 +3,14 @@
 {"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}}}
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from hvd_sparse.wire import checked_integer
 
 VERSION = 1
+REASON_BYTES = 512  # of why a rank cannot load its state, as the others hear of it
 
 
 def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple[str, ...]], ranks: int) -> None:
@@ -27,8 +30,32 @@ def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple
                 raise ValueError(f"the state belongs to another method: {name} has a {kind} there")
             if tuple(getattr(saved, "shape", ())) != (size,):
                 raise ValueError(f"{name}: the state's {kind} must have {size} elements")
+            if not np.isfinite(on_host(saved)).all():
+                raise ValueError(
+                    f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
+                    "training diverged"
+                )
     if not state["summed"] and state["ranks"] != ranks:
         raise ValueError(
             f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "
             "state_dict(summed=True) instead, and every rank takes its share of it"
         )
+
+
+def on_host(saved) -> np.ndarray:
+    """Return a saved buffer, of any framework and on any device, as an array."""
+    return np.asarray(saved.cpu() if hasattr(saved, "cpu") else saved)
+
+
+def refused(check: Callable[[], None]) -> str:
+    """Return why a check of a state fails, nothing if it does not: for all ranks to hear of it."""
+    try:
+        check()
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def refusal(reasons: Sequence[str]) -> str:
+    """Return what all ranks raise where a rank, or several, cannot load its state; nothing if all can."""
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)

@@ -147,8 +147,9 @@ class SparseCompressor(tf.Module):
     def load_state_dict(self, state: dict, session=None) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
 
-        ValueError if the state belongs to other variables, to another method, or is one rank's own and the number of
-        ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
+        ValueError, on every rank (but in an elastic job) and before anything has changed, if on any rank the state
+        belongs to other variables or to another method, has NaN or infinity in a buffer, or is one rank's own and the
+        number of ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
         """
         self._load()
         restore_state(self, state, self._parts.exchange, session)

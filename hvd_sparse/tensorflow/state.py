@@ -7,7 +7,7 @@ made at once.
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import VERSION, check_state
+from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused
 
 
 def gather_state(compressor, exchange, summed: bool, session) -> dict:
@@ -27,26 +27,29 @@ def gather_state(compressor, exchange, summed: bool, session) -> dict:
 
 
 def restore_state(compressor, state: dict, exchange, session) -> None:
-    """Fill the buffers and the step from a state; all is checked before anything is changed."""
+    """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
     memories = compressor.memories
-    check_state(
-        state, {n: m.size for n, m in memories.items()}, {n: m.BUFFERS for n, m in memories.items()}, exchange.size()
-    )
-    for name, memory in memories.items():
-        for kind, saved in state["memory"][name].items():
-            if kind not in memory.buffers and np.any(np.asarray(saved)):
-                raise ValueError(
-                    f"{name}: the state has a {kind} that would be lost, as the variable travels dense now: give the "
-                    "compression the min_numel that it had"
-                )
+    exchange.refuse_together(refused(lambda: _check(memories, state, exchange.size())), session)
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     changes = [compressor.step.assign(state["step"])]
     for name, memory in memories.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
-            value = np.asarray(saved[kind], np.float32) * np.float32(share) if kind in saved else np.zeros(memory.size)
-            changes.append(buffer.assign(value.astype(np.float32)))
+            value = on_host(saved[kind]) if kind in saved else np.zeros(memory.size)
+            changes.append(buffer.assign(value.astype(np.float32) * np.float32(share)))
     evaluate(changes, session)
+
+
+def _check(memories, state: dict, ranks: int) -> None:
+    """Raise ValueError unless a state fits the memories."""
+    check_state(state, {n: m.size for n, m in memories.items()}, {n: m.BUFFERS for n, m in memories.items()}, ranks)
+    for name, memory in memories.items():
+        for kind, saved in state["memory"][name].items():
+            if kind not in memory.buffers and np.any(on_host(saved)):
+                raise ValueError(
+                    f"{name}: the state has a {kind} that would be lost, as the variable travels dense now: give the "
+                    "compression the min_numel that it had"
+                )
 
 
 def evaluate(values: list, session) -> list:

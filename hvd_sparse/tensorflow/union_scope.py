@@ -54,9 +54,10 @@ class UnionScope(Scope):
         step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         total, travelled = sum_values(entries, indices, values, step)
-        self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
         sent = Selection(selection.k, indices, values, travelled, None, None)
-        return done + self._clear_parts(entries, sent, step)
+        done += self._clear_parts(entries, sent, step)
+        whole = tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64))
+        return done + self._give_parts(entries, whole, step, list(done))
 
     def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
         """Keep what the next step starts from; `count`: how many elements all ranks named."""
@@ -64,11 +65,14 @@ class UnionScope(Scope):
             return []
         return self._hints.update(["model"], selection.k[None], selection.info[None])
 
-    @staticmethod
-    def _give_parts(entries: list[Entry], whole: tf.Tensor) -> None:
-        """Give each entry its part of the sum."""
-        for entry, part in zip(entries, tf.split(whole, [entry.memory.size for entry in entries]), strict=True):
-            entry.decode = lambda part=part: part
+    def _give_parts(self, entries: list[Entry], whole: tf.Tensor, step: Step, cleared: list) -> list[tf.Operation]:
+        """Give each entry its part of the sum; return what that changes in the memories."""
+        parts = tf.split(whole, [entry.memory.size for entry in entries])
+        return [
+            change
+            for entry, part in zip(entries, parts, strict=True)
+            for change in self._held(entry, part, step, cleared)
+        ]
 
     def _clear_parts(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
         """Cut the selection into that of each variable."""
@@ -86,7 +90,8 @@ class UnionScope(Scope):
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
         step.counted.add(payload_bytes=4 * tf.size(indices))
-        return self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale, values
+        scaled = once(step.present, values * step.scale)  # before the sum, which might overflow
+        return self.exchange.allreduce(f"values{step.suffix}", scaled), values
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""

@@ -86,9 +86,8 @@ class VaryingScope(TensorScope):
             gathered = self._gather(message.name, [message.payloads], step)
             sizes = [entry.memory.size for entry in message.entries]
             sums = ops.reduce_located_bucket(gathered, sizes, self.exchange.size(), step.scale, **form)
-            for entry, total in zip(message.entries, sums, strict=True):
-                entry.decode = lambda total=total: total
-            done.append(self._cleared(message.payloads, message.ks, message.entries, step, form))
+            cleared = self._cleared(message.payloads, message.ks, message.entries, step, form)
+            done += self._delivered(message.entries, sums, step, cleared)
         return done
 
     def _varying_form(self, entries: list[Entry]) -> dict:

@@ -29,6 +29,7 @@ from hvd_sparse.algorithms import (
     check_number,
     density_of,
 )
+from hvd_sparse.half import HALF
 from hvd_sparse.members import two_momenta
 from hvd_sparse.torch.device_scope import crossing, device_layout
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -50,6 +51,7 @@ SCOPES = {  # how a method lays out a step
     "partition": PartitionScope,
     "random": RandomScope,
 }
+HALF_DTYPES = tuple(getattr(torch, name) for name in HALF)
 
 
 class SparseCompressor:
@@ -160,8 +162,9 @@ class SparseCompressor:
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
 
-        Pending exchanges are dropped. ValueError if the state belongs to other parameters, to another method, or is
-        one rank's own and the number of ranks has changed.
+        Pending exchanges are dropped. ValueError, on every rank (but in an elastic job) and before anything has
+        changed, if on any rank the state belongs to other parameters or to another method, has NaN or infinity in a
+        buffer, or is one rank's own and the number of ranks has changed.
         """
         with self._lock:
             self._step = restore_state(self._scope.memories, state, self._exchange)
@@ -241,6 +244,8 @@ class SparseCompressor:
             return gradient.new_full(gradient.shape, float("nan"))
         scale = reduction_scale(carried, self._scope.ranks) if entry.carries_token else 1.0
         result = self._scope.result(entry, carried, scale)
+        if gradient.dtype in HALF_DTYPES and not self._scope.is_dense(entry.name):
+            result = self._scope.hold(entry, result, scale)
         return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
 
     def _check_optimizer(self) -> None:
@@ -250,6 +255,7 @@ class SparseCompressor:
             return
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
+        self._scope.averages = getattr(optimizer, "op", hvd.Sum) == hvd.Average
         theirs = getattr(optimizer, "process_set", self._exchange.process_set)
         self._exchange.check_process_set(theirs)
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)

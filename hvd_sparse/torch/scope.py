@@ -9,6 +9,7 @@ every compress of the step has happened, on every rank.
 """
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
+from hvd_sparse.half import largest_sent, rest_of
 from hvd_sparse.threshold import ScaledThreshold, Threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -60,6 +62,7 @@ class Scope(abc.ABC):
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._sealed = self._under_way = False
+        self.averages = False  # whether a sum over ranks is known to be divided by their number
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
 
@@ -158,13 +161,28 @@ class Scope(abc.ABC):
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
 
+    def hold(self, entry: Entry, total: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what a gradient of 16 bits holds of its sum, float32[n]; the rest goes back to the ranks' residuals.
+
+        scale: what the sum over ranks was multiplied with.
+        """
+        dtype = entry.gradient.dtype
+        most = torch.finfo(dtype).max
+        total = total.view(-1)
+        held = total.clamp(-most, most).to(dtype)
+        part = rest_of(self.exchange.rank(), self.ranks) / scale
+        self.memories[entry.name].buffer("residual").add_((total - held).mul_(part))
+        return held
+
     def is_dense(self, name: str) -> bool:
         """Return whether a tensor travels dense in this step."""
         return name in self._dense
 
     def _take_all(self, entry: Entry, factor: float) -> torch.Tensor:
         """Bring a gradient that travels dense into its memory, for now; return what is to be sent."""
-        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor)
+        is_half = entry.gradient.dtype == torch.float16
+        most = largest_sent(self.ranks, self.averages) if is_half else math.inf
+        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor, most)
         self._note(entry, finite)
         return sent
 
@@ -188,7 +206,7 @@ class Scope(abc.ABC):
         """Note which gradients were finite, bool[entries]."""
         if not finite.all():
             for entry, is_finite in zip(entries, finite.tolist(), strict=True):
-                entry.finite = is_finite
+                entry.finite &= is_finite
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Make room for a message."""

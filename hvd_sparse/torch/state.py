@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hvd_sparse.checkpoint import VERSION, check_state
+from hvd_sparse.checkpoint import VERSION, check_state, refused
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.memory import ResidualMemory
 
@@ -31,9 +31,10 @@ def _copies(memory: ResidualMemory, every: bool) -> dict[str, torch.Tensor]:
 
 
 def restore_state(memories: Mapping[str, ResidualMemory], state: dict, exchange: Exchange) -> int:
-    """Fill the memories from a state and return its step; all is checked before anything is changed."""
+    """Fill the memories from a state and return its step; all is checked, on every rank, before anything is changed."""
     sizes = {name: memory.parameter.numel() for name, memory in memories.items()}
-    check_state(state, sizes, {name: memory.BUFFERS for name, memory in memories.items()}, exchange.size())
+    kinds = {name: memory.BUFFERS for name, memory in memories.items()}
+    exchange.refuse_together(refused(lambda: check_state(state, sizes, kinds, exchange.size())))
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     for name, memory in memories.items():
         saved = state["memory"][name]

@@ -47,11 +47,11 @@ class UnionScope(ModelScope, abc.ABC):
 
     def _sum_values(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
         """Return the indices, the sum of all ranks' values there, and None: nothing is left."""
-        values = group.memory.residual.index_select(0, indices)
+        values = group.memory.residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow
         self.traffic.count(payload_bytes=4 * len(indices))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{group.name}.values", values).wait()
-        return indices, total.mul_(scale), None
+        return indices, total, None
 
     def _sum_quantized(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
         """Return the indices in another order, the sum of all ranks' values there, and what rounding left of them."""
