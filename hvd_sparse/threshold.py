@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
 from hvd_sparse.reference import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
 HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more
 HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
 HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
+SURE = 8.0  # that none is found where so many are expected is no chance
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
@@ -52,7 +53,8 @@ class ThresholdHint:
 class Plan:
     """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest.
 
-    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found.
+    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found. Where k is
+    below 0, the -k largest and no others, whatever is equal to them.
     """
 
     threshold: float
@@ -144,17 +146,19 @@ class FittedThreshold:
 
     def forget(self) -> None:
         """Start with the stages that were asked for."""
-        self._stages, self._achieved, self._density = Stages(self._algorithm.stages), [], 1.0
+        self._stages, self._achieved, self._density, self._reached = Stages(self._algorithm.stages), [], 1.0, 0
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step, from the residual's values, float32[n], once they are accumulated."""
         values = residual()
         self._density = k / len(values)
-        return Plan(fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution))
+        threshold = fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution)
+        self._reached = int(np.count_nonzero(np.abs(values) >= threshold))
+        return Plan(0.0, -k) if is_misfit(values, self._reached, k) else Plan(threshold)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Adapt the stages to how many were sent."""
-        self._achieved.append(count / k)
+        """Adapt the stages to how many reached the fitted threshold."""
+        self._achieved.append(self._reached / k)
         if len(self._achieved) == ADAPT_STEPS:
             self._stages = self._stages.adapted(sum(self._achieved) / ADAPT_STEPS, self._density)
             self._achieved = []
@@ -220,7 +224,20 @@ def sampled_histogram(values: np.ndarray, k: int, seed: int) -> np.ndarray:
     return (np.bincount(bins, minlength=HISTOGRAM_BINS) * (m / size)).astype(np.float32)
 
 
-def histogram_threshold(histogram: np.ndarray, k: int) -> float:
+@dataclass(frozen=True)
+class Cut:
+    """Where a histogram of magnitudes is cut, so that about k are above."""
+
+    threshold: float
+    bin: int = 0  # the one that the threshold lies in
+    part: float = 0.0  # how much of that bin is to be above
+
+    def wanted(self, histogram: np.ndarray) -> float:
+        """Return how many of those that a histogram, float32[HISTOGRAM_BINS], counts are to be above."""
+        return float(histogram[self.bin + 1 :].sum() + self.part * histogram[self.bin])
+
+
+def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
     """Return the threshold that about k of the counted values reach; SMALLEST if there are not that many.
 
     Within a bin the logarithm of the count is taken to be linear in that of the threshold, as tails are.
@@ -229,11 +246,31 @@ def histogram_threshold(histogram: np.ndarray, k: int) -> float:
     counts[0] = 0.0  # zeros
     reaching = np.cumsum(counts[::-1])[::-1]  # how many are in a bin or above it
     if reaching[0] < k:
-        return SMALLEST
+        return Cut(SMALLEST)
     bin_ = int(np.flatnonzero(reaching >= k)[-1])
-    if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
-        return math.inf if bin_ >= HISTOGRAM_INFINITY else float(np.float32(2.0**127 * (2 - 2.0**-4)))
-    low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     above = float(reaching[bin_] - counts[bin_])
+    within = (k - above) / counts[bin_]
+    if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
+        infinite = bin_ >= HISTOGRAM_INFINITY
+        return Cut(math.inf if infinite else float(np.float32(2.0**127 * (2 - 2.0**-4))), bin_, within)
+    low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     part = math.log(k / above) / math.log(reaching[bin_] / above) if above > 0 else k / counts[bin_]
-    return max(SMALLEST, high * (low / high) ** part)
+    return Cut(max(SMALLEST, high * (low / high) ** part), bin_, within)
+
+
+def exact_count(cut: Cut, histogram: np.ndarray, part: np.ndarray, count: int, draw: int) -> int:
+    """Return how many of its largest a rank names where a threshold cannot tell its values apart; 0 where it can.
+
+    histogram: of its own values, `part`, of which `count` reach the threshold. Where most of a bin is one magnitude,
+    none of these reach a threshold above it, and all reach one below: then the rank names its share of k, equal
+    magnitudes in the order of a hash. A fraction counts now and then, as `draw`, a uint64, has it.
+    """
+    wanted = cut.wanted(histogram)
+    if count == 0 and wanted > 0.0:
+        magnitudes = np.abs(part)
+        largest = magnitudes.max()
+        if largest == 0.0 or (wanted < SURE and np.count_nonzero(magnitudes == largest) == 1):
+            return 0  # nothing to send, or none by chance
+    elif count <= 2.0 * wanted + 16.0 or cut.bin == 0:
+        return 0
+    return min(int(wanted + draw / 2.0**64), len(part))

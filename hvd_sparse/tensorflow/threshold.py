@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
@@ -129,27 +129,34 @@ class FittedThresholds:
         ]
 
     def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
-        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and zeros."""
+        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and the k of
+        `hvd_sparse.threshold.Plan`: 0, or below.
+        """
         self._sizes |= {name: residual.shape[0] for name, residual in zip(names, residuals, strict=True)}
         more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in names]))
-        infinite = tf.constant(math.inf, tf.float64)
-        thresholds = []
-        for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True):
-            fitted = tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False)
-            thresholds.append(tf.where(is_active, tf.ensure_shape(fitted, []), infinite))
-        return tf.stack(thresholds), tf.zeros_like(counts)
+        fits = [
+            tf.ensure_shape(tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False), [3])
+            for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True)
+        ]
+        thresholds, ks, self._reached = tf.unstack(tf.stack(fits), axis=1)
+        thresholds = tf.where(is_active, thresholds, tf.fill([len(names)], tf.constant(math.inf, tf.float64)))
+        return thresholds, tf.where(is_active, tf.cast(ks, tf.int64), tf.zeros_like(counts))
 
-    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> float:
+    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> np.ndarray:
+        """Return threshold and k of the plan, and how many reached the fitted threshold."""
         stages = self._algorithm.stages + int(more)
-        return fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
+        threshold = fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
+        reached = int(np.count_nonzero(np.abs(values) >= threshold))
+        plan = (0.0, -int(k)) if is_misfit(values, reached, int(k)) else (threshold, 0)
+        return np.array([*plan, reached], np.float64)
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Adapt the stages to how many were sent; infos: of `ops.filter_bucket`."""
+        """Adapt the stages to how many reached the fitted thresholds, after `plan` in the same trace."""
         rows = [self._row[name] for name in names]
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        ratio = infos[:, 1] / k
+        ratio = self._reached / k
         planned = tf.numpy_function(self._adapt, [old, ratio, density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]

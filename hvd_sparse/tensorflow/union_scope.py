@@ -7,15 +7,16 @@ lost nothing that is not in a residual.
 import abc
 import itertools
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.centres import by_group
-from hvd_sparse.reference import stratified_sample
+from hvd_sparse.reference import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step, once
 from hvd_sparse.tensorflow.threshold import ScaledThreshold
-from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
+from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
 from hvd_sparse.wire import LOW_BITS
 
 
@@ -159,13 +160,15 @@ class PartitionScope(UnionScope):
         number = (step.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
         part = residual[begin:end]
-        threshold = self._read_histogram(part, k, step) if self._scaled is None else self._scaled.at(k)
-        return ops.filter_threshold(part, threshold)[0] + begin, None
+        if self._scaled is not None:
+            return ops.filter_threshold(part, self._scaled.at(k))[0] + begin, None
+        return self._above_cut(part, k, step) + begin, None
 
     def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
         return [] if self._scaled is None else self._scaled.learn(selection.k, count, step.void)
 
-    def _read_histogram(self, part: tf.Tensor, k: tf.Tensor, step: Step) -> tf.Tensor:
+    def _above_cut(self, part: tf.Tensor, k: tf.Tensor, step: Step) -> tf.Tensor:
+        """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
         histogram = tf.numpy_function(
             lambda part, k, seed: sampled_histogram(part, int(k), int(seed)),
             [part, k, step.seed],
@@ -176,9 +179,26 @@ class PartitionScope(UnionScope):
         step.counted.add(payload_bytes=4 * HISTOGRAM_BINS)
         total = self.exchange.allreduce(f"histogram{step.suffix}", once(step.present, histogram))
         threshold = tf.numpy_function(
-            lambda total, k: histogram_threshold(total, int(k)), [total, k], tf.float64, stateful=False
+            lambda total, k: np.float64(histogram_cut(total, int(k)).threshold), [total, k], tf.float64, stateful=False
         )
-        return tf.ensure_shape(threshold, [])
+        indices = ops.filter_threshold(part, tf.ensure_shape(threshold, []))[0]
+        rank = self.exchange.rank()
+
+        def count(total, own, part, k, count, seed) -> np.int64:
+            """Return how many of the largest to name in place of these, or 0."""
+            return np.int64(
+                exact_count(histogram_cut(total, int(k)), own, part, int(count), int(hash_index(seed, rank)))
+            )
+
+        given = [total, histogram, part, k, tf.size(indices), step.seed]
+        largest = tf.ensure_shape(tf.numpy_function(count, given, tf.int64, stateful=False), [])
+
+        def select() -> tf.Tensor:
+            """Name exactly so many, but no zeros."""
+            selected, values, _ = ops.select_top_k(part, largest, step.seed)
+            return tf.boolean_mask(selected, tf.not_equal(values, 0.0))
+
+        return tf.cond(largest > 0, select, lambda: indices)
 
 
 class RandomScope(UnionScope):
