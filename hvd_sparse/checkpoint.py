@@ -1,6 +1,10 @@
 """A compressor's memory as a checkpoint: its layout, the same for both frameworks, and what is refused.
 
-{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}}}
+{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
+ "thresholds": {name: float64[numbers]}}
+
+The thresholds are those that outlive a step and decide what is sent: of each parameter, or of the "model". A summed
+state has none: they are of one rank's residual, and start anew with another share of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +13,24 @@ import numpy as np
 
 from hvd_sparse.wire import checked_integer
 
-VERSION = 1
+VERSION = 2
 REASON_BYTES = 512  # of why a rank cannot load its state, as the others hear of it
 
 
-def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple[str, ...]], ranks: int) -> None:
-    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks."""
+def check_state(
+    state: dict,
+    sizes: Mapping[str, int],
+    kinds: Mapping[str, tuple[str, ...]],
+    thresholds: Mapping[str, int],
+    ranks: int,
+) -> None:
+    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks.
+
+    thresholds: how many numbers each has.
+    """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
-    missing = [key for key in ("step", "ranks", "summed", "memory") if key not in state]
+    missing = [key for key in ("step", "ranks", "summed", "memory", "thresholds") if key not in state]
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
     checked_integer("the state's step", state["step"], 0)
@@ -35,6 +48,13 @@ def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple
                     f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
                     "training diverged"
                 )
+    found = {name: on_host(numbers) for name, numbers in state["thresholds"].items()}
+    expected = {} if state["summed"] else dict(thresholds)
+    if {name: numbers.size for name, numbers in found.items()} != expected:
+        raise ValueError("the state belongs to another method or other parameters: it has other thresholds")
+    for name, numbers in found.items():
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{name}: the state's threshold must be finite, got {numbers.tolist()}")
     if not state["summed"] and state["ranks"] != ranks:
         raise ValueError(
             f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "

@@ -1,7 +1,7 @@
 """Thresholds with a memory of their own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,13 @@ class ConstantThreshold:
     def forget(self) -> None:
         """There is nothing to forget."""
 
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: nothing."""
+        return []
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """There is nothing to restore."""
+
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step."""
         return self._plan
@@ -88,25 +95,36 @@ class KeptThreshold:
     def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
         self._turns = Turns(algorithm, count)
         self._position = position
+        self._band = algorithm.band
         self.forget()
 
     def forget(self) -> None:
         """Take the threshold anew in the next step."""
-        self._value, self._k, self._due = 0.0, 0, False
+        self.restore([0.0, 0.0])
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        return [self._value, float(self._k)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
-        drains = self._turns.drains(step, self._position)
+        self._drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
-        self._due = not drains and (not known or self._turns.refreshes(step, self._position))
+        self._due = not self._drains and (not known or self._turns.refreshes(step, self._position))
         if self._due:
             return Plan(self._value if known else 0.0, k)
-        return Plan(SMALLEST if drains else self._value)
+        return Plan(SMALLEST if self._drains else self._value)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Keep the threshold, if it was taken anew."""
+        """Keep the threshold, if it was taken anew; take it anew in the next step if the count has left the band."""
         if self._due:
             self._value, self._k = threshold, k
+        elif not self._drains and self._band is not None and not k <= count * self._band <= k * self._band**2:
+            self._value = 0.0
 
 
 class Turns:
@@ -146,7 +164,23 @@ class FittedThreshold:
 
     def forget(self) -> None:
         """Start with the stages that were asked for."""
-        self._stages, self._achieved, self._density, self._reached = Stages(self._algorithm.stages), [], 1.0, 0
+        self.restore([0.0] * 6)
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: zeros at first.
+
+        Stages beyond those that were asked for, whether the search for their number has turned, its last error, and
+        whether there is one; the sum of counts over k since then, and of how many steps.
+        """
+        stages, knows = self._stages, math.isfinite(self._stages.error)
+        search = [stages.count - self._algorithm.stages, stages.direction < 0, stages.error if knows else 0.0, knows]
+        return [float(number) for number in (*search, self._achieved, self._steps)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        more, turned, error, knows, self._achieved, steps = map(float, numbers)
+        self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
+        self._steps, self._density, self._reached = int(steps), 1.0, 0
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step, from the residual's values, float32[n], once they are accumulated."""
@@ -158,10 +192,11 @@ class FittedThreshold:
 
     def learn(self, k: int, threshold: float, count: int) -> None:
         """Adapt the stages to how many reached the fitted threshold."""
-        self._achieved.append(self._reached / k)
-        if len(self._achieved) == ADAPT_STEPS:
-            self._stages = self._stages.adapted(sum(self._achieved) / ADAPT_STEPS, self._density)
-            self._achieved = []
+        self._achieved += self._reached / k
+        self._steps += 1
+        if self._steps == ADAPT_STEPS:
+            self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)
+            self._achieved, self._steps = 0.0, 0
 
 
 class ScaledThreshold:
@@ -172,7 +207,15 @@ class ScaledThreshold:
 
     def forget(self) -> None:
         """Start anew."""
-        self._value, self._k = 0.0, 0
+        self.restore([0.0, 0.0])
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        return [self._value, float(self._k)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        self._value, self._k = float(numbers[0]), int(numbers[1])
 
     def at(self, step: int, k: int) -> float:
         """Return the threshold of a step, started anew if k is another one."""

@@ -135,14 +135,14 @@ class SparseCompressor(tf.Module):
         return {**Traffic.summary(*counted), "residual_norm": float(norm)}
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
-        """Return the step and every buffer, as NumPy arrays, between training steps; see the PyTorch twin.
+        """Return the step, every buffer and every threshold that is kept, as NumPy arrays, between training steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
-        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
-        ranks can continue from.
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
+        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
+        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
         """
         self._load()
-        return gather_state(self, self._parts.exchange, summed, session)
+        return gather_state(self, self._parts.kept_rows, self._parts.exchange, summed, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
@@ -152,8 +152,7 @@ class SparseCompressor(tf.Module):
         number of ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
         """
         self._load()
-        restore_state(self, state, self._parts.exchange, session)
-        self._change([(variable, tf.zeros_like) for variable in self.kept], session)
+        restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no memory, step 0."""
@@ -184,7 +183,7 @@ class SparseCompressor(tf.Module):
         parts.scope = SCOPES[parts.algorithm.layout](
             parts.algorithm, memories, self.step, parts.exchange, parts.traffic
         )
-        self.kept = parts.scope.kept
+        self.kept, parts.kept_rows = parts.scope.kept, parts.scope.kept_rows
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -233,6 +232,7 @@ class Parts:
         self.exchange = exchange
         self.traffic = traffic
         self.scope = None
+        self.kept_rows = {}
         self.agreed = False
         self.call: TracedCall | None = None  # the one that is being traced
         self.calls_in = weakref.WeakKeyDictionary()  # graph -> how many calls it holds

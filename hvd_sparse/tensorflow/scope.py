@@ -14,7 +14,7 @@ selections, the allgathers of a few buckets, the vote. A branch then takes its p
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,7 +100,8 @@ class Scope(abc.ABC):
         self._step = step
         self._traffic = traffic
         self._hints = ThresholdHints(self._selections())
-        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and that results depend on
+        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
+        self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
 
     def build(
         self, gradients: dict[str, tf.Tensor], scale: float, suffix: str, lines: list[str]

@@ -153,7 +153,8 @@ class PartitionScope(UnionScope):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._scaled = ScaledThreshold() if self.algorithm.controller == "scaling" else None
-        self.kept = [] if self._scaled is None else self._scaled.variables
+        if self._scaled is not None:
+            self.kept, self.kept_rows = self._scaled.variables, self._scaled.rows
 
     def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
         n, rank, ranks = residual.shape[0], self.exchange.rank(), self.exchange.size()

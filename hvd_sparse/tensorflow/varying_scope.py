@@ -29,7 +29,7 @@ class VaryingScope(TensorScope):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._thresholds = make_thresholds(self.algorithm, list(self.memories))
-        self.kept = self._thresholds.variables
+        self.kept, self.kept_rows = self._thresholds.variables, self._thresholds.rows
 
     def _choose(self, entries: list[Entry], step: Step) -> list[Message]:
         entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut

@@ -151,13 +151,13 @@ class SparseCompressor:
         return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
 
     def state_dict(self, summed: bool = False) -> dict:
-        """Return the step and every buffer, as copies, between optimizer steps.
+        """Return the step, every buffer and every threshold that is kept, as copies, between optimizer steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
-        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
-        ranks can continue from.
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
+        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
+        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
         """
-        return gather_state(self._scope.memories, self._step, self._exchange, summed)
+        return gather_state(self._scope, self._step, self._exchange, summed)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
@@ -167,8 +167,7 @@ class SparseCompressor:
         buffer, or is one rank's own and the number of ranks has changed.
         """
         with self._lock:
-            self._step = restore_state(self._scope.memories, state, self._exchange)
-            self._scope.restart()
+            self._step = restore_state(self._scope, state, self._exchange)
             self._drop()
             if os.environ.get("HOROVOD_ELASTIC") == "1":  # the other ranks may be new ones
                 self._forget()

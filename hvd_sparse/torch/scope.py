@@ -77,7 +77,7 @@ class Scope(abc.ABC):
         self.restart()
 
     def restart(self) -> None:
-        """Take every threshold anew: they outlive a step, and no checkpoint has them."""
+        """Take every threshold anew: they outlive a step."""
         for threshold in self.thresholds.values():
             threshold.forget()
 
