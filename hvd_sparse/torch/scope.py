@@ -26,6 +26,8 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
 
+MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
+
 
 @dataclass(slots=True)
 class Entry:
@@ -56,12 +58,14 @@ class Scope(abc.ABC):
         self.thresholds: dict[str, Threshold | ScaledThreshold] = {}  # where the count varies
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
         self.expected: tuple[str, ...] = ()
+        self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
         self._deferred: list[Callable[[], Pending]] = []
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._sealed = self._under_way = False
+        self._nowhere: frozenset[str] = frozenset()
         self.averages = False  # whether a sum over ranks is known to be divided by their number
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
@@ -73,7 +77,7 @@ class Scope(abc.ABC):
 
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the memories."""
-        self.expected = ()
+        self.expected, self._idle = (), frozenset()
         self.restart()
 
     def restart(self) -> None:
@@ -98,7 +102,9 @@ class Scope(abc.ABC):
                 memory.forget_spare()
         self._under_way = True
         self._tokens.begin(self.exchange.rank(), len(self.expected))
-        self._presence = self.exchange.allreduce("present", torch.ones(1))
+        came = [*self.expected, *self._idle] or list(self.parameters)
+        freezes = any(not self.parameters[name].requires_grad for name in came)
+        self._presence = self.exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
         self._collectives = [self._presence]
         self.traffic.count(payload_bytes=4)
 
@@ -116,9 +122,21 @@ class Scope(abc.ABC):
 
     def finish(self) -> None:
         """Start everything that has not been started: no compress follows in this step."""
+        self._nowhere = self._trained_nowhere()
         self._finish()
         self._release(wait=True)
         self._count()
+
+    def _trained_nowhere(self) -> frozenset[str]:
+        """Return which of this step's parameters are frozen on every rank: the ranks ask each other if any is on one."""
+        with self.traffic.timed("exchange"):
+            if self._presence.wait() < MOST_RANKS:
+                return frozenset()
+            names = sorted(self.entries)
+            trains = torch.tensor([float(not self.entries[name].frozen) for name in names])
+            self.traffic.count(payload_bytes=trains.nbytes)
+            ranks = self.exchange.allreduce("trains", trains).wait().tolist()
+        return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
     def _count(self) -> None:
         """Count what Horovod alone would have been handed, and the tokens that it is."""
@@ -138,7 +156,8 @@ class Scope(abc.ABC):
             collective.wait()
         self._tokens.end()
         self._under_way = False
-        self.expected = tuple(sorted(self.entries))
+        self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
+        self._idle = self._nowhere
         self.entries = {}
 
     def overflowed(self) -> bool:
@@ -233,7 +252,7 @@ class Scope(abc.ABC):
         if not wait and not (self._deferred and self._presence.is_done()):
             return
         with self.traffic.timed("exchange"):
-            present, ranks = int(self._presence.wait()), self.ranks
+            present, ranks = int(self._presence.wait()) % MOST_RANKS, self.ranks
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
@@ -250,7 +269,8 @@ class Scope(abc.ABC):
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
 
     def _late(self) -> list[Entry]:
-        return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
+        known = {*self.expected, *self._nowhere}
+        return [self.entries[name] for name in sorted(self.entries) if name not in known]
 
     def _pack_nothing(self, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None) -> None:
         """Write the payload of an empty contribution."""

@@ -1,6 +1,7 @@
 """Thresholds that decide what is sent are state; DCT's are taken anew when the count leaves its band."""
 
 import io
+import itertools
 
 import horovod.torch as hvd
 import numpy as np
@@ -86,7 +87,7 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
     """k is 20: the step after one that sent over 80, or under 5, has exactly 20 again. Without the band none has."""
     kept = counts_after_jump(factor, band=None)
     counts = counts_after_jump(factor)
-    for before, after in zip(counts, counts[1:], strict=False):
+    for before, after in itertools.pairwise(counts):
         assert 5 <= before <= 80 or after == 20, counts
     is_last = hvd.rank() == hvd.size() - 1
     if is_last and factor > 1.0:

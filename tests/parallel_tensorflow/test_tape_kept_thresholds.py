@@ -1,6 +1,7 @@
 """Thresholds that decide what is sent are state; DCT's are taken anew when the count leaves its band."""
 
 import io
+import itertools
 import pickle
 
 import horovod.tensorflow as hvd
@@ -50,7 +51,7 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
         scale = factor if t >= 15 and hvd.rank() == hvd.size() - 1 else 1.0
         reduce({"head": draw(SHAPES, t, hvd.rank())["head"] * scale})
         counts.append(round(compression.stats()["step"]["density"] * 2000))
-    for before, after in zip(counts, counts[1:], strict=False):
+    for before, after in itertools.pairwise(counts):
         assert 5 <= before <= 80 or after == 20, counts
     if hvd.rank() == hvd.size() - 1 and factor > 1.0:
         assert counts[15] > 1000 and counts[16] == 20

@@ -148,7 +148,8 @@ def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
 
     Tensor i of m has its turn i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4 in steps
-    4 to 7, and so on up to L. What sent too many or too few takes it anew in the next step. A hard threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
+    4 to 7, and so on up to L. Not of the paper: what sent too many or too few takes it anew in the next step. A hard
+    threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
     """
     masks, gap, lifespan = {}, np.inf, 1
     while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
