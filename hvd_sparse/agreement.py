@@ -30,9 +30,9 @@ def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
 def agree_failed(seconds: float) -> str:
     """Say what it means if the other ranks have not answered for so long."""
     return (
-        f"hvd_sparse: the other ranks did not take part in the first exchange of this compression within {seconds:.0f} "
-        "s. Every rank must build its compressions in the same order, and call reset() or load_state_dict() like the "
-        "others"
+        "hvd_sparse: the other ranks did not take part in the first exchange of this compression, or in loading its "
+        f"state, within {seconds:.0f} s. Every rank must build its compressions in the same order, and call reset() or "
+        "load_state_dict() like the others"
     )
 
 

@@ -123,13 +123,16 @@ class DynamicCommunicationThresholding(AtDensity):
     lifespan: steps that a threshold is kept, fewer at first (1, 2, 4, ...), as the first thresholds know no residual;
     refreshes are staggered over the tensors. drain: None, or about once in so many steps, drawn from the seed, a tensor
     sends all that it remembers (section 4.2).
-    What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it.
-    Difference from the paper: zeros are never sent; a threshold is no state that a checkpoint keeps, it is taken anew.
+    What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it. band: how
+    many times more or fewer than k may be sent before the threshold is taken anew in the next step, before its turn;
+    None: any number, as in the paper. Each rank goes by its own counts, as it has thresholds of its own.
+    Differences from the paper: zeros are never sent; the band.
     """
 
     density: float | Schedule = 0.01
     lifespan: int = 1000
     drain: int | None = None
+    band: float | None = 4.0
 
     name: ClassVar[str] = "dct"
     layout: ClassVar[str] = "threshold"
@@ -139,6 +142,8 @@ class DynamicCommunicationThresholding(AtDensity):
         checked_integer("lifespan", self.lifespan, 1)
         if self.drain is not None:
             checked_integer("drain", self.drain, 1)
+        if self.band is not None:
+            check_number("band", self.band, "above 1, or None for no band", lambda value: value > 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,36 @@
 """A compressor's memory as a checkpoint: its layout, the same for both frameworks, and what is refused.
 
-{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}}}
+{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
+ "thresholds": {name: float64[numbers]}}
+
+The thresholds are those that outlive a step and decide what is sent: of each parameter, or of the "model". A summed
+state has none: they are of one rank's residual, and start anew with another share of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from hvd_sparse.wire import checked_integer
 
-VERSION = 1
+VERSION = 2
+REASON_BYTES = 512  # of why a rank cannot load its state, as the others hear of it
 
 
-def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple[str, ...]], ranks: int) -> None:
-    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks."""
+def check_state(
+    state: dict,
+    sizes: Mapping[str, int],
+    kinds: Mapping[str, tuple[str, ...]],
+    thresholds: Mapping[str, int],
+    ranks: int,
+) -> None:
+    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks.
+
+    thresholds: how many numbers each has.
+    """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
-    missing = [key for key in ("step", "ranks", "summed", "memory") if key not in state]
+    missing = [key for key in ("step", "ranks", "summed", "memory", "thresholds") if key not in state]
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
     checked_integer("the state's step", state["step"], 0)
@@ -27,8 +43,39 @@ def check_state(state: dict, sizes: Mapping[str, int], kinds: Mapping[str, tuple
                 raise ValueError(f"the state belongs to another method: {name} has a {kind} there")
             if tuple(getattr(saved, "shape", ())) != (size,):
                 raise ValueError(f"{name}: the state's {kind} must have {size} elements")
+            if not np.isfinite(on_host(saved)).all():
+                raise ValueError(
+                    f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
+                    "training diverged"
+                )
+    found = {name: on_host(numbers) for name, numbers in state["thresholds"].items()}
+    expected = {} if state["summed"] else dict(thresholds)
+    if {name: numbers.size for name, numbers in found.items()} != expected:
+        raise ValueError("the state belongs to another method or other parameters: it has other thresholds")
+    for name, numbers in found.items():
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{name}: the state's threshold must be finite, got {numbers.tolist()}")
     if not state["summed"] and state["ranks"] != ranks:
         raise ValueError(
             f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "
             "state_dict(summed=True) instead, and every rank takes its share of it"
         )
+
+
+def on_host(saved) -> np.ndarray:
+    """Return a saved buffer, of any framework and on any device, as an array."""
+    return np.asarray(saved.cpu() if hasattr(saved, "cpu") else saved)
+
+
+def refused(check: Callable[[], None]) -> str:
+    """Return why a check of a state fails, nothing if it does not: for all ranks to hear of it."""
+    try:
+        check()
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def refusal(reasons: Sequence[str]) -> str:
+    """Return what all ranks raise where a rank, or several, cannot load its state; nothing if all can."""
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)

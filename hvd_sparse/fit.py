@@ -7,6 +7,7 @@ import numpy as np
 
 FIRST_DENSITY = 0.25  # what the first of several stages keeps; the others share the rest evenly
 ADAPT_STEPS = 5
+MOST = 4  # times as many as wanted may reach a threshold, whatever the fit is like
 TOLERANCE = 0.2
 
 
@@ -23,6 +24,22 @@ def fitted_threshold(values: np.ndarray, density: float, stages: int, distributi
         if magnitudes.size < 2:
             break
     return max(threshold, 2.0**-149)
+
+
+def is_misfit(values: np.ndarray, reached: int, k: int) -> bool:
+    """Return whether float32[n] values, of which so many reached a fitted threshold, have no tail that could be fitted.
+
+    None reached it though the largest is no rare one (twice the mean at most, or there are several), or most did. So it
+    is with gradients that are all equal. Difference from the paper, which has no such case and would send nothing, or
+    everything, for ever: the k largest are sent, equal magnitudes in the order of a hash.
+    """
+    if reached > 0:
+        return reached > MOST * k and 2 * reached > len(values)
+    magnitudes = np.abs(values)
+    largest = magnitudes.max()
+    if largest == 0.0:
+        return False
+    return largest <= 2.0 * magnitudes.mean(dtype=np.float64) or np.count_nonzero(magnitudes == largest) > 1
 
 
 def stage_densities(density: float, stages: int) -> list[float]:

@@ -58,6 +58,11 @@ class Constant(Schedule):
         return f"constant({self.value!r})"
 
 
+def is_always_dense(schedule: Schedule) -> bool:
+    """Return whether everything travels dense in every step."""
+    return isinstance(schedule, Constant) and schedule.value >= 1.0
+
+
 @dataclass(frozen=True)
 class WarmUp(Schedule):
     """Density falling geometrically to `final` over the first `steps` optimizer steps.

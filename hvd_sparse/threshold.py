@@ -1,19 +1,20 @@
 """Thresholds with a memory of their own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
 from hvd_sparse.reference import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
 HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more
 HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
 HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
+SURE = 8.0  # that none is found where so many are expected is no chance
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
@@ -52,7 +53,8 @@ class ThresholdHint:
 class Plan:
     """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest.
 
-    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found.
+    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found. Where k is
+    below 0, the -k largest and no others, whatever is equal to them.
     """
 
     threshold: float
@@ -70,6 +72,13 @@ class ConstantThreshold:
     def forget(self) -> None:
         """There is nothing to forget."""
 
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: nothing."""
+        return []
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """There is nothing to restore."""
+
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step."""
         return self._plan
@@ -86,25 +95,36 @@ class KeptThreshold:
     def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
         self._turns = Turns(algorithm, count)
         self._position = position
+        self._band = algorithm.band
         self.forget()
 
     def forget(self) -> None:
         """Take the threshold anew in the next step."""
-        self._value, self._k, self._due = 0.0, 0, False
+        self.restore([0.0, 0.0])
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        return [self._value, float(self._k)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
-        drains = self._turns.drains(step, self._position)
+        self._drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
-        self._due = not drains and (not known or self._turns.refreshes(step, self._position))
+        self._due = not self._drains and (not known or self._turns.refreshes(step, self._position))
         if self._due:
             return Plan(self._value if known else 0.0, k)
-        return Plan(SMALLEST if drains else self._value)
+        return Plan(SMALLEST if self._drains else self._value)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Keep the threshold, if it was taken anew."""
+        """Keep the threshold, if it was taken anew; take it anew in the next step if the count has left the band."""
         if self._due:
             self._value, self._k = threshold, k
+        elif not self._drains and self._band is not None and not k <= count * self._band <= k * self._band**2:
+            self._value = 0.0
 
 
 class Turns:
@@ -144,20 +164,39 @@ class FittedThreshold:
 
     def forget(self) -> None:
         """Start with the stages that were asked for."""
-        self._stages, self._achieved, self._density = Stages(self._algorithm.stages), [], 1.0
+        self.restore([0.0] * 6)
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: zeros at first.
+
+        Stages beyond those that were asked for, whether the search for their number has turned, its last error, and
+        whether there is one; the sum of counts over k since then, and of how many steps.
+        """
+        stages, knows = self._stages, math.isfinite(self._stages.error)
+        search = [stages.count - self._algorithm.stages, stages.direction < 0, stages.error if knows else 0.0, knows]
+        return [float(number) for number in (*search, self._achieved, self._steps)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        more, turned, error, knows, self._achieved, steps = map(float, numbers)
+        self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
+        self._steps, self._density, self._reached = int(steps), 1.0, 0
 
     def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
         """Return what to select by in a step, from the residual's values, float32[n], once they are accumulated."""
         values = residual()
         self._density = k / len(values)
-        return Plan(fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution))
+        threshold = fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution)
+        self._reached = int(np.count_nonzero(np.abs(values) >= threshold))
+        return Plan(0.0, -k) if is_misfit(values, self._reached, k) else Plan(threshold)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Adapt the stages to how many were sent."""
-        self._achieved.append(count / k)
-        if len(self._achieved) == ADAPT_STEPS:
-            self._stages = self._stages.adapted(sum(self._achieved) / ADAPT_STEPS, self._density)
-            self._achieved = []
+        """Adapt the stages to how many reached the fitted threshold."""
+        self._achieved += self._reached / k
+        self._steps += 1
+        if self._steps == ADAPT_STEPS:
+            self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)
+            self._achieved, self._steps = 0.0, 0
 
 
 class ScaledThreshold:
@@ -168,7 +207,15 @@ class ScaledThreshold:
 
     def forget(self) -> None:
         """Start anew."""
-        self._value, self._k = 0.0, 0
+        self.restore([0.0, 0.0])
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        return [self._value, float(self._k)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        self._value, self._k = float(numbers[0]), int(numbers[1])
 
     def at(self, step: int, k: int) -> float:
         """Return the threshold of a step, started anew if k is another one."""
@@ -220,7 +267,20 @@ def sampled_histogram(values: np.ndarray, k: int, seed: int) -> np.ndarray:
     return (np.bincount(bins, minlength=HISTOGRAM_BINS) * (m / size)).astype(np.float32)
 
 
-def histogram_threshold(histogram: np.ndarray, k: int) -> float:
+@dataclass(frozen=True)
+class Cut:
+    """Where a histogram of magnitudes is cut, so that about k are above."""
+
+    threshold: float
+    bin: int = 0  # the one that the threshold lies in
+    part: float = 0.0  # how much of that bin is to be above
+
+    def wanted(self, histogram: np.ndarray) -> float:
+        """Return how many of those that a histogram, float32[HISTOGRAM_BINS], counts are to be above."""
+        return float(histogram[self.bin + 1 :].sum() + self.part * histogram[self.bin])
+
+
+def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
     """Return the threshold that about k of the counted values reach; SMALLEST if there are not that many.
 
     Within a bin the logarithm of the count is taken to be linear in that of the threshold, as tails are.
@@ -229,11 +289,31 @@ def histogram_threshold(histogram: np.ndarray, k: int) -> float:
     counts[0] = 0.0  # zeros
     reaching = np.cumsum(counts[::-1])[::-1]  # how many are in a bin or above it
     if reaching[0] < k:
-        return SMALLEST
+        return Cut(SMALLEST)
     bin_ = int(np.flatnonzero(reaching >= k)[-1])
-    if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
-        return math.inf if bin_ >= HISTOGRAM_INFINITY else float(np.float32(2.0**127 * (2 - 2.0**-4)))
-    low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     above = float(reaching[bin_] - counts[bin_])
+    within = (k - above) / counts[bin_]
+    if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
+        infinite = bin_ >= HISTOGRAM_INFINITY
+        return Cut(math.inf if infinite else float(np.float32(2.0**127 * (2 - 2.0**-4))), bin_, within)
+    low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     part = math.log(k / above) / math.log(reaching[bin_] / above) if above > 0 else k / counts[bin_]
-    return max(SMALLEST, high * (low / high) ** part)
+    return Cut(max(SMALLEST, high * (low / high) ** part), bin_, within)
+
+
+def exact_count(cut: Cut, histogram: np.ndarray, part: np.ndarray, count: int, draw: int) -> int:
+    """Return how many of its largest a rank names where a threshold cannot tell its values apart; 0 where it can.
+
+    histogram: of its own values, `part`, of which `count` reach the threshold. Where most of a bin is one magnitude,
+    none of these reach a threshold above it, and all reach one below: then the rank names its share of k, equal
+    magnitudes in the order of a hash. A fraction counts now and then, as `draw`, a uint64, has it.
+    """
+    wanted = cut.wanted(histogram)
+    if count == 0 and wanted > 0.0:
+        magnitudes = np.abs(part)
+        largest = magnitudes.max()
+        if largest == 0.0 or (wanted < SURE and np.count_nonzero(magnitudes == largest) == 1):
+            return 0  # nothing to send, or none by chance
+    elif count <= 2.0 * wanted + 16.0 or cut.bin == 0:
+        return 0
+    return min(int(wanted + draw / 2.0**64), len(part))

@@ -16,7 +16,8 @@ constexpr int64_t kLine = 16;     // float32 in a line of the cache
 constexpr int64_t kAhead = 512;   // float32 to fetch ahead: the hardware's own prefetcher ends at every page
 constexpr int64_t kStage = 2048;  // float32 that fit the first-level cache beside the memory's own
 
-// Updates [begin, end); returns whether any residual reaches the bar. What is not finite counts as zero.
+// Updates [begin, end); returns whether any residual reaches the bar. What is not finite counts as zero; an element
+// whose update overflows stays as it is.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, int64_t end,
                                                        float momentum, float* __restrict velocity,
@@ -26,10 +27,10 @@ inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict g
   for (int64_t i = begin; i < end; ++i) {
     const bool finite = IsFinite(gradient[i]);
     float unused = 0;
-    Update<rule>(finite ? gradient[i] : 0.0f, momentum, rule == AccumulateRule::kResidual ? &unused : velocity + i,
-                 residual + i);
+    const bool holds = Update<rule>(finite ? gradient[i] : 0.0f, momentum,
+                                    rule == AccumulateRule::kResidual ? &unused : velocity + i, residual + i);
     reached |= Reaches<float>(MagnitudeBits(residual[i]), bar);
-    spoilt |= !finite;
+    spoilt |= !finite | !holds;
   }
   *bad |= spoilt;
   return reached != 0;

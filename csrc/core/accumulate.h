@@ -14,7 +14,8 @@ namespace hvd_sparse {
 
 // g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
 // parameter; where that overflows, or the parameter is not finite, g is zero, and the gradient counts as not finite:
-// no such thing enters a memory. Each product and each sum is rounded; nothing depends on the hardware.
+// no such thing enters a memory. Where the update of an element overflows, its residual and velocity stay as they are,
+// and the gradient counts as not finite, too. Each product and each sum is rounded; nothing depends on the hardware.
 struct AccumulateParams {
   AccumulateRule rule = AccumulateRule::kResidual;
   float factor = 1;
@@ -28,7 +29,7 @@ struct Memory {
   float* velocity;  // u; unused by kResidual
 };
 
-// Updates the memory. Returns whether the gradient was finite everywhere.
+// Updates the memory. Returns whether the gradient was finite everywhere, and every update.
 bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory);
 
 // Updates the memory, then selects what reaches the threshold (>= 0) in the residual, in one pass; equal to Accumulate

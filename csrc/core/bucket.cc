@@ -1,6 +1,8 @@
 #include "bucket.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
 
 #include "finite.h"
 #include "hint.h"
@@ -57,11 +59,17 @@ Status FilterMemory(const Part& part, bool active, const FilterParams& filter, c
   const Array residual{part.memory.residual, n, DType::kFloat32};
   *threshold = filter.threshold;
   if (filter.k != 0) {
-    const SelectParams select{filter.k, kFirstMargin * filter.threshold, 0};
+    const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
     Selection largest;
     HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK({part}, n, select, parallel_for, finite, &largest)
                                       : SelectKept({part}, n, select, parallel_for, finite, &largest));
     *threshold = std::max(largest.threshold, kSmallestFloat);
+    if (filter.k < 0) {
+      const float* values = part.memory.residual;
+      std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
+                   [values](int64_t index) { return values[index] != 0; });
+      return Status::Ok();
+    }
   } else {
     HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
     if (active) {

@@ -21,7 +21,8 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Selection* selection);
 
 // What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero:
-// `threshold` then is a guess at it, that changes nothing but the time this takes, or 0.
+// `threshold` then is a guess at it, that changes nothing but the time this takes, or 0. If k < 0, the -k largest are,
+// and no more: equal magnitudes are ordered by a hash of the index; zeros are left out.
 struct FilterParams {
   double threshold = 0;
   int64_t k = 0;

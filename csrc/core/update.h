@@ -14,18 +14,25 @@ enum class AccumulateRule {
 
 HVD_SPARSE_HD inline bool IsFinite(float value) { return MagnitudeBits(value) < 0x7f800000u; }
 
-// The update of one element.
+// The update of one element, which stays as it is where that overflows. Returns whether it did not: an overflow of the
+// velocity is one of the residual, too.
 template <AccumulateRule rule>
-HVD_SPARSE_HD inline void Update(float gradient, float momentum, float* velocity, float* residual) {
+HVD_SPARSE_HD inline bool Update(float gradient, float momentum, float* velocity, float* residual) {
+  float u = 0;
+  float v = 0;
   if constexpr (rule == AccumulateRule::kResidual) {
-    *residual += gradient;
+    v = *residual + gradient;
   } else if constexpr (rule == AccumulateRule::kMomentum) {
-    *velocity = momentum * *velocity + gradient;
-    *residual += *velocity;
+    u = momentum * *velocity + gradient;
+    v = *residual + u;
   } else {
-    *velocity = momentum * (*velocity + gradient);
-    *residual = (*residual + *velocity) + gradient;
+    u = momentum * (*velocity + gradient);
+    v = (*residual + u) + gradient;
   }
+  const bool finite = IsFinite(v);
+  *residual = finite ? v : *residual;
+  if constexpr (rule != AccumulateRule::kResidual) *velocity = finite ? u : *velocity;
+  return finite;
 }
 
 // What enters the memory: the gradient as float32 times factor, plus decay * parameter; what is not finite, before or

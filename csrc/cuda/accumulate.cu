@@ -54,7 +54,7 @@ __device__ Pack<float, width> UpdatePack(const T* gradient, int64_t first, int64
 #pragma unroll
   for (int e = 0; e < width; ++e) {
     const float local = Incoming(incoming.at[e], params.factor, parameter.at[e], params.weight_decay, decays, finite);
-    if (active) Update<rule>(local, params.momentum, &velocity.at[e], &residual.at[e]);
+    if (active) *finite &= Update<rule>(local, params.momentum, &velocity.at[e], &residual.at[e]);
   }
   if (!active) return residual;
   if constexpr (rule != AccumulateRule::kResidual) Store(velocity, memory.velocity, first, n);

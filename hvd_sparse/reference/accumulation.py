@@ -21,8 +21,9 @@ def accumulate(
     g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter; where that
     overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity = momentum *
     velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual += velocity,
-    then g. Every product and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient
-    Compression, Algorithms 3 and 4.
+    then g. Where that overflows, residual and velocity stay as they are, and the gradient counts as not finite. Every
+    product and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient Compression,
+    Algorithms 3 and 4.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         local = flatten(gradient).astype(np.float32)
@@ -32,18 +33,20 @@ def accumulate(
             local = local + flatten(parameter).astype(np.float32) * np.float32(weight_decay)
         usable = np.isfinite(local)
         local = np.where(usable, local, np.float32(0.0))
+        u = None
         if velocity is None:
-            residual += local
+            v = residual + local
         elif nesterov:
-            velocity += local
-            velocity *= np.float32(momentum)
-            residual += velocity
-            residual += local
+            u = (velocity + local) * np.float32(momentum)
+            v = (residual + u) + local
         else:
-            velocity *= np.float32(momentum)
-            velocity += local
-            residual += velocity
-    return bool(finite.all() and usable.all())
+            u = velocity * np.float32(momentum) + local
+            v = residual + u
+        holds = np.isfinite(v)
+        residual[:] = np.where(holds, v, residual)
+        if velocity is not None:
+            velocity[:] = np.where(holds, u, velocity)
+    return bool(finite.all() and usable.all() and holds.all())
 
 
 def accumulate_top_k(

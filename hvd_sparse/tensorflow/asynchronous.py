@@ -155,6 +155,10 @@ class WorkerMemory(tf.train.experimental.PythonState):
                 f"the state must be of a worker of the same model and method; missing there or here, or of another "
                 f"size: {', '.join(differing)}"
             )
+        for name, kinds in arrays.items():
+            for kind, part in kinds.items():
+                if not np.isfinite(part).all():
+                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
         worker = self._session.worker
         for name, kinds in arrays.items():
             for kind, part in kinds.items():

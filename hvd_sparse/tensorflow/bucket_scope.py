@@ -64,9 +64,15 @@ class BucketScope(Scope):
             gathered = self._gather(message.name, message.payloads, message.most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
             sums = ops.reduce_bucket(gathered, sizes, self.exchange.size(), message.counts, step.scale, **message.form)
-            for entry, total in zip(message.entries, sums, strict=True):
-                entry.decode = lambda total=total: total
-            done.append(self._cleared(message.payloads, message.counts, message.entries, step, message.form))
+            cleared = self._cleared(message.payloads, message.counts, message.entries, step, message.form)
+            done += self._delivered(message.entries, sums, step, cleared)
+        return done
+
+    def _delivered(self, entries: list[Entry], sums: list[tf.Tensor], step: Step, cleared: tf.Operation) -> list:
+        """Give the entries their sums; return what the step has to have done."""
+        done = [cleared]
+        for entry, total in zip(entries, sums, strict=True):
+            done += self._held(entry, total, step, [cleared])
         return done
 
     def _most_bytes(self, entries: list[Entry], joint: bool) -> int:

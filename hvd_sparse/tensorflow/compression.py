@@ -143,24 +143,24 @@ class SparseCompressor(tf.Module):
         return {**Traffic.summary(*counted), "residual_norm": float(norm)}
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
-        """Return the step and every buffer, as NumPy arrays, between training steps; see the PyTorch twin.
+        """Return the step, every buffer and every threshold that is kept, as NumPy arrays, between training steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
-        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
-        ranks can continue from.
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
+        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
+        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
         """
         self._load()
-        return gather_state(self, self._parts.exchange, summed, session)
+        return gather_state(self, self._parts.kept_rows, self._parts.exchange, summed, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
 
-        ValueError if the state belongs to other variables, to another method, or is one rank's own and the number of
-        ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
+        ValueError, on every rank (but in an elastic job) and before anything has changed, if on any rank the state
+        belongs to other variables or to another method, has NaN or infinity in a buffer, or is one rank's own and the
+        number of ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
         """
         self._load()
-        restore_state(self, state, self._parts.exchange, session)
-        self._change([(variable, tf.zeros_like) for variable in self.kept], session)
+        restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no memory, step 0."""
@@ -191,7 +191,7 @@ class SparseCompressor(tf.Module):
         parts.scope = SCOPES[parts.algorithm.layout](
             parts.algorithm, memories, self.step, parts.exchange, parts.traffic
         )
-        self.kept = parts.scope.kept
+        self.kept, parts.kept_rows = parts.scope.kept, parts.scope.kept_rows
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -240,6 +240,7 @@ class Parts:
         self.exchange = exchange
         self.traffic = traffic
         self.scope = None
+        self.kept_rows = {}
         self.agreed = False
         self.call: TracedCall | None = None  # the one that is being traced
         self.calls_in = weakref.WeakKeyDictionary()  # graph -> how many calls it holds

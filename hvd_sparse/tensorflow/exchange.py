@@ -4,14 +4,17 @@ The twin of `hvd_sparse.torch.exchange`. There a collective is a handle that Pyt
 and the graph's order does the waiting. Names come from the compressor's ordinal and from fixed bucket numbers.
 """
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Callable
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.agreement import agree_failed, digest, explain_difference
+from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
@@ -79,23 +82,25 @@ class Exchange(Members):
         Runs at once, outside any graph; the graphs of TensorFlow 1, which know no such time, compare a digest in
         every step instead (`Scope`).
         """
-        failures: list[BaseException] = []
+        in_time(lambda: self._compare(lines))
 
-        def compare() -> None:
-            """Compare, and keep what goes wrong for the caller's thread."""
-            try:
-                self._compare(lines)
-            except BaseException as failure:
-                failures.append(failure)
+    def refuse_together(self, reason: str, session) -> None:
+        """Raise ValueError on every rank if any of them has a reason not to load its state.
 
-        # A thread of its own: it is outside the graph that is traced here, and can be given up.
-        thread = threading.Thread(target=compare, daemon=True)
-        thread.start()
-        thread.join(AGREE_SECONDS)
-        if thread.is_alive():
-            raise RuntimeError(agree_failed(AGREE_SECONDS))
-        if failures:
-            raise failures[0]
+        The ranks of an elastic job speak for themselves: others may be new, or not there yet.
+        """
+        reasons = [reason]
+        if self.is_used() and not is_elastic() and (tf.executing_eagerly() or session is not None):
+            own = np.frombuffer(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES), np.uint8)
+            rows = in_time(lambda: self._gather_now("load", own[None], session))
+            reasons = [bytes(row).decode(errors="ignore").rstrip() for row in rows]
+        if refusal(reasons):
+            raise ValueError(refusal(reasons))
+
+    def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
+        with contextlib.nullcontext() if session is None else session.graph.as_default():
+            gathered = self._gather(f"{self._prefix}.{name}", tf.constant(array))
+        return gathered.numpy() if session is None else session.run(gathered)
 
     def _compare(self, lines: list[str]) -> None:
         if not tf.executing_eagerly():
@@ -116,6 +121,30 @@ class Exchange(Members):
         whole = gather("bytes", np.frombuffer(content, np.uint8)).tobytes()
         ends = np.cumsum(sizes)
         return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def in_time(function: Callable):
+    """Return what a function returns that waits for all ranks; RuntimeError if they have not answered after so long.
+
+    In a thread of its own: that is outside the graph that is traced here, and can be given up.
+    """
+    results, failures = [], []
+
+    def run() -> None:
+        """Keep the result, or what goes wrong, for the caller's thread."""
+        try:
+            results.append(function())
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(AGREE_SECONDS)
+    if thread.is_alive():
+        raise RuntimeError(agree_failed(AGREE_SECONDS))
+    if failures:
+        raise failures[0]
+    return results[0]
 
 
 def digest_numbers(lines: list[str], count: int = 6) -> list[float]:

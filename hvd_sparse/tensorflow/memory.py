@@ -5,9 +5,12 @@ the two frameworks are equal bit for bit. What differs is that a buffer is a tf.
 that a change of it is an operation in a graph, which has to be tied to what follows.
 """
 
+import math
+
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
+from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
 
 
@@ -25,10 +28,12 @@ class ResidualMemory(tf.Module):
         self.algorithm = algorithm
         self.variable = variable
         self.size = variable.shape.num_elements()
+        self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.warmup)
+        waits = self.size >= algorithm.min_numel or self.kept > 0.0 or self.may_be_cut()
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
             for kind in self.BUFFERS
-            if kind != "residual" or self.size >= algorithm.min_numel or self.kept > 0.0
+            if kind != "residual" or waits
         }
 
     @property
@@ -67,18 +72,43 @@ class ResidualMemory(tf.Module):
         return (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16."""
-        return tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
+        """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16.
 
-    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        A float16 one that has a residual in other steps travels as float32: float16 may not hold that.
+        """
+        if gradient.dtype == tf.bfloat16 or (gradient.dtype == tf.float16 and self.may_wait):
+            return tf.float32
+        return gradient.dtype
+
+    def may_be_cut(self) -> bool:
+        """Return whether what it sends dense may be more than its type holds, which the gradient itself never is."""
+        return False
+
+    def take_all(
+        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: the gradient itself, and any residual it still had.
 
-        Of the gradient's shape, in `dense_dtype`; with it, what its buffers become if the step counts.
+        Of the gradient's shape, in `dense_dtype`; with it, what its buffers become if the step counts, and whether all
+        was finite. What is larger than `most`, or than the type that it travels in holds, is cut there; the rest waits.
         """
-        sent = tf.cast(gradient, self.dense_dtype(gradient))
-        if "residual" in self.buffers:
-            sent += tf.cast(tf.reshape(self.residual.read_value(), self.variable.shape), sent.dtype)
-        return sent, self._empty_residual()
+        dtype = self.dense_dtype(gradient)
+        if "residual" not in self.buffers:
+            return tf.cast(gradient, dtype), {}, ops.all_finite(gradient)
+        wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+        whole = tf.cast(gradient, wide)
+        whole += tf.cast(tf.reshape(self.residual.read_value(), self.variable.shape), wide)
+        if gradient.dtype != tf.float16:
+            return whole, {"residual": tf.zeros([self.size])}, ops.all_finite(whole)
+        sent, left = self._cut(whole, most, dtype)
+        return sent, {"residual": left}, ops.all_finite(whole)
+
+    def _cut(self, whole: tf.Tensor, most: float, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what travels of float32 values, at most `most`, and flat, what is left of them."""
+        if most == math.inf:
+            return whole, tf.zeros([self.size])
+        sent = tf.cast(tf.clip_by_value(whole, -most, most), dtype)
+        return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return what the buffers hold at `indices` once these were sent; `left` is what rounding kept back."""
@@ -92,9 +122,6 @@ class ResidualMemory(tf.Module):
         if self.algorithm.weight_decay != 0.0:
             local += flat_parameter(self.variable) * self.algorithm.weight_decay
         return local
-
-    def _empty_residual(self) -> dict[str, tf.Tensor]:
-        return {"residual": tf.zeros([self.size])} if "residual" in self.buffers else {}
 
 
 class MomentumMemory(ResidualMemory):
@@ -134,17 +161,25 @@ class MomentumMemory(ResidualMemory):
         """Return the type that a dense gradient travels in: that of the velocity."""
         return tf.float32
 
-    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    def may_be_cut(self) -> bool:
+        """Return whether the velocity may be more than the variable's type holds."""
+        return self.variable.dtype == tf.float16
+
+    def take_all(
+        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: its velocity, for the momentum of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
         velocity, terms = self._advance(gradient, factor)
-        sent = tf.add_n(terms)
+        whole, after = tf.add_n(terms), {"velocity": velocity}
+        sent = whole
         if "residual" in self.buffers:
-            sent += self.residual.read_value()
-        return tf.reshape(sent, self.variable.shape), {"velocity": velocity, **self._empty_residual()}
+            whole += self.residual.read_value()
+            sent, after["residual"] = self._cut(whole, most)
+        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(whole)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return what the buffers hold at `indices` once these were sent: no momentum either (factor masking, 3.3)."""
@@ -187,12 +222,17 @@ class SparsificationAwareMemory(ResidualMemory):
         """Return the type that a dense gradient travels in: that of the residual."""
         return tf.float32
 
-    def take_all(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    def take_all(
+        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: all it remembers, which is momentum SGD."""
-        local = self._local(gradient, factor)
-        sent = self.residual.read_value() + local if "residual" in self.buffers else local
-        after = {"residual": sent * self.kept} if "residual" in self.buffers else {}
-        return tf.reshape(sent, self.variable.shape), after
+        whole, after = self._local(gradient, factor), {}
+        sent = whole
+        if "residual" in self.buffers:
+            whole += self.residual.read_value()
+            sent, left = self._cut(whole, most)
+            after["residual"] = sent * self.kept + left
+        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(whole)
 
 
 MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}

@@ -52,8 +52,9 @@ def accumulate(
     g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
     where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
     momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
-    velocity, then g. Every product and sum is rounded. Returns, as a bool scalar, whether the gradient was finite
-    everywhere. is_active=False: that alone, the memory stays.
+    velocity, then g. Where that overflows, both stay as they are, and the gradient counts as not finite. Every product
+    and sum is rounded. Returns, as a bool scalar, whether the gradient was finite everywhere. is_active=False: that
+    alone, the memory stays.
     """
     inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
     rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -304,7 +305,8 @@ def filter_bucket(
 
     factors float32[members], thresholds float64[members], ks int64[members]: where above 0, the threshold is that of
     the k largest residuals, once these are accumulated, and at least the smallest float32 above zero, and what
-    thresholds says a guess that only changes the cost, 0.0 for none. Returns the payloads, uint8[bytes], one after the
+    thresholds says a guess that only changes the cost, 0.0 for none; where below 0, the -k largest are selected and no
+    more, zeros left out. Returns the payloads, uint8[bytes], one after the
     other, whether each gradient was finite, bool[members], and float64[members, 2], threshold and entries. The k of a
     payload is its entries, but at least 1.
     """

@@ -13,7 +13,8 @@ selections, the allgathers of a few buckets, the vote. A branch then takes its p
 """
 
 import abc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
+from hvd_sparse.half import HALF, largest_sent, rest_of
 from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
@@ -43,6 +45,7 @@ class Entry:
     is_sparse: bool  # whether it ever travels as a payload
     factor: tf.Tensor | None = None  # of clipping
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
+    taken: tuple | None = None  # what it sends dense, and what becomes of its memory, if it never travels otherwise
     decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
 
 
@@ -99,7 +102,8 @@ class Scope(abc.ABC):
         self._step = step
         self._traffic = traffic
         self._hints = ThresholdHints(self._selections())
-        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and that results depend on
+        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
+        self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
 
     def build(
         self, gradients: dict[str, tf.Tensor], scale: float, suffix: str, lines: list[str]
@@ -162,8 +166,7 @@ class Scope(abc.ABC):
         """Gather what was selected; give each entry its `decode`; return what the step has to have done."""
 
     def _is_ever_sparse(self, name: str) -> bool:
-        always_dense = isinstance(self.algorithm.warmup, Constant) and self.algorithm.warmup.value >= 1.0
-        return self.memories[name].size >= max(self.algorithm.min_numel, 1) and not always_dense
+        return self.memories[name].may_wait
 
     def _begin(self, scale: float, suffix: str, lines: list[str]) -> Step:
         schedule, number = self.algorithm.warmup, self._step.read_value()
@@ -209,7 +212,7 @@ class Scope(abc.ABC):
         return tf.group(*checks)
 
     def _vote(self, step: Step, entries: list[Entry]) -> None:
-        dense = [ops.all_finite(entry.gradient) for entry in entries if not entry.is_sparse]
+        dense = [self._dense_is_finite(entry, step) for entry in entries]
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*step.finite, *dense)], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
@@ -217,6 +220,22 @@ class Scope(abc.ABC):
         step.overflow = self.exchange.allreduce(f"vote{step.suffix}", once(step.present, own))[0] > 0.0
         step.void = step.overflow if step.is_dense is None else tf.logical_or(step.overflow, step.is_dense)
         step.counted.add(payload_bytes=16)
+
+    def _dense_is_finite(self, entry: Entry, step: Step) -> tf.Tensor:
+        """Return whether what an entry sends dense, if it does so in this step, is finite everywhere."""
+        if not entry.is_sparse:
+            *entry.taken, finite = self._take_all(entry, step)
+            return finite
+        if step.is_dense is None:
+            return tf.constant(True)
+        return tf.cond(step.is_dense, lambda: self._take_all(entry, step)[-1], lambda: tf.constant(True))
+
+    def _take_all(self, entry: Entry, step: Step) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
+        """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
+        ranks = self.exchange.size()
+        is_half = entry.gradient.dtype == tf.float16
+        most = largest_sent(ranks, step.scale * ranks <= 1.0) if is_half else math.inf
+        return entry.memory.take_all(entry.gradient, entry.factor, most)
 
     def _clip(self, entries: list[Entry]) -> None:
         ranks = self.exchange.size()
@@ -236,7 +255,7 @@ class Scope(abc.ABC):
             step.counted.add(payload_bytes=8)
             return []
         with tf.control_dependencies(before):
-            sent, after = entry.memory.take_all(entry.gradient, entry.factor)
+            sent, after = entry.taken or self._take_all(entry, step)[:2]
         keep = step.overflow
         if not entry.is_sparse:
             entry.carried = once(step.present, sent)
@@ -268,6 +287,22 @@ class Scope(abc.ABC):
         gathered = self.exchange.allgather(f"{name}{step.suffix}", once(step.present, message), most_bytes)
         step.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(message, tf.int64))
         return gathered
+
+    def _held(self, entry: Entry, total: tf.Tensor, step: Step, cleared: list[tf.Operation]) -> list[tf.Operation]:
+        """Give an entry its sum, float32[n], or what a gradient of 16 bits holds of it.
+
+        The rest goes back to the ranks' residuals, once these are `cleared` of what was sent. Returns that change.
+        """
+        dtype = entry.gradient.dtype
+        if dtype.name not in HALF:
+            entry.decode = lambda: total
+            return []
+        held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
+        entry.decode = lambda: held
+        part = rest_of(self.exchange.rank(), self.exchange.size()) / step.scale
+        rest = tf.where(step.void, tf.zeros_like(total), (total - held) * part)
+        with tf.control_dependencies(cleared):
+            return [entry.memory.residual.assign_add(rest)]
 
     def _clear(self, memory: ResidualMemory, indices: tf.Tensor, values, left, step: Step) -> list[tf.Operation]:
         """Take what was sent out of the memory, unless the step does not count."""

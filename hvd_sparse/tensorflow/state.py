@@ -4,14 +4,16 @@ The twin of `hvd_sparse.torch.state`, with the same layout; which buffers stand 
 made at once.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import VERSION, check_state
+from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused
 
 
-def gather_state(compressor, exchange, summed: bool, session) -> dict:
-    """Return {"version", "step", "ranks", "summed", "memory": {name: {buffer: float32[n]}}}; collective if summed."""
+def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
+    """Return a state as `hvd_sparse.checkpoint` has it; collective if summed. rows: those of the kept thresholds."""
     keys = [(name, kind) for name, memory in compressor.memories.items() for kind in memory.buffers]
     buffers = [compressor.memories[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
@@ -19,34 +21,47 @@ def gather_state(compressor, exchange, summed: bool, session) -> dict:
             exchange.allreduce(f"state.{name}.{kind}", buffer.read_value())
             for (name, kind), buffer in zip(keys, buffers, strict=True)
         ]
-    step, *values = evaluate([compressor.step, *buffers], session)
+    step, *values = evaluate([compressor.step, *compressor.kept, *buffers], session)
+    kept, values = values[: len(compressor.kept)], values[len(compressor.kept) :]
     memory: dict[str, dict] = {name: {} for name in compressor.memories}
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
-    return {"version": VERSION, "step": int(step), "ranks": exchange.size(), "summed": summed, "memory": memory}
+    thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
+    state = {"version": VERSION, "step": int(step), "ranks": exchange.size(), "summed": summed}
+    return {**state, "memory": memory, "thresholds": thresholds}
 
 
-def restore_state(compressor, state: dict, exchange, session) -> None:
-    """Fill the buffers and the step from a state; all is checked before anything is changed."""
+def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
+    """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
     memories = compressor.memories
-    check_state(
-        state, {n: m.size for n, m in memories.items()}, {n: m.BUFFERS for n, m in memories.items()}, exchange.size()
-    )
-    for name, memory in memories.items():
-        for kind, saved in state["memory"][name].items():
-            if kind not in memory.buffers and np.any(np.asarray(saved)):
-                raise ValueError(
-                    f"{name}: the state has a {kind} that would be lost, as the variable travels dense now: give the "
-                    "compression the min_numel that it had"
-                )
+    thresholds = dict.fromkeys(rows, len(compressor.kept))
+    exchange.refuse_together(refused(lambda: _check(memories, thresholds, state, exchange.size())), session)
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     changes = [compressor.step.assign(state["step"])]
     for name, memory in memories.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
-            value = np.asarray(saved[kind], np.float32) * np.float32(share) if kind in saved else np.zeros(memory.size)
-            changes.append(buffer.assign(value.astype(np.float32)))
+            value = on_host(saved[kind]) if kind in saved else np.zeros(memory.size)
+            changes.append(buffer.assign(value.astype(np.float32) * np.float32(share)))
+    for number, variable in enumerate(compressor.kept):
+        values = np.zeros(variable.shape, np.float64)
+        for name, numbers in state["thresholds"].items():
+            values[rows[name]] = on_host(numbers)[number]
+        changes.append(variable.assign(values))
     evaluate(changes, session)
+
+
+def _check(memories, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
+    """Raise ValueError unless a state fits the memories, and as many numbers of each threshold."""
+    sizes, kinds = {n: m.size for n, m in memories.items()}, {n: m.BUFFERS for n, m in memories.items()}
+    check_state(state, sizes, kinds, thresholds, ranks)
+    for name, memory in memories.items():
+        for kind, saved in state["memory"][name].items():
+            if kind not in memory.buffers and np.any(on_host(saved)):
+                raise ValueError(
+                    f"{name}: the state has a {kind} that would be lost, as the variable travels dense now: give the "
+                    "compression the min_numel that it had"
+                )
 
 
 def evaluate(values: list, session) -> list:

@@ -5,12 +5,13 @@ vectors cost less than a few on each of many scalars.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
 from hvd_sparse.tensorflow.memory import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
@@ -61,6 +62,7 @@ class ConstantThresholds:
     """A threshold chosen beforehand, the same for all."""
 
     reads = False  # whether the residuals have to be there before a plan is made
+    rows: Mapping[str, int] = {}  # of each variable in `variables`, which are what a checkpoint keeps
 
     def __init__(self, value: float):
         self._value = value
@@ -83,30 +85,38 @@ class KeptThresholds:
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, names: list[str]):
         self._turns = Turns(algorithm, len(names))
-        self._row = {name: row for row, name in enumerate(sorted(names))}
+        self._band = algorithm.band
+        self.rows = {name: row for row, name in enumerate(sorted(names))}
         self._value, self._k = self.variables = [
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
         ]
 
     def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
         """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
-        rows = [self._row[name] for name in names]
+        rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
         refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
         kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
         self._due = due & tf.logical_not(drains) & is_active
+        self._goes_by_it = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(math.inf, tf.float64)))
         return thresholds, tf.where(self._due, counts, tf.zeros_like(counts))
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Keep the thresholds that were taken anew, after `plan` in the same trace; infos: of `ops.filter_bucket`."""
-        rows = [self._row[name] for name in names]
-        learnt = (infos[:, 0], tf.cast(counts, tf.float64))
-        pairs = zip(self.variables, learnt, strict=True)
-        changes = [(kept, tf.where(self._due, new, tf.gather(kept.read_value(), rows))) for kept, new in pairs]
-        return [kept.scatter_update(tf.IndexedSlices(value, rows)) for kept, value in changes]
+        """Keep the thresholds that were taken anew, after `plan` in the same trace; infos: of `ops.filter_bucket`.
+
+        Those whose counts have left the band are taken anew in the next step.
+        """
+        rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
+        value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
+        if self._band is not None:
+            spread = infos[:, 1] * self._band
+            leaves = tf.logical_not((k <= spread) & (spread <= k * self._band**2))
+            value = tf.where(self._goes_by_it & leaves, tf.zeros_like(value), value)
+        changes = (tf.where(self._due, infos[:, 0], value), tf.where(self._due, k, known))
+        return [v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)]
 
     def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         refreshes = np.array([self._turns.refreshes(step, row) for row in rows])
@@ -120,7 +130,7 @@ class FittedThresholds:
 
     def __init__(self, algorithm: SIDCo, names: list[str]):
         self._algorithm = algorithm
-        self._row = {name: row for row, name in enumerate(sorted(names))}
+        self.rows = {name: row for row, name in enumerate(sorted(names))}
         self._sizes: dict[str, int] = {}
         # Stages beyond those that were asked for, turns of the search, so that zero is how they start.
         self._more, *_ = self.variables = [
@@ -129,27 +139,34 @@ class FittedThresholds:
         ]
 
     def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
-        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and zeros."""
+        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and the k of
+        `hvd_sparse.threshold.Plan`: 0, or below.
+        """
         self._sizes |= {name: residual.shape[0] for name, residual in zip(names, residuals, strict=True)}
-        more = tf.unstack(tf.gather(self._more.read_value(), [self._row[name] for name in names]))
-        infinite = tf.constant(math.inf, tf.float64)
-        thresholds = []
-        for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True):
-            fitted = tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False)
-            thresholds.append(tf.where(is_active, tf.ensure_shape(fitted, []), infinite))
-        return tf.stack(thresholds), tf.zeros_like(counts)
+        more = tf.unstack(tf.gather(self._more.read_value(), [self.rows[name] for name in names]))
+        fits = [
+            tf.ensure_shape(tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False), [3])
+            for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True)
+        ]
+        thresholds, ks, self._reached = tf.unstack(tf.stack(fits), axis=1)
+        thresholds = tf.where(is_active, thresholds, tf.fill([len(names)], tf.constant(math.inf, tf.float64)))
+        return thresholds, tf.where(is_active, tf.cast(ks, tf.int64), tf.zeros_like(counts))
 
-    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> float:
+    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> np.ndarray:
+        """Return threshold and k of the plan, and how many reached the fitted threshold."""
         stages = self._algorithm.stages + int(more)
-        return fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
+        threshold = fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
+        reached = int(np.count_nonzero(np.abs(values) >= threshold))
+        plan = (0.0, -int(k)) if is_misfit(values, reached, int(k)) else (threshold, 0)
+        return np.array([*plan, reached], np.float64)
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Adapt the stages to how many were sent; infos: of `ops.filter_bucket`."""
-        rows = [self._row[name] for name in names]
+        """Adapt the stages to how many reached the fitted thresholds, after `plan` in the same trace."""
+        rows = [self.rows[name] for name in names]
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        ratio = infos[:, 1] / k
+        ratio = self._reached / k
         planned = tf.numpy_function(self._adapt, [old, ratio, density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
@@ -164,20 +181,23 @@ class FittedThresholds:
             stages = Stages(self._algorithm.stages + int(more[row]), -1 if turned[row] else 1, known)
             stages = stages.adapted(achieved[row] / ADAPT_STEPS, density[row])
             more[row], turned[row] = stages.count - self._algorithm.stages, stages.direction < 0
-            error[row], adapted[row], achieved[row], steps[row] = stages.error, adapted[row] + 1.0, 0.0, 0.0
+            error[row], adapted[row], achieved[row], steps[row] = stages.error, 1.0, 0.0, 0.0
         return np.stack([more, turned, error, adapted, achieved, steps])
 
 
 class ScaledThreshold:
-    """The threshold that MiCRO scales: `hvd_sparse.threshold.ScaledThreshold`, in a variable."""
+    """The threshold that MiCRO scales: `hvd_sparse.threshold.ScaledThreshold`, in variables."""
+
+    rows: Mapping[str, int] = {"model": 0}
 
     def __init__(self):
-        self._kept = make_variable([2], "hvd_sparse/threshold/scaled", tf.float64)  # value, k
-        self.variables = [self._kept]
+        self._value, self._k = self.variables = [
+            make_variable([1], f"hvd_sparse/threshold/scaled_{kind}", tf.float64) for kind in ("value", "k")
+        ]
 
     def at(self, k: tf.Tensor) -> tf.Tensor:
         """Return the threshold of a step, float64, started anew if k is another one."""
-        value, known = tf.unstack(self._kept.read_value())
+        value, known = self._value.read_value()[0], self._k.read_value()[0]
         k = tf.cast(k, tf.float64)
         return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k))
 
@@ -186,8 +206,8 @@ class ScaledThreshold:
         value, wanted = self.at(k), tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
-        new = tf.stack([value * tf.ensure_shape(scale, []), wanted])
-        return [self._kept.assign(tf.where(void, self._kept.read_value(), new))]
+        changes = ((self._value, value * tf.ensure_shape(scale, [])), (self._k, wanted))
+        return [kept.assign(tf.where(void, kept.read_value(), new[None])) for kept, new in changes]
 
 
 def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds | FittedThresholds:

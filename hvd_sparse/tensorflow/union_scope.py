@@ -7,15 +7,16 @@ lost nothing that is not in a residual.
 import abc
 import itertools
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.centres import by_group
-from hvd_sparse.reference import stratified_sample
+from hvd_sparse.reference import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Scope, Selection, Step, once
 from hvd_sparse.tensorflow.threshold import ScaledThreshold
-from hvd_sparse.threshold import HISTOGRAM_BINS, histogram_threshold, sampled_histogram
+from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -54,9 +55,10 @@ class UnionScope(Scope):
         step.counted.add(sent=count if step.is_dense is None else tf.where(step.is_dense, 0, count))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         total, travelled = sum_values(entries, indices, values, step)
-        self._give_parts(entries, tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64)))
         sent = Selection(selection.k, indices, values, travelled, None, None)
-        return done + self._clear_parts(entries, sent, step)
+        done += self._clear_parts(entries, sent, step)
+        whole = tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64))
+        return done + self._give_parts(entries, whole, step, list(done))
 
     def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
         """Keep what the next step starts from; `count`: how many elements all ranks named."""
@@ -64,11 +66,14 @@ class UnionScope(Scope):
             return []
         return self._hints.update(["model"], selection.k[None], selection.info[None])
 
-    @staticmethod
-    def _give_parts(entries: list[Entry], whole: tf.Tensor) -> None:
-        """Give each entry its part of the sum."""
-        for entry, part in zip(entries, tf.split(whole, [entry.memory.size for entry in entries]), strict=True):
-            entry.decode = lambda part=part: part
+    def _give_parts(self, entries: list[Entry], whole: tf.Tensor, step: Step, cleared: list) -> list[tf.Operation]:
+        """Give each entry its part of the sum; return what that changes in the memories."""
+        parts = tf.split(whole, [entry.memory.size for entry in entries])
+        return [
+            change
+            for entry, part in zip(entries, parts, strict=True)
+            for change in self._held(entry, part, step, cleared)
+        ]
 
     def _clear_parts(self, entries: list[Entry], selection: Selection, step: Step) -> list[tf.Operation]:
         """Cut the selection into that of each variable."""
@@ -86,7 +91,8 @@ class UnionScope(Scope):
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
         step.counted.add(payload_bytes=4 * tf.size(indices))
-        return self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale, values
+        scaled = once(step.present, values * step.scale)  # before the sum, which might overflow
+        return self.exchange.allreduce(f"values{step.suffix}", scaled), values
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""
@@ -148,20 +154,23 @@ class PartitionScope(UnionScope):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._scaled = ScaledThreshold() if self.algorithm.controller == "scaling" else None
-        self.kept = [] if self._scaled is None else self._scaled.variables
+        if self._scaled is not None:
+            self.kept, self.kept_rows = self._scaled.variables, self._scaled.rows
 
     def _name_elements(self, residual: tf.Tensor, k: tf.Tensor, step: Step) -> tuple[tf.Tensor, tf.Tensor | None]:
         n, rank, ranks = residual.shape[0], self.exchange.rank(), self.exchange.size()
         number = (step.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
         part = residual[begin:end]
-        threshold = self._read_histogram(part, k, step) if self._scaled is None else self._scaled.at(k)
-        return ops.filter_threshold(part, threshold)[0] + begin, None
+        if self._scaled is not None:
+            return ops.filter_threshold(part, self._scaled.at(k))[0] + begin, None
+        return self._above_cut(part, k, step) + begin, None
 
     def _learn(self, selection: Selection, count: tf.Tensor, step: Step) -> list[tf.Operation]:
         return [] if self._scaled is None else self._scaled.learn(selection.k, count, step.void)
 
-    def _read_histogram(self, part: tf.Tensor, k: tf.Tensor, step: Step) -> tf.Tensor:
+    def _above_cut(self, part: tf.Tensor, k: tf.Tensor, step: Step) -> tf.Tensor:
+        """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
         histogram = tf.numpy_function(
             lambda part, k, seed: sampled_histogram(part, int(k), int(seed)),
             [part, k, step.seed],
@@ -172,9 +181,26 @@ class PartitionScope(UnionScope):
         step.counted.add(payload_bytes=4 * HISTOGRAM_BINS)
         total = self.exchange.allreduce(f"histogram{step.suffix}", once(step.present, histogram))
         threshold = tf.numpy_function(
-            lambda total, k: histogram_threshold(total, int(k)), [total, k], tf.float64, stateful=False
+            lambda total, k: np.float64(histogram_cut(total, int(k)).threshold), [total, k], tf.float64, stateful=False
         )
-        return tf.ensure_shape(threshold, [])
+        indices = ops.filter_threshold(part, tf.ensure_shape(threshold, []))[0]
+        rank = self.exchange.rank()
+
+        def count(total, own, part, k, count, seed) -> np.int64:
+            """Return how many of the largest to name in place of these, or 0."""
+            return np.int64(
+                exact_count(histogram_cut(total, int(k)), own, part, int(count), int(hash_index(seed, rank)))
+            )
+
+        given = [total, histogram, part, k, tf.size(indices), step.seed]
+        largest = tf.ensure_shape(tf.numpy_function(count, given, tf.int64, stateful=False), [])
+
+        def select() -> tf.Tensor:
+            """Name exactly so many, but no zeros."""
+            selected, values, _ = ops.select_top_k(part, largest, step.seed)
+            return tf.boolean_mask(selected, tf.not_equal(values, 0.0))
+
+        return tf.cond(largest > 0, select, lambda: indices)
 
 
 class RandomScope(UnionScope):

@@ -30,6 +30,8 @@ class Variables:
         if self._by_name:
             return
         for variable in resolve(self._source):
+            if is_frozen_for_ever(variable):
+                continue
             variable = checked(variable)
             if id(variable) in self._name_of:  # a tied weight
                 continue
@@ -136,6 +138,12 @@ def unwrapped(variable):
     """Return the tf.Variable inside a variable of Keras 3."""
     inner = getattr(variable, "value", None)
     return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
+
+
+def is_frozen_for_ever(variable) -> bool:
+    """Return whether a variable is not trained and, being of integers, never could be: it counts for nothing."""
+    inner = unwrapped(variable)
+    return isinstance(inner, tf.Variable) and not inner.trainable and inner.dtype not in DTYPES
 
 
 def plain_name(variable: tf.Variable) -> str:

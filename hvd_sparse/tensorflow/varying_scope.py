@@ -29,7 +29,7 @@ class VaryingScope(TensorScope):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._thresholds = make_thresholds(self.algorithm, list(self.memories))
-        self.kept = self._thresholds.variables
+        self.kept, self.kept_rows = self._thresholds.variables, self._thresholds.rows
 
     def _choose(self, entries: list[Entry], step: Step) -> list[Message]:
         entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
@@ -89,9 +89,8 @@ class VaryingScope(TensorScope):
             gathered = self._gather(message.name, message.payloads, most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
             sums = ops.reduce_located_bucket(gathered, sizes, self.exchange.size(), step.scale, **form)
-            for entry, total in zip(message.entries, sums, strict=True):
-                entry.decode = lambda total=total: total
-            done.append(self._cleared(message.payloads, message.ks, message.entries, step, form))
+            cleared = self._cleared(message.payloads, message.ks, message.entries, step, form)
+            done += self._delivered(message.entries, sums, step, cleared)
         return done
 
     def _varying_form(self, entries: list[Entry]) -> dict:

@@ -184,6 +184,9 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             found = {kind: tensor.numel() for kind, tensor in memory.items()}
             if found not in ({}, expected):
                 raise ValueError(f"the state of {name} must have {expected} elements, got {found}: of another method?")
+            for kind, tensor in memory.items():
+                if not bool(tensor.isfinite().all()):
+                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
         super().load_state_dict(state_dict)
         for name, memory in zip(names, kept, strict=True):
             for kind, flat in worker.memory().items():

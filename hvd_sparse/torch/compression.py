@@ -30,6 +30,7 @@ from hvd_sparse.algorithms import (
     check_number,
     density_of,
 )
+from hvd_sparse.half import HALF
 from hvd_sparse.members import is_elastic, two_momenta
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.device_scope import crossing, device_layout
@@ -53,6 +54,7 @@ SCOPES = {  # how a method lays out a step
     "partition": PartitionScope,
     "random": RandomScope,
 }
+HALF_DTYPES = tuple(getattr(torch, name) for name in HALF)
 
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 _checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
@@ -157,23 +159,23 @@ class SparseCompressor:
         return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
 
     def state_dict(self, summed: bool = False) -> dict:
-        """Return the step and every buffer, as copies, between optimizer steps.
+        """Return the step, every buffer and every threshold that is kept, as copies, between optimizer steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file.
-        summed=True: the sum over all ranks, the same on each (call it on every rank): one file that any number of
-        ranks can continue from.
+        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
+        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
+        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
         """
-        return gather_state(self._scope.memories, self._step, self._exchange, summed)
+        return gather_state(self._scope, self._step, self._exchange, summed)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
 
-        Pending exchanges are dropped. ValueError if the state belongs to other parameters, to another method, or is
-        one rank's own and the number of ranks has changed.
+        Pending exchanges are dropped. ValueError, on every rank (but in an elastic job) and before anything has
+        changed, if on any rank the state belongs to other parameters or to another method, has NaN or infinity in a
+        buffer, or is one rank's own and the number of ranks has changed.
         """
         with self._lock:
-            self._step = restore_state(self._scope.memories, state, self._exchange)
-            self._scope.restart()
+            self._step = restore_state(self._scope, state, self._exchange)
             self._drop()
 
     def reset(self) -> None:
@@ -269,6 +271,8 @@ class SparseCompressor:
             return gradient.new_full(gradient.shape, float("nan"))
         scale = reduction_scale(carried, self._scope.ranks) if entry.carries_token else 1.0
         result = self._scope.result(entry, carried, scale)
+        if gradient.dtype in HALF_DTYPES and not self._scope.is_dense(entry.name):
+            result = self._scope.hold(entry, result, scale)
         return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
 
     def _check_optimizer(self) -> None:
@@ -278,6 +282,7 @@ class SparseCompressor:
             return
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
+        self._scope.averages = getattr(optimizer, "op", hvd.Sum) == hvd.Average
         theirs = getattr(optimizer, "process_set", self._exchange.process_set)
         self._exchange.check_process_set(theirs)
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)

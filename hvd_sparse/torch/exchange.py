@@ -12,6 +12,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
+from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
@@ -132,6 +133,21 @@ class Exchange(Members):
         lengths = Pending(self._gather(f"{self._prefix}.agree.length", length)).wait()
         texts = Pending(self._gather(f"{self._prefix}.agree.text", text)).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
+
+    def refuse_together(self, reason: str) -> None:
+        """Raise ValueError on every rank if any of them has a reason not to load its state.
+
+        The ranks of an elastic job speak for themselves: others may be new, or not there yet.
+        """
+        reasons = [reason]
+        if self.can_start() and not is_elastic():
+            text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES)
+            gathered = self.allgather("load", torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            gathered.wait_at_most(AGREE_SECONDS)
+            rows = gathered.wait().view(-1, REASON_BYTES).tolist()
+            reasons = [bytes(row).decode(errors="ignore").rstrip() for row in rows]
+        if refusal(reasons):
+            raise ValueError(refusal(reasons))
 
 
 def _names_of_pieces(name: str, cut: Cut) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
+from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 
 
@@ -19,7 +20,7 @@ class Dense(NamedTuple):
     """What a tensor sends that travels dense. A step that does not count is as if it had not been."""
 
     sent: torch.Tensor  # [n], in `dense_dtype`, contiguous; it may be the gradient itself
-    finite: torch.Tensor  # bool: was the gradient finite everywhere?
+    finite: torch.Tensor  # bool: were the gradient, and what is sent, finite everywhere?
     commit: Callable[[], None]  # changes the memory
 
 
@@ -88,16 +89,37 @@ class ResidualMemory:
         return {}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16."""
-        return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
+        """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16.
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
-        """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had."""
-        finite = ops.all_finite(gradient)
-        sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
-        if "residual" in self.buffers:
-            sent = sent + self.residual.to(sent.dtype)
-        return Dense(sent, finite, self._clear_residual)
+        A float16 one that has a residual in other steps travels as float32: float16 may not hold that.
+        """
+        may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.warmup)
+        if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
+            return torch.float32
+        return gradient.dtype
+
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
+        """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had.
+
+        What is larger than `most`, or than the type that it travels in holds, is cut there; the rest waits.
+        """
+        if "residual" not in self.buffers:
+            sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
+            return Dense(sent, ops.all_finite(gradient), self._clear_residual)
+        whole = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).reshape(-1) + self.residual
+        finite = ops.all_finite(whole)
+        if gradient.dtype != torch.float16:
+            return Dense(whole, finite, self._clear_residual)
+        sent = whole.clamp(-most, most).to(self.dense_dtype(gradient))
+        left = whole - sent
+        return Dense(sent, finite, lambda: self.residual.copy_(left))
+
+    def _cut(self, sent: torch.Tensor, most: float) -> torch.Tensor | None:
+        """Cut what is larger than `most`, in place; return what is left of it, None where nothing can be."""
+        if most == math.inf:
+            return None
+        whole = sent.clone()
+        return whole.sub_(sent.clamp_(-most, most))
 
     def spare(self) -> list[torch.Tensor]:
         """Return two buffers, float32[n], for a step of a tensor that travels dense.
@@ -165,7 +187,7 @@ class MomentumMemory(ResidualMemory):
         """Return the type that a dense tensor travels in: that of the velocity."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
         """Return what a tensor that travels dense sends: its velocity, so that the momentum is that of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
@@ -176,12 +198,13 @@ class MomentumMemory(ResidualMemory):
         decays = self.weights() if self.algorithm.weight_decay else None
         finite = ops.accumulate(gradient, sent.zero_(), velocity, decays, factor=factor, **self.rule())
         if "residual" in self.buffers:
-            sent.add_(self.residual)
+            finite = finite & ops.all_finite(sent.add_(self.residual))
+        left = self._cut(sent, most)
 
         def commit() -> None:
             """Make the change, as the step counts."""
             self.velocity.copy_(velocity)
-            self._clear_residual()
+            self._clear_residual() if left is None else self.residual.copy_(left)
 
         return Dense(sent, finite, commit)
 
@@ -221,13 +244,16 @@ class SparsificationAwareMemory(ResidualMemory):
         """Return the type that a dense tensor travels in: that of the residual."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0) -> "Dense":
+    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
         """Return what a tensor that travels dense sends: all it remembers, which is momentum SGD."""
         sent, decayed = self.spare()
         finite = ops.accumulate(
             gradient, sent.copy_(self.residual), *self.destination()[1:], factor=factor, **self.rule()
         )
+        left = self._cut(sent, most)
         torch.mul(sent, self.kept, out=decayed)
+        if left is not None:
+            decayed.add_(left)
 
         def commit() -> None:
             """Make the change, as the step counts; what is sent may have been reduced in place."""

@@ -58,14 +58,16 @@ class ModelScope(Scope):
         """Select and start whatever was not complete when the last gradient came."""
         late = self._late()
         if not self._sealed and self.expected:  # a tensor is missing: the others make their own selection
-            late = [self.entries[name] for name in sorted(self.entries)]
+            late = [self.entries[name] for name in sorted(self.entries) if name not in self._nowhere]
         self._sealed = True
         if late:
             self._start(late, "late")
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Cut a tensor out of the whole model's sum."""
-        group = self._group_of[entry.name]
+        group = self._group_of.get(entry.name)
+        if group is None:  # it trains nowhere
+            return entry.gradient.new_zeros(entry.gradient.numel())
         if not group.completed:
             self._complete(group, scale)
         if entry.commit is not None:
@@ -157,7 +159,7 @@ class ModelScope(Scope):
 
     def _put_back(self) -> None:
         for buffer, kept in self._held:
-            buffer.copy_(kept)
+            buffer.add_(kept)  # it holds nothing, or what a gradient of 16 bits could not hold of a sum
         self._held.clear()
 
     def _clips_model(self) -> bool:

@@ -47,8 +47,8 @@ def accumulate(
     g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
     where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
     momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
-    velocity, then g. Every product and sum is rounded. Returns, as a bool scalar tensor, whether the gradient was
-    finite everywhere.
+    velocity, then g. Where that overflows, both stay as they are, and the gradient counts as not finite. Every product
+    and sum is rounded. Returns, as a bool scalar tensor, whether the gradient was finite everywhere.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 
@@ -290,11 +290,12 @@ def filter_bucket(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
 
-    ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least the
-    smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Unless is_active
-    no gradient enters a residual. columns: of low-bit values, as in `locate_payloads`. Returns the payloads,
-    uint8[bytes], one after the other; float64[members, 3], threshold, entries, and the payload's offset in bytes; and
-    bool[members]: was each gradient finite everywhere? The k of a payload is its entries, but at least 1.
+    ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least
+    the smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Where
+    below 0, the -k largest are selected and no more, zeros left out. Unless is_active no gradient enters a
+    residual. columns: of low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the
+    other; float64[members, 3], threshold, entries, and the payload's offset in bytes; and bool[members]: was each
+    gradient finite everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, weight_decay, is_active, thresholds, ks)

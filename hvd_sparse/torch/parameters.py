@@ -11,7 +11,8 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Parameters:
     """The named parameters of one compressor.
 
-    named_parameters: (name, Parameter) pairs. A tied weight that stands under several names keeps its first one.
+    named_parameters: (name, Parameter) pairs. A tied weight that stands under several names keeps its first one; a
+    frozen one of a type that cannot train is left out.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]):
@@ -21,11 +22,14 @@ class Parameters:
             name, parameter = _checked_pair(pair)
             if name in self._by_name:
                 raise ValueError(f"named_parameters must have unique names, got {name!r} twice")
-            if id(parameter) not in seen:
+            if id(parameter) not in seen and can_train(parameter):
                 seen.add(id(parameter))
                 self._by_name[name] = parameter
         if not self._by_name:
-            raise ValueError("named_parameters is empty; pass model.named_parameters() (an iterator serves only once)")
+            raise ValueError(
+                "named_parameters is empty, or none of them can train; pass model.named_parameters() (an iterator "
+                "serves only once)"
+            )
         self.device = _device_of(self._by_name)
         self._names = list(self._by_name)
         self._follows: dict[str | None, str] = {}
@@ -84,6 +88,11 @@ class Parameters:
         )
 
 
+def can_train(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter may ever have a gradient here: a frozen one of integers never has."""
+    return parameter.dtype in DTYPES
+
+
 def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
         raise TypeError(
@@ -93,7 +102,7 @@ def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
     name, parameter = pair
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(f"{name}: a parameter must be a torch.Tensor, got {type(parameter).__name__}")
-    if parameter.dtype not in DTYPES:
+    if parameter.dtype not in DTYPES and parameter.requires_grad:
         raise TypeError(f"{name}: gradients must be float32, float64, float16 or bfloat16, got {parameter.dtype}")
     if parameter.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: parameters must be on the CPU or on CUDA devices, got {parameter.device}")

@@ -9,6 +9,7 @@ every compress of the step has happened, on every rank.
 """
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.centres import segments_of
+from hvd_sparse.half import largest_sent, rest_of
 from hvd_sparse.threshold import ScaledThreshold, Threshold
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -23,6 +25,8 @@ from hvd_sparse.torch.memory import ResidualMemory, make_memory
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
+
+MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
 
 
 @dataclass(slots=True)
@@ -54,12 +58,15 @@ class Scope(abc.ABC):
         self.thresholds: dict[str, Threshold | ScaledThreshold] = {}  # where the count varies
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
         self.expected: tuple[str, ...] = ()
+        self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
         self.entries: dict[str, Entry] = {}
         self._awaited: set[str] = set()
         self._deferred: list[Callable[[], Pending]] = []
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._sealed = self._under_way = False
+        self._nowhere: frozenset[str] = frozenset()
+        self.averages = False  # whether a sum over ranks is known to be divided by their number
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
@@ -71,11 +78,11 @@ class Scope(abc.ABC):
 
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the memories."""
-        self.expected = ()
+        self.expected, self._idle = (), frozenset()
         self.restart()
 
     def restart(self) -> None:
-        """Take every threshold anew: they outlive a step, and no checkpoint has them."""
+        """Take every threshold anew: they outlive a step."""
         for threshold in self.thresholds.values():
             threshold.forget()
 
@@ -96,7 +103,9 @@ class Scope(abc.ABC):
                 memory.forget_spare()
         self._under_way = True
         self._tokens.begin(self.exchange.rank(), len(self.expected))
-        self._presence = self.exchange.allreduce("present", torch.ones(1))
+        came = [*self.expected, *self._idle] or list(self.parameters)
+        freezes = any(not self.parameters[name].requires_grad for name in came)
+        self._presence = self.exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
         self._collectives = [self._presence]
         self.traffic.count(payload_bytes=4)
 
@@ -114,9 +123,21 @@ class Scope(abc.ABC):
 
     def finish(self) -> None:
         """Start everything that has not been started: no compress follows in this step."""
+        self._nowhere = self._trained_nowhere()
         self._finish()
         self._release(wait=True)
         self._count()
+
+    def _trained_nowhere(self) -> frozenset[str]:
+        """Return which of this step's parameters are frozen on every rank: the ranks ask each other if any is on one."""
+        with self.traffic.timed("exchange"):
+            if self._presence.wait() < MOST_RANKS:
+                return frozenset()
+            names = sorted(self.entries)
+            trains = torch.tensor([float(not self.entries[name].frozen) for name in names])
+            self.traffic.count(payload_bytes=trains.nbytes)
+            ranks = self.exchange.allreduce("trains", trains).wait().tolist()
+        return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
     def _count(self) -> None:
         """Count what Horovod alone would have been handed, and the tokens that it is."""
@@ -136,7 +157,8 @@ class Scope(abc.ABC):
             collective.wait()
         self._tokens.end()
         self._under_way = False
-        self.expected = tuple(sorted(self.entries))
+        self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
+        self._idle = self._nowhere
         self.entries = {}
 
     def overflowed(self) -> bool:
@@ -161,13 +183,28 @@ class Scope(abc.ABC):
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
 
+    def hold(self, entry: Entry, total: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what a gradient of 16 bits holds of its sum, float32[n]; the rest goes back to the ranks' residuals.
+
+        scale: what the sum over ranks was multiplied with.
+        """
+        dtype = entry.gradient.dtype
+        most = torch.finfo(dtype).max
+        total = total.view(-1)
+        held = total.clamp(-most, most).to(dtype)
+        part = rest_of(self.exchange.rank(), self.ranks) / scale
+        self.memories[entry.name].buffer("residual").add_((total - held).mul_(part))
+        return held
+
     def is_dense(self, name: str) -> bool:
         """Return whether a tensor travels dense in this step."""
         return name in self._dense
 
     def _take_all(self, entry: Entry, factor: float) -> torch.Tensor:
         """Bring a gradient that travels dense into its memory, for now; return what is to be sent."""
-        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor)
+        is_half = entry.gradient.dtype == torch.float16
+        most = largest_sent(self.ranks, self.averages) if is_half else math.inf
+        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor, most)
         self._note(entry, finite)
         return sent
 
@@ -191,7 +228,7 @@ class Scope(abc.ABC):
         """Note which gradients were finite, bool[entries]."""
         if not finite.all():
             for entry, is_finite in zip(entries, finite.tolist(), strict=True):
-                entry.finite = is_finite
+                entry.finite &= is_finite
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Make room for a message."""
@@ -218,7 +255,7 @@ class Scope(abc.ABC):
         if not wait and not (self._deferred and self._presence.is_done()):
             return
         with self.traffic.timed("exchange"):
-            present, ranks = int(self._presence.wait()), self.ranks
+            present, ranks = int(self._presence.wait()) % MOST_RANKS, self.ranks
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
@@ -250,7 +287,8 @@ class Scope(abc.ABC):
         )
 
     def _late(self) -> list[Entry]:
-        return [self.entries[name] for name in sorted(self.entries) if name not in self.expected]
+        known = {*self.expected, *self._nowhere}
+        return [self.entries[name] for name in sorted(self.entries) if name not in known]
 
     def _pack_nothing(self, n: int, k: int, out: torch.Tensor, segments: torch.Tensor | None) -> None:
         """Write the payload of an empty contribution."""

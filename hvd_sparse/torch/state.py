@@ -1,17 +1,16 @@
 """A compressor's memory as a checkpoint, of one rank or summed over all."""
 
-from collections.abc import Mapping
-
 import torch
 
-from hvd_sparse.checkpoint import VERSION, check_state
+from hvd_sparse.checkpoint import VERSION, check_state, refused
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.memory import ResidualMemory
+from hvd_sparse.torch.scope import Scope
 
 
-def gather_state(memories: Mapping[str, ResidualMemory], step: int, exchange: Exchange, summed: bool) -> dict:
-    """Return {"version", "step", "ranks", "summed", "memory": {name: {buffer: float32[n]}}}; collective if summed."""
-    memory = {name: _copies(memories[name], every=summed) for name in sorted(memories)}
+def gather_state(scope: Scope, step: int, exchange: Exchange, summed: bool) -> dict:
+    """Return a state as `hvd_sparse.checkpoint` has it; collective if summed."""
+    memory = {name: _copies(scope.memories[name], every=summed) for name in sorted(scope.memories)}
     if summed:
         sums = [
             exchange.allreduce(f"state.{name}.{kind}", buffer)
@@ -20,7 +19,10 @@ def gather_state(memories: Mapping[str, ResidualMemory], step: int, exchange: Ex
         ]
         for pending in sums:
             pending.wait()
-    return {"version": VERSION, "step": step, "ranks": exchange.size(), "summed": summed, "memory": memory}
+    kept = {} if summed else {name: threshold.numbers() for name, threshold in sorted(scope.thresholds.items())}
+    thresholds = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in kept.items() if numbers}
+    state = {"version": VERSION, "step": step, "ranks": exchange.size(), "summed": summed}
+    return {**state, "memory": memory, "thresholds": thresholds}
 
 
 def _copies(memory: ResidualMemory, every: bool) -> dict[str, torch.Tensor]:
@@ -30,16 +32,25 @@ def _copies(memory: ResidualMemory, every: bool) -> dict[str, torch.Tensor]:
     return {kind: memory.buffers.get(kind, empty).clone() for kind in kinds}
 
 
-def restore_state(memories: Mapping[str, ResidualMemory], state: dict, exchange: Exchange) -> int:
-    """Fill the memories from a state and return its step; all is checked before anything is changed."""
-    sizes = {name: memory.parameter.numel() for name, memory in memories.items()}
-    check_state(state, sizes, {name: memory.BUFFERS for name, memory in memories.items()}, exchange.size())
+def restore_state(scope: Scope, state: dict, exchange: Exchange) -> int:
+    """Fill the memories from a state and return its step; all is checked, on every rank, before anything is changed."""
+    exchange.refuse_together(refused(lambda: _check(scope, state, exchange.size())))
     share = 1.0 / exchange.size() if state["summed"] else 1.0
-    for name, memory in memories.items():
+    for name, memory in scope.memories.items():
         saved = state["memory"][name]
         for kind in memory.BUFFERS:
             if kind in saved and (kind in memory.buffers or bool(saved[kind].any())):
                 memory.buffer(kind).copy_(torch.as_tensor(saved[kind])).mul_(share)
             elif kind in memory.buffers:
                 memory.buffers[kind].zero_()
+    scope.restart()
+    for name, numbers in state["thresholds"].items():
+        scope.thresholds[name].restore(numbers.tolist())
     return state["step"]
+
+
+def _check(scope: Scope, state: dict, ranks: int) -> None:
+    sizes = {name: memory.parameter.numel() for name, memory in scope.memories.items()}
+    kinds = {name: memory.BUFFERS for name, memory in scope.memories.items()}
+    counts = {name: len(threshold.numbers()) for name, threshold in scope.thresholds.items() if threshold.numbers()}
+    check_state(state, sizes, kinds, counts, ranks)

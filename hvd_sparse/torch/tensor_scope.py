@@ -52,6 +52,7 @@ class TensorScope(Scope):
         self._plan: list[Message] = []
         self._plan_key = None
         self._message_of: dict[str, Message] = {}
+        self._thawed: dict[str, Pending] = {}  # what travels dense, in the first step after it trained nowhere
         names = list(self.parameters)
         self._hints = dict(zip(names, ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
         self._payloads: dict[str, Payload] = {}
@@ -60,6 +61,7 @@ class TensorScope(Scope):
     def begin(self, step: int) -> None:
         """Begin a step; cut the expected payloads into buckets."""
         super().begin(step)
+        self._thawed = {}
         if self._payloads_density != self.density:
             self._payloads, self._payloads_density = {}, self.density
         if self._plan_key != (self.expected, self.density):
@@ -84,7 +86,11 @@ class TensorScope(Scope):
                 return carried
             entry.commit()
             return self._own(entry, carried)
-        message = self._message_of[entry.name]
+        if entry.name in self._thawed:
+            return self._thawed_sum(entry, scale)
+        message = self._message_of.get(entry.name)
+        if message is None:  # it trains nowhere
+            return entry.gradient.new_zeros(entry.gradient.numel())
         if entry.name not in message.sums:
             self._complete(message, scale)
         if scale != message.scale:
@@ -104,7 +110,7 @@ class TensorScope(Scope):
 
     def _take(self, entry: Entry) -> torch.Tensor:
         name = entry.name
-        if name in self._dense:
+        if name in self._dense and name not in self._idle:
             return self._take_dense(entry)
         message = self._message_of.get(name)
         if message is not None:
@@ -149,10 +155,29 @@ class TensorScope(Scope):
         late = self._late()
         if not late:
             return
-        for message in self._messages([entry.name for entry in late if entry.carries_token], "late"):
+        self._thaw([entry for entry in late if entry.carries_token and self.is_dense(entry.name)])
+        late_sparse = [entry.name for entry in late if not self.is_dense(entry.name)]
+        for message in self._messages(late_sparse, "late"):
             self._message_of.update(dict.fromkeys(message.bucket.offsets, message))
             self._start(message)
         self._vote("late.vote", late)
+
+    def _thaw(self, entries: list[Entry]) -> None:
+        """Send what travels dense, and trained nowhere in the step before: Horovod carries a token for it."""
+        for entry in entries:
+            sent = self._take_dense(entry).reshape(-1)
+            entry.carries_token = True
+            summed = sent.to(torch.promote_types(sent.dtype, torch.float32), copy=True)
+            self._thawed[entry.name] = self.exchange.allreduce(f"late.{entry.name}", summed)
+            self._collectives.append(self._thawed[entry.name])
+
+    def _thawed_sum(self, entry: Entry, scale: float) -> torch.Tensor:
+        """Return the sum of what was frozen in the step before."""
+        with self.traffic.timed("exchange"):
+            total = self._thawed.pop(entry.name).wait()
+        if entry.commit is not None:
+            entry.commit()
+        return total.mul_(scale)
 
     def _start(self, message: Message) -> None:
         self._fill(message)

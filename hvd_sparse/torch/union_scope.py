@@ -9,8 +9,15 @@ import abc
 import torch
 
 from hvd_sparse.centres import by_group
-from hvd_sparse.reference import stratified_sample
-from hvd_sparse.threshold import ScaledThreshold, ThresholdHint, histogram_threshold, partition, sampled_histogram
+from hvd_sparse.reference import hash_index, stratified_sample
+from hvd_sparse.threshold import (
+    ScaledThreshold,
+    ThresholdHint,
+    exact_count,
+    histogram_cut,
+    partition,
+    sampled_histogram,
+)
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.model_scope import Group, ModelScope
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size, top_k_count
@@ -50,11 +57,11 @@ class UnionScope(ModelScope, abc.ABC):
 
     def _sum_values(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
         """Return the indices, the sum of all ranks' values there, and None: nothing is left."""
-        values = group.memory.residual.index_select(0, indices)
+        values = group.memory.residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow
         self.traffic.count(payload_bytes=4 * len(indices))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{group.name}.values", values).wait()
-        return indices, total.mul_(scale), None
+        return indices, total, None
 
     def _sum_quantized(self, group: Group, indices: torch.Tensor, scale: float) -> tuple:
         """Return the indices in another order, the sum of all ranks' values there, and what rounding left of them."""
@@ -117,15 +124,24 @@ class PartitionScope(UnionScope):
         begin, end = partition(self.step, rank, ranks, group.n)
         part = group.memory.residual[begin:end]
         scaled = self.thresholds.get("model")
-        threshold = self._read_histogram(group, part, k) if scaled is None else scaled.at(self.step, k)
-        return ops.filter_threshold(part, threshold)[0] + begin
+        if scaled is not None:
+            return ops.filter_threshold(part, scaled.at(self.step, k))[0] + begin
+        return self._above_cut(group, part, k) + begin
 
-    def _read_histogram(self, group: Group, part: torch.Tensor, k: int) -> float:
-        histogram = torch.from_numpy(sampled_histogram(part.numpy(), k, self.seed))
-        self.traffic.count(payload_bytes=4 * len(histogram))
+    def _above_cut(self, group: Group, part: torch.Tensor, k: int) -> torch.Tensor:
+        """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
+        own = sampled_histogram(part.numpy(), k, self.seed)
+        self.traffic.count(payload_bytes=own.nbytes)
         with self.traffic.timed("exchange"):
-            total = self.exchange.allreduce(f"{group.name}.histogram", histogram).wait()
-        return histogram_threshold(total.numpy(), k)
+            total = self.exchange.allreduce(f"{group.name}.histogram", torch.from_numpy(own.copy())).wait()
+        cut = histogram_cut(total.numpy(), k)
+        indices = ops.filter_threshold(part, cut.threshold)[0]
+        draw = int(hash_index(self.seed, self.exchange.rank()))
+        largest = exact_count(cut, own, part.numpy(), len(indices), draw)
+        if largest > 0:
+            indices = ops.select_top_k(part, largest, self.seed)[0]
+            indices = indices[part[indices] != 0.0]
+        return indices
 
     def _union(self, group: Group) -> torch.Tensor:
         indices = super()._union(group)

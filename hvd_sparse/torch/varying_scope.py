@@ -69,8 +69,8 @@ class VaryingScope(TensorScope):
         factors = [memory.clip_factor(g, self.ranks) for memory, g in zip(memories, gradients, strict=True)]
         reads = self.thresholds[names[0]].reads
         if reads:
-            for memory, gradient, factor in zip(memories, gradients, factors, strict=True):
-                memory.accumulate(gradient, factor)
+            for entry, memory, factor in zip(entries.values(), memories, factors, strict=True):
+                entry.finite = memory.accumulate(entry.gradient, factor)
         plans = [self._plan_of(name) for name in names]
         payloads, info, finite = ops.filter_bucket(
             gradients,

@@ -54,8 +54,8 @@ bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& 
     if (s.weight_decay != 0) g = Plus(g, Times(parameter[i], s.weight_decay));
     all_finite &= std::isfinite(g);
     if (!std::isfinite(g)) g = 0;
-    float& u = buffers->velocity[i];
-    float& v = buffers->residual[i];
+    float u = buffers->velocity[i];
+    float v = buffers->residual[i];
     switch (s.rule) {
       case AccumulateRule::kResidual: v = Plus(v, g); break;
       case AccumulateRule::kMomentum:
@@ -67,6 +67,10 @@ bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& 
         v = Plus(Plus(v, u), g);
         break;
     }
+    all_finite &= std::isfinite(u) && std::isfinite(v);
+    if (!std::isfinite(u) || !std::isfinite(v)) continue;
+    buffers->velocity[i] = u;
+    buffers->residual[i] = v;
   }
   return all_finite;
 }
@@ -192,6 +196,33 @@ TEST(EveryFloat16) {
   EXPECT(!Expect(all, plain, zeros, &expected), "there are infinities and NaN");
   EXPECT(!Accumulate(all.array(), ParamsOf(plain, zeros), SerialFor, MemoryOf(plain, &buffers)), "finite");
   EXPECT_EQ(expected.residual, buffers.residual, "every float16");
+}
+
+// An update that overflows leaves its element as it is, the others not; the top k never hold an infinity.
+TEST(AnOverflowLeavesTheElement) {
+  Values gradient(DType::kFloat32, 4);
+  const float big = 3e38f;
+  for (int64_t i = 0; i < 4; ++i) gradient.Set(i, FloatToBits(i < 2 ? big : 1.0f));
+  for (const Setting& s : AllSettings()) {
+    if (s.factor != 1 || s.weight_decay != 0) continue;
+    const bool adds = s.rule == AccumulateRule::kResidual || s.momentum == 0;
+    const bool nesterov = s.rule == AccumulateRule::kNesterov;
+    // v = 2e38 + 3e38 overflows; so does u = 0.9 * 2e38 + 3e38; 1 + ... does not.
+    Buffers buffers{{2e38f, 0, 2, -big}, {0, adds ? 0 : 2e38f, 4, 0}};
+    Selection selection;
+    bool finite = true;
+    const Status status = AccumulateTopK(gradient.array(), ParamsOf(s, {}), {4, 0, 7}, SerialFor, MemoryOf(s, &buffers),
+                                         &finite, &selection);
+    EXPECT_STATUS(StatusKind::kOk, status, s.name);
+    EXPECT(!finite, s.name);
+    EXPECT_EQ(2e38f, buffers.residual[0], s.name);
+    EXPECT_EQ(0.0f, buffers.velocity[0], s.name);
+    EXPECT_EQ(adds ? big : 0.0f, buffers.residual[1], s.name);
+    const float u = nesterov ? Times(s.momentum, 5) : Plus(Times(s.momentum, 4), 1);
+    EXPECT_EQ(s.rule == AccumulateRule::kResidual ? 3.0f : Plus(Plus(2, u), nesterov ? 1 : 0), buffers.residual[2],
+              s.name);
+    EXPECT_EQ(-big, buffers.residual[3], s.name);
+  }
 }
 
 TEST(RefusesWithoutTouching) {

@@ -10,6 +10,7 @@
 #include "finite.h"
 #include "joined.h"
 #include "payloads.h"
+#include "select.h"
 #include "threshold.h"
 
 namespace hvd_sparse {
@@ -33,8 +34,15 @@ Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, 
     if (threshold == 0) threshold = std::ldexp(1.0, -149);
   }
   std::vector<int64_t> indices;
+  Selection largest;  // if k < 0: these and no more, but for zeros
+  if (filter.k < 0) {
+    EXPECT(SelectTopK(joined->residuals(), {-filter.k, 0, 0}, SerialFor, &largest).ok(), "the largest");
+    threshold = std::max(largest.threshold, std::ldexp(1.0, -149));
+  }
   for (size_t i = 0; i < joined->residual.size(); ++i) {
-    if (std::abs(static_cast<double>(joined->residual[i])) >= threshold) indices.push_back(static_cast<int64_t>(i));
+    const auto index = static_cast<int64_t>(i);
+    if (filter.k < 0 && !std::binary_search(largest.indices.begin(), largest.indices.end(), index)) continue;
+    if (std::abs(static_cast<double>(joined->residual[i])) >= threshold) indices.push_back(index);
   }
   const auto count = result.found.count = static_cast<int64_t>(indices.size());
   Floats values;
@@ -80,7 +88,7 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
 
 TEST(FiltersAndPacks) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const std::vector<FilterParams> filters{{0, 0}, {1.7, 0}, {kInfinity, 0}, {kInfinity, 30}, {0, 1000}, {-1, 999}};
+  const std::vector<FilterParams> filters{{0, 0}, {1.7, 0}, {kInfinity, 0}, {kInfinity, 30}, {0, 1000}, {-1, 999}, {0, -30}, {0, -1000}};
   for (const Rule& rule : kRules) {
     for (const FilterParams& filter : filters) {
       for (const bool active : {true, false}) {
@@ -108,7 +116,7 @@ TEST(AFilterRefusesWithoutTouching) {
   const PayloadFormat plain{}, apart{0, 0, Coding::kAuto, DType::kInt2, {{1, 1}}};
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const bool active : {true, false}) {
-    for (const FilterParams& filter : {FilterParams{-1, 0}, {nan, 0}, {1, -1}, {1, 1001}}) {
+    for (const FilterParams& filter : {FilterParams{-1, 0}, {nan, 0}, {1, -1001}, {1, 1001}}) {
       Bytes message;
       bool finite = true;
       Filtered found;

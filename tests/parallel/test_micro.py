@@ -9,7 +9,7 @@ from helpers import drive, make_parameters, memory_of
 from micro_oracle import MicroOracle
 from test_conservation import Ledger
 
-from hvd_sparse.threshold import SMALLEST, histogram_threshold, sampled_histogram
+from hvd_sparse.threshold import SMALLEST, histogram_cut, sampled_histogram
 from hvd_sparse.torch import Compression
 
 N = 100_000
@@ -101,13 +101,13 @@ def test_a_histogram_tells_the_threshold(kind, k):
     counted = sampled_histogram(values[: N // 2], 10**9, 0) + sampled_histogram(values[N // 2 :], 10**9, 0)
     histogram = np.bincount((values.view(np.uint32) & 0x7FFFFFFF) >> 19, minlength=4096).astype(np.float32)
     assert counted.shape == histogram.shape and abs(counted.sum() - N) < 1
-    reached = int((np.abs(values) >= histogram_threshold(histogram, k)).sum())
+    reached = int((np.abs(values) >= histogram_cut(histogram, k).threshold).sum())
     assert reached in (0, N) if kind == "one value" else abs(reached - k) <= max(10, 0.03 * k)
 
 
 def test_too_few_values_let_everything_pass():
     histogram = sampled_histogram(np.float32([0.0, 0.0, 1e-40, 2.0]), 4, 0)
-    assert histogram_threshold(histogram, 3) == SMALLEST
-    assert histogram_threshold(np.zeros(4096, np.float32), 1) == SMALLEST
+    assert histogram_cut(histogram, 3).threshold == SMALLEST
+    assert histogram_cut(np.zeros(4096, np.float32), 1).threshold == SMALLEST
     infinite = sampled_histogram(np.float32([np.inf, 1.0]), 2, 0)
-    assert histogram_threshold(infinite, 1) == np.inf
+    assert histogram_cut(infinite, 1).threshold == np.inf

@@ -9,7 +9,7 @@ import torch
 from gradients import SCOPES, SHAPES, draw
 from helpers import alone_as_elastic, assert_alive, backward, distributed, drive, make_parameters, step
 
-from hvd_sparse.torch import Compression
+from hvd_sparse.torch import Compression, exchange
 
 several = pytest.mark.skipif(hvd.size() < 2, reason="ranks can only differ where there are two of them")
 LAST = hvd.size() - 1
@@ -126,14 +126,22 @@ def test_agreement_is_found_again_after_a_refusal(scope):
 
 @several
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_state_loaded_on_one_rank_only(scope):
+def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
+    """That rank is told, and keeps what it had; loaded on the others then, their steps are not the same."""
     shapes = {"weight": (600,)}
     parameters = make_parameters(shapes)
     compression = Compression.gradient_dropping(parameters.items(), scope=scope, min_numel=100)
     for t in range(3):
         drive(compression, parameters, draw(shapes, t, hvd.rank()))
+    state = {**compression.state_dict(), "step": 8}
     if hvd.rank() == 0:
-        compression.load_state_dict({**compression.state_dict(), "step": 8})
+        monkeypatch.setattr(exchange, "AGREE_SECONDS", 0.2)
+        with pytest.raises(RuntimeError, match="did not take part"):
+            compression.load_state_dict(state)
+        assert compression.state_dict()["step"] == 3
+    hvd.barrier()
+    if hvd.rank() != 0:
+        compression.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"at step (8|3).*state on every rank"):
         drive(compression, parameters, draw(shapes, 3, hvd.rank()))
     assert_alive()
@@ -181,9 +189,14 @@ def test_arguments(what, method):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
 def test_parameters_without_a_real_gradient(dtype):
+    """A frozen one is left out; what is left then must be something, and one that trains is refused."""
     named = [("counter", torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))]
-    with pytest.raises(TypeError, match=f"counter: gradients must be float32.*{dtype}"):
+    with pytest.raises(ValueError, match="none of them can train"):
         Compression.gradient_dropping(named)
+    if dtype == torch.complex64:
+        named[0][1].requires_grad_()
+        with pytest.raises(TypeError, match=f"counter: gradients must be float32.*{dtype}"):
+            Compression.gradient_dropping(named)
 
 
 def test_parameters_in_another_form():

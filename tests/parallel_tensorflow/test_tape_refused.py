@@ -9,7 +9,7 @@ import tensorflow as tf
 from gradients import SCOPES, draw
 from tf_helpers import Reducer, assert_alive, make_variables, several
 
-from hvd_sparse.tensorflow import Compression
+from hvd_sparse.tensorflow import Compression, exchange
 
 pytestmark = pytest.mark.each_value
 
@@ -115,12 +115,18 @@ def test_methods_that_differ_between_ranks():
 
 @several
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_state_loaded_on_one_rank_only(scope):
-    """Loaded on the others too, all can go on."""
+def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
+    """That rank is told, and keeps what it had; loaded on all, all can go on."""
     reduce = make(scope=scope)
     reduce(draw(SHAPES, 0, hvd.rank()))
+    state = {**reduce.compression.state_dict(), "step": 8}
     if hvd.rank() == 0:
-        reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 8})
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="did not take part"):
+            patch.setattr(exchange, "AGREE_SECONDS", 0.2)
+            reduce.compression.load_state_dict(state)
+    assert_alive()
+    if hvd.rank() != 0:
+        reduce.compression.load_state_dict(state)
     refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step; load the state on every rank")
     reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 8})
     reduce(draw(SHAPES, 1, hvd.rank()))

@@ -28,6 +28,7 @@ class Method:
     factor_masking: bool = True
     samomentum: bool = False  # DGS, Algorithm 3: u alone, magnified where it was not sent
     lifespan: int | None = None  # DCT's, for thresholds that are kept
+    band: float | None = 4.0  # of DCT's counts, beyond which a threshold is taken anew in the next step
     value: float | None = None  # a hard threshold's
     stages: int | None = None  # SIDCo's, to begin with
     distribution: str = "exponential"
@@ -147,7 +148,8 @@ def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
 
     Tensor i of m has its turn i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4 in steps
-    4 to 7, and so on up to L. A hard threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
+    4 to 7, and so on up to L. Not of the paper: what sent too many or too few takes it anew in the next step. A hard
+    threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
     """
     masks, gap, lifespan = {}, np.inf, 1
     while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
@@ -165,12 +167,17 @@ def reach(method, step, v, kept):
             continue
         if method.value is not None:
             kept[name] = method.value
-        elif name not in kept or step % lifespan == position * lifespan // len(v):
+        is_due = method.value is None and (name not in kept or step % lifespan == position * lifespan // len(v))
+        k = max(1, round(method.density_at(step) * magnitudes.size))
+        if is_due:
             index = int(np.floor(magnitudes.size * (1.0 - method.density_at(step)) + 1e-9))
             kept[name] = np.sort(magnitudes, axis=None)[index]
         masks[name] = magnitudes >= kept[name]
         others = magnitudes[magnitudes != kept[name]]
         gap = min(gap, np.min(np.abs(others - kept[name])) / kept[name])
+        if method.value is None and method.band is not None and not is_due:
+            if masks[name].sum() > method.band * k or masks[name].sum() < k / method.band:
+                del kept[name]
     return masks, gap
 
 

@@ -1,0 +1,91 @@
+"""What overflows inside error feedback, or comes from a checkpoint: never in a memory, never sent, on no rank."""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import draw
+from helpers import assert_alive, drive, everywhere, make_parameters, memory_of
+
+from hvd_sparse.torch import Compression
+
+SHAPES = {"body.weight": (30, 20), "body.bias": (20,), "head.weight": (500,)}
+METHODS = {
+    "dgc": {"momentum": 0.9},
+    "dgc, model": {"momentum": 0.9, "scope": "model"},
+    "dgc, dense": {"momentum": 0.9, "density": 1.0},
+    "gradient_dropping": {},
+    "gradient_dropping, float16": {"values": "float16"},
+    "topk": {},
+    "samomentum": {},
+    "samomentum, model": {"scope": "model"},
+    "samomentum, dense": {"density": 1.0},
+    "dct": {},
+    "hard_threshold": {"value": 3.3e38, "density": None},
+    "sidco": {},
+    "cltk": {},
+    "random_k": {},
+    "micro": {},
+}
+
+
+def make(kind, parameters):
+    settings = {"density": 0.05, "min_numel": 100, **METHODS[kind]}
+    if settings["density"] is None:
+        del settings["density"]
+    return getattr(Compression, kind.split(",")[0])(parameters.items(), **settings)
+
+
+def huge(step):
+    """The gradients of the last rank, distinct, each finite; any two of them together are not. Others have zeros."""
+    drawn = draw(SHAPES, step, 0)
+    is_last = hvd.rank() == hvd.size() - 1
+    return {name: (2.6e38 + 1e37 * np.tanh(value)) * is_last for name, value in drawn.items()}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_overflow_in_the_memory_voids_the_step_and_leaves_the_memory(kind):
+    parameters = make_parameters(SHAPES)
+    compression = make(kind, parameters)
+    first = drive(compression, parameters, huge(0), op=hvd.Average)
+    assert all(bool(result.isfinite().all()) for result in first.values())
+    for t in (1, 2):
+        void = drive(compression, parameters, huge(t), op=hvd.Average)
+        assert all(bool(result.isnan().all()) for result in void.values()), t
+    for name in SHAPES:
+        waited = (first[name] == 0).reshape(-1).numpy()  # what was not sent stands there as it came
+        residual = memory_of(compression, parameters, name).numpy()
+        assert np.isfinite(residual).all() and bool(
+            memory_of(compression, parameters, name, "velocity").isfinite().all()
+        )
+        expected = np.float32(huge(0)[name]).astype(np.float64).reshape(-1)
+        if name != "body.bias":
+            np.testing.assert_array_equal(residual[waited], expected[waited], err_msg=name)
+    assert len(set(everywhere(compression.stats()["steps"]))) == 1
+
+
+def test_nesterov_overflows_at_once():
+    """v = m (u + g) + g: nothing of it enters."""
+    parameters = make_parameters(SHAPES)
+    compression = Compression.dgc(parameters.items(), density=0.05, min_numel=100, nesterov=True)
+    result = drive(compression, parameters, huge(0))
+    assert all(bool(one.isnan().all()) for one in result.values())
+    assert compression.stats()["residual_norm"] == 0.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["residual", "velocity"])
+def test_a_state_that_is_not_finite_is_refused_on_every_rank(kind, bad):
+    """On one rank alone it is bad; every rank hears which one, and of which buffer, and keeps what it had."""
+    parameters = make_parameters(SHAPES)
+    compression = make("dgc", parameters)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    before = memory_of(compression, parameters, "body.weight", kind)
+    state = compression.state_dict()
+    if hvd.rank() == hvd.size() - 1:
+        state["memory"]["body.weight"][kind][7] = bad
+    with pytest.raises(ValueError, match=rf"rank {hvd.size() - 1}: body.weight: the state's {kind} must be finite"):
+        compression.load_state_dict(state)
+    assert torch.equal(before, memory_of(compression, parameters, "body.weight", kind))
+    drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
+    assert_alive()

@@ -1,0 +1,58 @@
+"""Gradients of 16 bits: what their type holds is delivered, the rest waits; nothing is infinite, nothing is lost."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_helpers import Reducer, make_variables, memory_of, several, total
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+SHAPES = {"weight": (40, 50), "bias": (10,)}
+CASES = [
+    ("gradient_dropping", tf.float16, hvd.Average, {}),
+    ("gradient_dropping", tf.bfloat16, hvd.Sum, {"scope": "model"}),
+    ("gradient_dropping", tf.float16, hvd.Sum, {"values": "float16"}),
+    ("dct", tf.float16, hvd.Sum, {}),
+    ("cltk", tf.float16, hvd.Average, {}),
+]
+
+
+def make(method, dtype, op, **settings):
+    variables = make_variables(SHAPES, dtype)
+    return Reducer(variables, getattr(Compression, method)(list(variables.values()), **settings), op=op)
+
+
+@pytest.mark.parametrize(("method", "dtype", "op", "settings"), CASES)
+def test_what_is_delivered_and_what_waits_are_what_was_fed(method, dtype, op, settings):
+    """512 a step, and 30,720 at some elements: 60 steps bring up to 1.8 million where float16 ends at 65,504."""
+    reduce = make(method, dtype, op, density=0.01, min_numel=100, **settings)
+    gradients = {name: np.full(shape, 512.0) for name, shape in SHAPES.items()}
+    gradients["weight"].reshape(-1)[::3] = 30720.0
+    sent = np.zeros(2000)
+    for _ in range(60):
+        reduced = reduce(gradients)
+        assert all(np.isfinite(one).all() for one in reduced.values())
+        sent += reduced["weight"].reshape(-1)
+    ranks = hvd.size()
+    waiting = total(memory_of(reduce.compression, "weight")) / (ranks if op == hvd.Average else 1)
+    fed = 60 * gradients["weight"].reshape(-1) * (1 if op == hvd.Average else ranks)
+    exact = ranks & (ranks - 1) == 0 or op == hvd.Sum  # 1/3 of a sum is rounded
+    np.testing.assert_allclose(sent + waiting, fed, rtol=0 if exact else 1e-6, atol=0)
+    assert dtype != tf.float16 or sent.max() >= 65504.0, "more than one message can hold had waited"
+
+
+@pytest.mark.parametrize("method", ["dgc", "samomentum"])
+def test_a_velocity_beyond_float16_travels_in_parts(method):
+    """Dense: momentum 0.75 makes four times the gradient of it, which is 30,720. All comes, later."""
+    reduce = make(method, tf.float16, hvd.Average, density=1.0, momentum=0.75)
+    fed, velocity, moved = 0.0, 0.0, np.zeros(10)
+    for t in range(30):
+        gradient = 30720.0 if t < 6 else 0.0
+        velocity = 0.75 * velocity + gradient
+        fed += velocity
+        reduced = reduce({name: np.full(shape, gradient) for name, shape in SHAPES.items()})
+        assert all(np.isfinite(one).all() for one in reduced.values())
+        moved += reduced["bias"]
+    np.testing.assert_allclose(moved, fed, rtol=2e-2)

@@ -1,0 +1,57 @@
+"""Thresholds that decide what is sent are state; DCT's are taken anew when the count leaves its band."""
+
+import io
+import itertools
+import pickle
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from gradients import draw
+from tf_helpers import Reducer, make_variables, several
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+SHAPES = {"weight": (60, 50), "head": (2000,), "bias": (20,)}
+METHODS = {"dct": {"lifespan": 50}, "sidco": {"stages": 2}, "micro": {"controller": "scaling"}}
+
+
+def make(method, **settings):
+    variables = make_variables(SHAPES)
+    settings = {"density": 0.01, "min_numel": 100, **METHODS[method], **settings}
+    return Reducer(variables, getattr(Compression, method)(list(variables.values()), **settings), op=hvd.Sum)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_is_the_uninterrupted_one(method):
+    """Saved after 17 steps, amid a life-span and five steps of SIDCo; through a file, into a new compressor."""
+    whole, resumed = make(method), make(method)
+    for t in range(17):
+        whole(draw(SHAPES, t, hvd.rank()))
+    file = io.BytesIO(pickle.dumps(whole.compression.state_dict()))
+    resumed.compression.load_state_dict(pickle.load(file))
+    for t in range(17, 30):
+        one, other = whole(draw(SHAPES, t, hvd.rank())), resumed(draw(SHAPES, t, hvd.rank()))
+        for name in SHAPES:
+            np.testing.assert_array_equal(one[name], other[name])
+    own, summed = whole.compression.state_dict(), whole.compression.state_dict(summed=True)
+    assert own["thresholds"] and not summed["thresholds"]
+    resumed.compression.load_state_dict(summed)
+    assert not any(numbers.any() for numbers in resumed.compression.state_dict()["thresholds"].values())
+
+
+@pytest.mark.parametrize("factor", [20.0, 0.05])
+def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
+    """k is 20 of `head`: the step after one that sent over 80, or under 5, has exactly 20 again."""
+    variables, counts = make_variables({"head": (2000,)}), []
+    compression = Compression.dct(list(variables.values()), density=0.01, lifespan=1000, min_numel=100)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for t in range(30):
+        scale = factor if t >= 15 and hvd.rank() == hvd.size() - 1 else 1.0
+        reduce({"head": draw(SHAPES, t, hvd.rank())["head"] * scale})
+        counts.append(round(compression.stats()["step"]["density"] * 2000))
+    for before, after in itertools.pairwise(counts):
+        assert 5 <= before <= 80 or after == 20, counts
+    if hvd.rank() == hvd.size() - 1 and factor > 1.0:
+        assert counts[15] > 1000 and counts[16] == 20

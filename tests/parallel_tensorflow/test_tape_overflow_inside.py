@@ -1,0 +1,65 @@
+"""What overflows inside error feedback, or comes from a checkpoint: never in a memory, never sent, on no rank."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from gradients import draw
+from tf_helpers import Reducer, assert_alive, make_variables, memory_of, several
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+SHAPES = {"weight": (30, 20), "head": (500,), "bias": (20,)}
+METHODS = {
+    "dgc": {"momentum": 0.9},
+    "dgc, dense": {"momentum": 0.9, "density": 1.0},
+    "samomentum": {},
+    "dct": {},
+    "sidco": {},
+    "cltk": {},
+}
+
+
+def make(kind):
+    variables = make_variables(SHAPES)
+    settings = {"density": 0.05, "min_numel": 100, **METHODS[kind]}
+    compression = getattr(Compression, kind.split(",")[0])(list(variables.values()), **settings)
+    return Reducer(variables, compression, op=hvd.Average)
+
+
+def huge(step):
+    """The gradients of the last rank, distinct, each finite; any two of them together are not. Others have zeros."""
+    is_last = hvd.rank() == hvd.size() - 1
+    return {name: (2.6e38 + 1e37 * np.tanh(value)) * is_last for name, value in draw(SHAPES, step, 0).items()}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_overflow_in_the_memory_voids_the_step_and_leaves_the_memory(kind):
+    reduce = make(kind)
+    first = reduce(huge(0))
+    assert all(np.isfinite(result).all() for result in first.values())
+    for t in (1, 2):
+        assert all(np.isnan(result).all() for result in reduce(huge(t)).values()), t
+    for name in SHAPES:
+        waited = (first[name] == 0).reshape(-1)  # what was not sent stands there as it came
+        residual = memory_of(reduce.compression, name)
+        assert np.isfinite(residual).all() and np.isfinite(memory_of(reduce.compression, name, "velocity")).all()
+        if name != "bias":
+            expected = np.float32(huge(0)[name]).astype(np.float64).reshape(-1)
+            np.testing.assert_array_equal(residual[waited], expected[waited], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["residual", "velocity"])
+def test_a_state_that_is_not_finite_is_refused_on_every_rank(kind):
+    """On one rank alone it is bad; every rank hears which one, and of which buffer, and keeps what it had."""
+    reduce = make("dgc")
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    before = memory_of(reduce.compression, "weight", kind)
+    state = reduce.compression.state_dict()
+    if hvd.rank() == hvd.size() - 1:
+        state["memory"]["weight"][kind][7] = np.inf
+    with pytest.raises(ValueError, match=rf"rank {hvd.size() - 1}: weight: the state's {kind} must be finite"):
+        reduce.compression.load_state_dict(state)
+    np.testing.assert_array_equal(before, memory_of(reduce.compression, "weight", kind))
+    reduce(draw(SHAPES, 1, hvd.rank()))
+    assert_alive()
