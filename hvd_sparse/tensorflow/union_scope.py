@@ -36,7 +36,7 @@ class UnionScope(Scope):
         residuals = []
         for entry in entries:
             memory = entry.memory
-            finite = memory.accumulate(entry.gradient, entry.factor, step.is_active)
+            finite = memory.accumulate(entry.gradient, entry.factor, step.units, step.is_active)
             step.finite.append(finite)
             residuals.append(read_after(memory.residual, finite))
         return tf.concat(residuals, 0)
@@ -86,7 +86,8 @@ class UnionScope(Scope):
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
         step.counted.add(payload_bytes=4 * tf.size(indices))
-        return self.exchange.allreduce(f"values{step.suffix}", once(step.present, values)) * step.scale, values
+        total = self.exchange.allreduce(f"values{step.suffix}", once(step.present, values))
+        return total * tf.cast(step.units.outgoing(), tf.float32), values
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""
@@ -104,7 +105,7 @@ class UnionScope(Scope):
         payload = ops.pack(places, sent, k, k, *form)
         step.counted.add(payload_bytes=tf.size(payload))
         gathered = tf.reshape(self._gather("values", [payload], step), [self.exchange.size(), -1])
-        total = ops.reduce_payloads(gathered, 0, k, k, step.scale, *form)[:count]
+        total = ops.reduce_payloads(gathered, 0, k, k, step.units.outgoing(), *form)[:count]
         back = order[:, None]
         return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
 
