@@ -7,6 +7,7 @@ from entries import draw_entries
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.memory import make_memory
+from hvd_sparse.units import Units
 from hvd_sparse.wire import payload_size, top_k_count
 
 CAN_CHANGE_THREADS = True  # at any time
@@ -75,7 +76,7 @@ class Worker:
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Only accumulate."""
-        self.memory.accumulate(gradient)
+        self.memory.accumulate(gradient, 1.0, Units(1))
 
     def reduce(self, ranks: int) -> None:
         """Decode and add the payloads of so many ranks, each with places of its own."""

@@ -11,6 +11,7 @@ from entries import draw_entries
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import make_memory
 from hvd_sparse.tensorflow.threshold import ThresholdHints
+from hvd_sparse.units import Units
 from hvd_sparse.wire import top_k_count
 
 CAN_CHANGE_THREADS = False  # once there was an operation
@@ -47,7 +48,7 @@ class Worker:
         self.hints = ThresholdHints(["benchmark"])
         self._compress = tf.function(self._compress_once)
         self._compress_with_topk = tf.function(self._compress_with_topk_once)
-        self._accumulate = tf.function(lambda gradient: self.memory.accumulate(gradient, None, True))
+        self._accumulate = tf.function(lambda gradient: self.memory.accumulate(gradient, tf.ones([]), Units(1), True))
         self._reduce = tf.function(lambda gathered: ops.reduce_payloads(gathered, 0, n, self.k)[0])
 
     def _compress_once(self, gradient: tf.Tensor) -> tf.Tensor:

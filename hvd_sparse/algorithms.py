@@ -5,6 +5,7 @@ The arguments that all methods share are those of `Algorithm`; both frontends bu
 
 import math
 import numbers
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -55,6 +56,11 @@ class Algorithm:
         checked_integer("seed", self.seed, 0)
 
     @property
+    def depends_on_reduction(self) -> bool:
+        """Return whether what is remembered depends on what a sum over ranks will be multiplied with."""
+        return False
+
+    @property
     def layout(self) -> str:
         """How a step is laid out: "tensor" or "model", the scope of a selection of exactly k; or a name of its own."""
         return self.scope
@@ -62,6 +68,10 @@ class Algorithm:
     def density_at(self, step: int) -> float:
         """Return the density that is aimed at in an optimizer step, counted from 0."""
         return self.warmup.density(step)
+
+    def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
+        """Return {name: weight decay} of (name, parameter) pairs: 0.0 where it is the optimizer's, not the method's."""
+        return {name: 0.0 for name, _ in parameters}
 
     def describe(self) -> list[str]:
         """Return one line a setting, for the comparison between ranks."""
@@ -229,8 +239,9 @@ class SIDCo(AtDensity):
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(Algorithm):
-    """A constant threshold, the baseline: whatever reaches `value`, in the gradient's units, is sent.
+    """A constant threshold, the baseline: whatever reaches `value` is sent.
 
+    value: in units of a rank's own gradient without its loss scale.
     The density follows from it, and nothing bounds it: `stats()["density"]` tells it.
     """
 
@@ -249,22 +260,25 @@ class HardThreshold(Algorithm):
 class LocalMomentum(AtDensity):
     """What the methods share whose momentum lives at the ranks, before the selection: outside there is plain SGD.
 
-    momentum: in [0, 1). weight_decay: added to the gradient before the accumulation. clip_norm: the L2 threshold of the
-    aggregated gradient; each of N ranks clips its own at clip_norm / sqrt(N) before the accumulation (Deep Gradient
-    Compression, section 3.2, Appendix C). clip_scope: "tensor" clips each tensor by its own norm, "model" all by the
-    norm of the whole local gradient, which only scope="model" knows.
+    momentum: in [0, 1). weight_decay: times the parameter, added to the gradient before the accumulation, and counted
+    once whatever op is. One number for all; or a mapping of names to numbers, where the others do not decay; or a
+    function of name and parameter that returns a number. clip_norm: the bound on the L2 norm of the reduced gradient,
+    whatever op and loss scale are: each of N ranks clips its own before the accumulation, so that N independent
+    gradients of that norm sum up to it (Deep Gradient Compression, section 3.2, Appendix C; `hvd_sparse.units`).
+    clip_scope: "tensor" clips each tensor by its own norm, "model" all by the norm of the whole local gradient, which
+    only scope="model" knows.
     """
 
     scope: str = "tensor"
     momentum: float
-    weight_decay: float = 0.0
+    weight_decay: float | Mapping[str, float] | Callable[[str, object], float] = 0.0
     clip_norm: float | None = None
     clip_scope: str = "tensor"
 
     def __post_init__(self):
         super().__post_init__()
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
-        check_number("weight_decay", self.weight_decay, "at least 0", lambda value: value >= 0.0)
+        check_weight_decay(self.weight_decay)
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "above 0, or None for no clipping", lambda value: value > 0.0)
         check_choice("clip_scope", self.clip_scope, SCOPES)
@@ -273,6 +287,50 @@ class LocalMomentum(AtDensity):
                 'clip_scope="model" needs scope="model", got scope="tensor": the norm of the whole gradient is not '
                 "known while single tensors are sent"
             )
+
+    @property
+    def depends_on_reduction(self) -> bool:
+        """Return whether there is a clip_norm or a weight_decay."""
+        return self.clip_norm is not None or self.weight_decay != 0.0
+
+    def describe(self) -> list[str]:
+        """Return one line a setting, for the comparison between ranks; a function has no text that ranks share."""
+        lines = super().describe()
+        if isinstance(self.weight_decay, numbers.Real):
+            return lines
+        return [line for line in lines if not line.startswith("weight_decay = ")]
+
+    def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
+        """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+        given, pairs = self.weight_decay, list(parameters)
+        if isinstance(given, Mapping):
+            unknown = sorted(set(given) - {name for name, _ in pairs})
+            if unknown:
+                raise ValueError(
+                    f"weight_decay has {', '.join(map(repr, unknown[:5]))}, which no parameter is called; the names "
+                    f"are {', '.join(repr(name) for name, _ in pairs[:5])}{', ...' if len(pairs) > 5 else ''}"
+                )
+            return {name: float(given.get(name, 0.0)) for name, _ in pairs}
+        if not callable(given):
+            return {name: float(given) for name, _ in pairs}
+        returned = {name: given(name, parameter) for name, parameter in pairs}
+        for name, value in returned.items():
+            check_decay(f"what weight_decay returns for {name!r}", value)
+        return {name: float(value) for name, value in returned.items()}
+
+
+def check_weight_decay(given) -> None:
+    """Raise TypeError or ValueError unless it is a number, a mapping of names to numbers, or a function."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            check_decay(f"weight_decay[{name!r}]", value)
+    elif not callable(given):
+        check_decay("weight_decay", given)
+
+
+def check_decay(what: str, value) -> None:
+    """Raise TypeError or ValueError unless value is a finite number of at least 0."""
+    check_number(what, value, "at least 0", lambda number: number >= 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

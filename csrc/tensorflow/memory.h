@@ -1,8 +1,10 @@
 // The memory of one or several variables: resources, opened and locked, that a kernel changes in place.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include "../core/accumulate.h"
 #include "kernel.h"
@@ -54,7 +56,7 @@ class AccumulatingKernel : public Kernel {
   absl::Status ReadRule(OpKernelConstruction* construction) {
     bool nesterov = false;
     TF_RETURN_IF_ERROR(construction->GetAttr("momentum", &params_.momentum));
-    TF_RETURN_IF_ERROR(construction->GetAttr("weight_decay", &params_.weight_decay));
+    TF_RETURN_IF_ERROR(construction->GetAttr("weight_decays", &weight_decays_));
     TF_RETURN_IF_ERROR(construction->GetAttr("nesterov", &nesterov));
     params_.rule = nesterov ? AccumulateRule::kNesterov : AccumulateRule::kMomentum;
     return absl::OkStatus();
@@ -82,9 +84,12 @@ class AccumulatingKernel : public Kernel {
     TF_RETURN_IF_ERROR(call.context()->input_list("velocity", &lists->velocities));
     TF_RETURN_IF_ERROR(call.context()->input_list("parameter", &lists->parameters));
     TF_RETURN_IF_ERROR(call.Number("is_active", &lists->is_active));
-    if (params_.weight_decay != 0 && lists->parameters.size() == 0) {
-      return call.Invalid("weight_decay needs the parameter");
+    const size_t members = static_cast<size_t>(lists->gradients.size());
+    if (!weight_decays_.empty() && weight_decays_.size() != members) {
+      return call.Invalid("weight_decays must have ", members, " entries, one a member, or none");
     }
+    const bool decays = std::any_of(weight_decays_.begin(), weight_decays_.end(), [](float one) { return one != 0; });
+    if (decays && lists->parameters.size() == 0) return call.Invalid("weight_decay needs the parameter");
     return absl::OkStatus();
   }
 
@@ -115,7 +120,8 @@ class AccumulatingKernel : public Kernel {
       TF_RETURN_IF_ERROR(CheckSize(call, "velocity", job->velocity.size(), job->gradient.size));
       job->memory.velocity = job->velocity.data();
     }
-    if (params_.weight_decay == 0) return absl::OkStatus();
+    if (!weight_decays_.empty()) job->params.weight_decay = weight_decays_[static_cast<size_t>(member)];
+    if (job->params.weight_decay == 0) return absl::OkStatus();  // nothing is read of the parameter
     job->params.parameter = lists.parameters[member].flat<float>().data();
     return CheckSize(call, "parameter", lists.parameters[member].NumElements(), job->gradient.size);
   }
@@ -127,6 +133,7 @@ class AccumulatingKernel : public Kernel {
   }
 
   AccumulateParams params_;
+  std::vector<float> weight_decays_;  // one a member, or none
 };
 
 // What both ways of accumulating one gradient share.

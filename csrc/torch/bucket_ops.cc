@@ -11,18 +11,18 @@ namespace {
 
 std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                               TensorList parameters, at::ArrayRef<double> factors, double momentum,
-                                              bool nesterov, double weight_decay, IntArrayRef ns, IntArrayRef ks,
-                                              int64_t seed, at::ArrayRef<double> hints, Tensor out, IntArrayRef offsets,
-                                              IntArrayRef selections, IntArrayRef begins, const std::string& coding,
-                                              const std::string& value_dtype, const std::string& centre,
-                                              const OptionalTensors& segments) {
+                                              bool nesterov, at::ArrayRef<double> weight_decays, IntArrayRef ns,
+                                              IntArrayRef ks, int64_t seed, at::ArrayRef<double> hints, Tensor out,
+                                              IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins,
+                                              const std::string& coding, const std::string& value_dtype,
+                                              const std::string& centre, const OptionalTensors& segments) {
   const char* op = "accumulate_bucket";
   const size_t members = gradients.size();
   Layout layout(op, ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   CheckCounts(op, "selection", ns.size(), {hints.size()});
   CheckCounts(op, "member", members,
-              {residuals.size(), factors.size(), selections.size(), velocities.empty() ? members : velocities.size(),
-               parameters.empty() ? members : parameters.size()});
+              {residuals.size(), factors.size(), weight_decays.size(), selections.size(),
+               velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
   CheckTensor(op, "out", out, at::kByte);
   const Centre kind = ParseCentre(op, centre);
   Tensor info = at::empty({static_cast<int64_t>(ns.size()), 2}, at::kDouble);
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
       Tensor residual = residuals[i];
       std::optional<Tensor> velocity = MemberOf(velocities, i);
       const Accumulation a = AsAccumulation(op, flat.back(), residual, velocity, MemberOf(parameters, i), factors[i],
-                                            momentum, nesterov, weight_decay);
+                                            momentum, nesterov, weight_decays[i]);
       parts.push_back({a.gradient, a.params, a.memory, layout.begin(i)});
     });
     Selection found;
@@ -51,11 +51,12 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
 
 std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                                     TensorList parameters, at::ArrayRef<double> factors,
-                                                    double momentum, bool nesterov, double weight_decay, IntArrayRef ns,
-                                                    IntArrayRef ks, int64_t seed, Tensor hints, Tensor out,
-                                                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins,
-                                                    const std::string& coding, const std::string& value_dtype,
-                                                    const std::string& centre, const OptionalTensors& segments) {
+                                                    double momentum, bool nesterov, at::ArrayRef<double> weight_decays,
+                                                    IntArrayRef ns, IntArrayRef ks, int64_t seed, Tensor hints,
+                                                    Tensor out, IntArrayRef offsets, IntArrayRef selections,
+                                                    IntArrayRef begins, const std::string& coding,
+                                                    const std::string& value_dtype, const std::string& centre,
+                                                    const OptionalTensors& segments) {
   const char* op = "accumulate_bucket_hinted";
   CheckTensor(op, "hints", hints, at::kDouble);
   CheckHints(op, hints, ns.size());
@@ -64,7 +65,7 @@ std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, Tensor
   std::vector<double> values;
   for (size_t s = 0; s < ns.size(); ++s) values.push_back(HintFor(kept[s], ks[s]));
   auto found =
-      AccumulateBucketOp(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns,
+      AccumulateBucketOp(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays, ns,
                          ks, seed, values, out, offsets, selections, begins, coding, value_dtype, centre, segments);
   const auto* info = std::get<0>(found).const_data_ptr<double>();
   for (size_t s = 0; s < ns.size(); ++s, info += 2) LearnHint(kept++, ks[s], info[0], static_cast<int64_t>(info[1]));
@@ -120,12 +121,12 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
 TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "accumulate_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
-      "float[] factors, float momentum, bool nesterov, float weight_decay, int[] ns, int[] ks, int seed, "
+      "float[] factors, float momentum, bool nesterov, float[] weight_decays, int[] ns, int[] ks, int seed, "
       "float[] hints, Tensor(c!) out, int[] offsets, int[] selections, int[] begins, str coding, str value_dtype, "
       "str centre, Tensor?[] segments) -> (Tensor, Tensor)");
   m.def(
       "accumulate_bucket_hinted(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, "
-      "Tensor[] parameters, float[] factors, float momentum, bool nesterov, float weight_decay, int[] ns, int[] ks, "
+      "Tensor[] parameters, float[] factors, float momentum, bool nesterov, float[] weight_decays, int[] ns, int[] ks, "
       "int seed, Tensor(c!) hints, Tensor(d!) out, int[] offsets, int[] selections, int[] begins, str coding, "
       "str value_dtype, str centre, Tensor?[] segments) -> (Tensor, Tensor)");
   m.def(

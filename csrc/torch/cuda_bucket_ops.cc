@@ -17,7 +17,7 @@ struct BucketInputs {
   at::ArrayRef<double> factors;
   double momentum;
   bool nesterov;
-  double weight_decay;
+  at::ArrayRef<double> weight_decays;
 };
 
 void CheckLists(const CudaCall& call, const BucketInputs& in, IntArrayRef selections, const Tensor& out,
@@ -25,7 +25,7 @@ void CheckLists(const CudaCall& call, const BucketInputs& in, IntArrayRef select
   const size_t members = in.gradients.size();
   CheckCounts(
       call.op(), "member", members,
-      {in.residuals.size(), in.factors.size(), selections.size(),
+      {in.residuals.size(), in.factors.size(), in.weight_decays.size(), selections.size(),
        in.velocities.empty() ? members : in.velocities.size(), in.parameters.empty() ? members : in.parameters.size()});
   call.CheckTensorHere("out", out, at::kByte);
   TORCH_CHECK_VALUE(value_dtype != "float64", "hvd_sparse.", call.op(),
@@ -52,7 +52,7 @@ BucketSelections SelectionsOf(const CudaCall& call, Layout* layout, const Bucket
       Tensor residual = in.residuals[i];
       std::optional<Tensor> velocity = MemberOf(in.velocities, i);
       const Accumulation a = AsAccumulation(call.op(), flat->back(), residual, velocity, MemberOf(in.parameters, i),
-                                            in.factors[i], in.momentum, in.nesterov, in.weight_decay);
+                                            in.factors[i], in.momentum, in.nesterov, in.weight_decays[i]);
       selection.parts.push_back({a.gradient, a.params, a.memory, layout->begin(i)});
     });
     result.push_back(std::move(selection));
@@ -75,13 +75,13 @@ std::tuple<Tensor, Tensor> Accumulate(const CudaCall& call, const BucketSelectio
 
 std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                               TensorList parameters, at::ArrayRef<double> factors, double momentum,
-                                              bool nesterov, double weight_decay, IntArrayRef ns, IntArrayRef ks,
-                                              int64_t seed, at::ArrayRef<double> hints, Tensor out, IntArrayRef offsets,
-                                              IntArrayRef selections, IntArrayRef begins, const std::string& coding,
-                                              const std::string& value_dtype, const std::string& centre,
-                                              const OptionalTensors& segments) {
+                                              bool nesterov, at::ArrayRef<double> weight_decays, IntArrayRef ns,
+                                              IntArrayRef ks, int64_t seed, at::ArrayRef<double> hints, Tensor out,
+                                              IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins,
+                                              const std::string& coding, const std::string& value_dtype,
+                                              const std::string& centre, const OptionalTensors& segments) {
   const CudaCall call("accumulate_bucket", "out", out);
-  const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay};
+  const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
   Layout layout(call.op(), ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   CheckCounts(call.op(), "selection", ns.size(), {hints.size()});
   CheckLists(call, in, selections, out, value_dtype);
@@ -93,13 +93,14 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
 
 std::tuple<Tensor, Tensor> AccumulateBucketHintedOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                                     TensorList parameters, at::ArrayRef<double> factors,
-                                                    double momentum, bool nesterov, double weight_decay, IntArrayRef ns,
-                                                    IntArrayRef ks, int64_t seed, Tensor hints, Tensor out,
-                                                    IntArrayRef offsets, IntArrayRef selections, IntArrayRef begins,
-                                                    const std::string& coding, const std::string& value_dtype,
-                                                    const std::string& centre, const OptionalTensors& segments) {
+                                                    double momentum, bool nesterov, at::ArrayRef<double> weight_decays,
+                                                    IntArrayRef ns, IntArrayRef ks, int64_t seed, Tensor hints,
+                                                    Tensor out, IntArrayRef offsets, IntArrayRef selections,
+                                                    IntArrayRef begins, const std::string& coding,
+                                                    const std::string& value_dtype, const std::string& centre,
+                                                    const OptionalTensors& segments) {
   const CudaCall call("accumulate_bucket_hinted", "out", out);
-  const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay};
+  const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
   Layout layout(call.op(), ns, ks, offsets, selections, begins, coding, value_dtype, segments);
   call.CheckTensorHere("hints", hints, at::kDouble);
   CheckHints(call.op(), hints, ns.size());

@@ -10,14 +10,14 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorList residuals, TensorList velocities,
                                                   TensorList parameters, at::ArrayRef<double> factors, double momentum,
-                                                  bool nesterov, double weight_decay, bool is_active,
+                                                  bool nesterov, at::ArrayRef<double> weight_decays, bool is_active,
                                                   at::ArrayRef<double> thresholds, IntArrayRef ks,
                                                   const std::string& coding, const std::string& value_dtype,
                                                   const std::string& centre, IntArrayRef columns) {
   const char* op = "filter_bucket";
   const size_t members = gradients.size();
   CheckCounts(op, "member", members,
-              {residuals.size(), factors.size(), thresholds.size(), ks.size(),
+              {residuals.size(), factors.size(), weight_decays.size(), thresholds.size(), ks.size(),
                velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
   std::vector<int64_t> ns;
   for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
@@ -31,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
     Tensor residual = residuals[i];
     std::optional<Tensor> velocity = MemberOf(velocities, i);
     const Accumulation a = AsAccumulation(op, flat, residual, velocity, MemberOf(parameters, i), factors[i], momentum,
-                                          nesterov, weight_decay);
+                                          nesterov, weight_decays[i]);
     double* row = info.mutable_data_ptr<double>() + 3 * i;
     Filtered found;
     row[2] = static_cast<double>(message.size());
@@ -73,7 +73,7 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
 TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "filter_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
-      "float[] factors, float momentum, bool nesterov, float weight_decay, bool is_active, float[] thresholds, "
+      "float[] factors, float momentum, bool nesterov, float[] weight_decays, bool is_active, float[] thresholds, "
       "int[] ks, str coding, str value_dtype, str centre, int[] columns) -> (Tensor, Tensor, Tensor)");
   m.def(
       "reduce_located_bucket(Tensor gathered, int[] ns, int ranks, Tensor(a!)[] outs, int[] places, float scale, "

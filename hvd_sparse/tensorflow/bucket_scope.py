@@ -14,6 +14,7 @@ from hvd_sparse.centres import columns_of
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.memory import ResidualMemory
 from hvd_sparse.tensorflow.scope import Entry, Scope, Step
+from hvd_sparse.units import Units
 from hvd_sparse.wire import LOW_BITS
 
 
@@ -37,11 +38,11 @@ class BucketScope(Scope):
         """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
         memories = [entry.memory for entry in entries]
         message = Message(name, entries, counts, self._form(memories, joint), self._most_bytes(entries, joint))
-        factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
         message.payloads, finite, message.info = ops.accumulate_bucket(
             [entry.gradient for entry in entries],
             *destinations(memories),
-            factors=tf.stack(factors),
+            factors=tf.stack([entry.factor for entry in entries]),
+            weight_decay=decays(memories, step.units),
             is_active=step.is_active,
             ks=counts,
             seed=step.seed,
@@ -63,7 +64,8 @@ class BucketScope(Scope):
         for message in messages:
             gathered = self._gather(message.name, message.payloads, message.most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
-            sums = ops.reduce_bucket(gathered, sizes, self.exchange.size(), message.counts, step.scale, **message.form)
+            ranks, scale = step.units.world_size, step.units.outgoing()
+            sums = ops.reduce_bucket(gathered, sizes, ranks, message.counts, scale, **message.form)
             cleared = self._cleared(message.payloads, message.counts, message.entries, step, message.form)
             done += self._delivered(message.entries, sums, step, cleared)
         return done
@@ -106,5 +108,12 @@ def columns_of_all(memories: list[ResidualMemory], algorithm: Algorithm) -> list
 
 def destinations(memories: list[ResidualMemory]) -> list[list]:
     """Return residuals, velocities and parameters, each as many as there are members, or none."""
-    columns = zip(*(memory.destination() for memory in memories), strict=True)
-    return [[one for one in column if one is not None] for column in columns]
+    columns = list(zip(*(memory.destination() for memory in memories), strict=True))
+    unread = tf.zeros([0])  # in place of a parameter that does not decay
+    lists = [[unread if one is None else one for one in column] for column in columns]
+    return [[] if all(one is unread for one in column) else column for column in lists]
+
+
+def decays(memories: list[ResidualMemory], units: Units) -> list[float]:
+    """Return the weight decays, as `ops.accumulate_bucket` takes them."""
+    return [units.decay(memory.weight_decay) for memory in memories]

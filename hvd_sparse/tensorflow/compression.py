@@ -22,7 +22,6 @@ from hvd_sparse.algorithms import (
     SIDCo,
     SparsificationAwareMomentum,
     TopK,
-    check_number,
     density_of,
 )
 from hvd_sparse.members import is_elastic
@@ -42,8 +41,9 @@ from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.tensor_scope import TensorScope
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.union_scope import LeaderScope, PartitionScope, RandomScope
-from hvd_sparse.tensorflow.variables import Variables
+from hvd_sparse.tensorflow.variables import Variables, unwrapped
 from hvd_sparse.tensorflow.varying_scope import VaryingScope
+from hvd_sparse.units import checked_loss_scale
 
 SCOPES = {  # how a method lays out a step
     "tensor": TensorScope,
@@ -74,7 +74,8 @@ class SparseCompressor(tf.Module):
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.memories = {}
         self.kept = []  # thresholds that outlive a step
-        self._parts = Parts(algorithm, Variables(variables), Exchange(process_set), Traffic())
+        loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
+        self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
             self._make_memories()
         exchange = self._parts.exchange
@@ -103,6 +104,28 @@ class SparseCompressor(tf.Module):
     def algorithm(self) -> Algorithm:
         """The settings."""
         return self._parts.algorithm
+
+    @property
+    def loss_scale(self) -> tf.Variable:
+        """What the loss is multiplied with, a float64 scalar variable, 1.0 at first; the same on every rank.
+
+        Assign to it, in a `tf.function` too, before the gradients are reduced: `compression.loss_scale = scale`, with a
+        number, a tensor or a variable. In a graph of TensorFlow 1, run `compression.loss_scale.assign(scale)`.
+        clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so is all that is
+        remembered: it stays as it is. See docs/mixed-precision.md.
+        """
+        return self._parts.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value) -> None:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise RuntimeError(
+                "hvd_sparse: a graph of TensorFlow 1 sets loss_scale when it runs: session.run("
+                "compression.loss_scale.assign(value))"
+            )
+        value = unwrapped(value)
+        known = value if tf.is_tensor(value) or isinstance(value, tf.Variable) else checked_loss_scale(value)
+        self._parts.loss_scale.assign(tf.cast(known, tf.float64))
 
     @untraced
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
@@ -163,14 +186,9 @@ class SparseCompressor(tf.Module):
         restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)
 
     def reset(self, session=None) -> None:
-        """Start anew, on every rank: no memory, step 0."""
+        """Start anew, on every rank: no memory, step 0. The loss scale stays."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.kept]
         self._change([(variable, tf.zeros_like) for variable in own], session)
-
-    def rescale(self, factor: float, session=None) -> None:
-        """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
-        check_number("factor", factor, "above 0", lambda value: value > 0.0)
-        self._change([(buffer, lambda old: old * factor) for buffer in self._buffers()], session)
 
     def _buffers(self) -> list[tf.Variable]:
         return [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
@@ -186,10 +204,13 @@ class SparseCompressor(tf.Module):
 
     def _make_memories(self) -> None:
         parts = self._parts
-        memories = {name: make_memory(parts.algorithm, parts.variables[name], name) for name in parts.variables}
+        decays = parts.algorithm.weight_decays((name, parts.variables[name]) for name in parts.variables)
+        memories = {
+            name: make_memory(parts.algorithm, parts.variables[name], name, decays[name]) for name in parts.variables
+        }
         self.memories = memories
         parts.scope = SCOPES[parts.algorithm.layout](
-            parts.algorithm, memories, self.step, parts.exchange, parts.traffic
+            parts.algorithm, memories, self.step, parts.loss_scale, parts.exchange, parts.traffic
         )
         self.kept, parts.kept_rows = parts.scope.kept, parts.scope.kept_rows
 
@@ -209,6 +230,7 @@ class SparseCompressor(tf.Module):
         self._load()
         check_call(call, parts.algorithm, parts.exchange)
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
+        description += parts.scope.describe()
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
             parts.exchange.agree(description)
             parts.agreed = True
@@ -223,19 +245,27 @@ class SparseCompressor(tf.Module):
         parts.calls_in[outer] = number + 1
         with outer.as_default(), tf.control_dependencies(None):
             suffix = f".{number}" if number else ""
-            entries, step = parts.scope.build(gradients, self._scale(call), suffix, description)
+            entries, step = parts.scope.build(gradients, self._reduction(call), suffix, description)
         parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
         return parts.call
 
-    def _scale(self, call: Call) -> float:
+    def _reduction(self, call: Call) -> float:
         return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
 
 
 class Parts:
     """What a compressor is made of and TensorFlow need not track."""
 
-    def __init__(self, algorithm: Algorithm, variables: Variables, exchange: Exchange, traffic: Traffic):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        loss_scale: tf.Variable,
+        variables: Variables,
+        exchange: Exchange,
+        traffic: Traffic,
+    ):
         self.algorithm = algorithm
+        self.loss_scale = loss_scale
         self.variables = variables
         self.exchange = exchange
         self.traffic = traffic

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
+from hvd_sparse.units import Units
 
 
 class ResidualMemory(tf.Module):
@@ -23,9 +24,10 @@ class ResidualMemory(tf.Module):
     BUFFERS = ("residual",)
     kept = 0.0  # what part of a value stays in the residual when it is sent
 
-    def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str):
+    def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float):
         super().__init__()
         self.algorithm = algorithm
+        self.weight_decay = weight_decay
         self.variable = variable
         self.size = variable.shape.num_elements()
         self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.warmup)
@@ -41,30 +43,32 @@ class ResidualMemory(tf.Module):
         """The accumulated, unsent gradient, float32[n]."""
         return self.buffers["residual"]
 
-    def clip_factor(self, gradient: tf.Tensor, ranks: int) -> tf.Tensor | None:
-        """Return what to scale this variable's gradient with before it is accumulated, None for 1.
+    def factor(self, gradient: tf.Tensor, units: Units) -> tf.Tensor:
+        """Return what to scale this variable's gradient with when it is accumulated: to units of the memory, clipped.
 
-        clip_norm / sqrt(ranks) over its own L2 norm, at most 1 (Deep Gradient Compression, section 3.2, Appendix C).
+        A float32 scalar.
         """
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
-            return None
-        return clip_factor(algorithm, ranks, [gradient])
+            return tf.cast(units.incoming, tf.float32)
+        return clip_factor(algorithm, units, [gradient])
 
-    def accumulate(self, gradient: tf.Tensor, factor: tf.Tensor | None, is_active: bool | tf.Tensor) -> tf.Tensor:
+    def accumulate(
+        self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, is_active: bool | tf.Tensor
+    ) -> tf.Tensor:
         """Bring a gradient, scaled by `factor`, into the memory if active; return whether it was finite everywhere.
 
         What is not finite counts as zero.
         """
-        factor = 1.0 if factor is None else factor
-        return ops.accumulate(gradient, *self.destination(), is_active=is_active, factor=factor, **self.rule())
+        options = {"is_active": is_active, "factor": factor, "weight_decay": units.decay(self.weight_decay)}
+        return ops.accumulate(gradient, *self.destination(), **options, **self.rule())
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
         return self.residual, None, None
 
     def rule(self) -> dict:
-        """Return how to accumulate, as `ops.accumulate` takes it."""
+        """Return how to accumulate, but for the weight decay, as `ops.accumulate` takes it."""
         return {}
 
     def cleared(self) -> tuple[tf.Variable, ...]:
@@ -85,43 +89,51 @@ class ResidualMemory(tf.Module):
         return False
 
     def take_all(
-        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+        self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: the gradient itself, and any residual it still had.
 
-        Of the gradient's shape, in `dense_dtype`; with it, what its buffers become if the step counts, and whether all
-        was finite. What is larger than `most`, or than the type that it travels in holds, is cut there; the rest waits.
+        Of the gradient's shape, in `dense_dtype` and the gradient's units; with it, what its buffers become if the step
+        counts, and whether all was finite. What is larger than `most`, or than the type that it travels in holds, is
+        cut there; the rest waits.
         """
         dtype = self.dense_dtype(gradient)
         if "residual" not in self.buffers:
             return tf.cast(gradient, dtype), {}, ops.all_finite(gradient)
         wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
         whole = tf.cast(gradient, wide)
-        whole += tf.cast(tf.reshape(self.residual.read_value(), self.variable.shape), wide)
+        whole += tf.cast(tf.reshape(enlarged(self.residual.read_value(), units), self.variable.shape), wide)
         if gradient.dtype != tf.float16:
             return whole, {"residual": tf.zeros([self.size])}, ops.all_finite(whole)
         sent, left = self._cut(whole, most, dtype)
-        return sent, {"residual": left}, ops.all_finite(whole)
+        return sent, {"residual": left * tf.cast(units.incoming, tf.float32)}, ops.all_finite(whole)
 
-    def _cut(self, whole: tf.Tensor, most: float, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
+    def _cut(self, whole: tf.Tensor, most, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what travels of float32 values, at most `most`, and flat, what is left of them."""
-        if most == math.inf:
-            return whole, tf.zeros([self.size])
+        most = tf.cast(most, tf.float32)
         sent = tf.cast(tf.clip_by_value(whole, -most, most), dtype)
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
+
+    def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what is sent of all that waits, in units of the memory, and what is left: `most` is the gradient's."""
+        return (whole, tf.zeros([self.size])) if most == math.inf else self._cut(whole, most * units.incoming)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return what the buffers hold at `indices` once these were sent; `left` is what rounding kept back."""
         return {"residual": left}
 
-    def _local(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-        """Return the gradient, float32[n], clipped and with weight decay, of methods with a momentum."""
-        local = tf.reshape(tf.cast(gradient, tf.float32), [-1])
-        if factor is not None:
-            local *= factor
-        if self.algorithm.weight_decay != 0.0:
-            local += flat_parameter(self.variable) * self.algorithm.weight_decay
+    def _local(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tf.Tensor:
+        """Return the gradient, float32[n], in units of the memory, clipped and with weight decay."""
+        local = tf.reshape(tf.cast(gradient, tf.float32), [-1]) * factor
+        if self.weight_decay:
+            local += self._decaying() * units.decay(self.weight_decay)
         return local
+
+    def _decaying(self) -> tf.Tensor | None:
+        """Return the variable as float32[n] if it decays."""
+        if not self.weight_decay:
+            return None
+        return tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1])
 
 
 class MomentumMemory(ResidualMemory):
@@ -129,7 +141,7 @@ class MomentumMemory(ResidualMemory):
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
-    where g is clipped, then has weight_decay * variable added. Both are cleared where they were sent.
+    where g is clipped, then has the weight decay's part of the variable added. Both are cleared where they were sent.
     """
 
     BUFFERS = ("residual", "velocity")
@@ -142,16 +154,11 @@ class MomentumMemory(ResidualMemory):
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
-        return (
-            self.residual,
-            self.velocity,
-            None if self.algorithm.weight_decay == 0.0 else flat_parameter(self.variable),
-        )
+        return self.residual, self.velocity, self._decaying()
 
     def rule(self) -> dict:
-        """Return momentum, nesterov and weight_decay."""
-        names = ("momentum", "nesterov", "weight_decay")
-        return {name: getattr(self.algorithm, name) for name in names}
+        """Return momentum and nesterov."""
+        return {"momentum": self.algorithm.momentum, "nesterov": self.algorithm.nesterov}
 
     def cleared(self) -> tuple[tf.Variable, ...]:
         """Return residual, and the velocity if it is masked."""
@@ -166,29 +173,28 @@ class MomentumMemory(ResidualMemory):
         return self.variable.dtype == tf.float16
 
     def take_all(
-        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+        self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: its velocity, for the momentum of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        velocity, terms = self._advance(gradient, factor)
-        whole, after = tf.add_n(terms), {"velocity": velocity}
-        sent = whole
+        velocity, terms = self._advance(gradient, factor, units)
+        sent, after = tf.add_n(terms), {"velocity": velocity}
         if "residual" in self.buffers:
-            whole += self.residual.read_value()
-            sent, after["residual"] = self._cut(whole, most)
-        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(whole)
+            sent, after["residual"] = self._sent(sent + self.residual.read_value(), units, most)
+        sent = enlarged(sent, units)
+        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return what the buffers hold at `indices` once these were sent: no momentum either (factor masking, 3.3)."""
         after = super().after_sending(indices, left)
         return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
 
-    def _advance(self, gradient: tf.Tensor, factor: tf.Tensor | None) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def _advance(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the next velocity, and the terms that the residual grows by."""
-        local = self._local(gradient, factor)
+        local = self._local(gradient, factor, units)
         velocity, momentum = self.velocity.read_value(), self.algorithm.momentum
         if self.algorithm.nesterov:
             velocity = (velocity + local) * momentum
@@ -212,40 +218,35 @@ class SparsificationAwareMemory(ResidualMemory):
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return the residual, no velocity, and the parameter that decays."""
-        return self.residual, None, None if self.algorithm.weight_decay == 0.0 else flat_parameter(self.variable)
-
-    def rule(self) -> dict:
-        """Return weight_decay."""
-        return {"weight_decay": self.algorithm.weight_decay}
+        return self.residual, None, self._decaying()
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
         """Return the type that a dense gradient travels in: that of the residual."""
         return tf.float32
 
     def take_all(
-        self, gradient: tf.Tensor, factor: tf.Tensor | None, most: float = math.inf
+        self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what a variable that travels dense sends: all it remembers, which is momentum SGD."""
-        whole, after = self._local(gradient, factor), {}
-        sent = whole
+        sent, after = self._local(gradient, factor, units), {}
         if "residual" in self.buffers:
-            whole += self.residual.read_value()
-            sent, left = self._cut(whole, most)
+            sent, left = self._sent(sent + self.residual.read_value(), units, most)
             after["residual"] = sent * self.kept + left
-        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(whole)
+        sent = enlarged(sent, units)
+        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
 
 
 MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
 
 
-def make_memory(algorithm: Algorithm, variable: tf.Variable, name: str) -> ResidualMemory:
+def make_memory(algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0) -> ResidualMemory:
     """Return the memory that an algorithm keeps of a variable."""
-    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, variable, name)
+    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, variable, name, weight_decay)
 
 
-def flat_parameter(variable: tf.Variable) -> tf.Tensor:
-    """Return a variable as float32[n]."""
-    return tf.reshape(tf.cast(variable.read_value(), tf.float32), [-1])
+def enlarged(sent: tf.Tensor, units: Units) -> tf.Tensor:
+    """Return what a memory sends, float32, in units of the gradient."""
+    return sent * tf.cast(units.loss_scale, tf.float32)
 
 
 def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value: float = 0) -> tf.Variable:
@@ -270,8 +271,8 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
         return variable.read_value()
 
 
-def clip_factor(algorithm: Algorithm, ranks: int, gradients: list[tf.Tensor]) -> tf.Tensor:
-    """Return, as a float32 scalar, what scales gradients of this joint L2 norm down to clip_norm / sqrt(ranks).
+def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) -> tf.Tensor:
+    """Return, as a float32 scalar, what brings gradients to units of the memory, and their joint L2 norm to the bound.
 
     What is not finite counts as zero.
     """
@@ -279,5 +280,5 @@ def clip_factor(algorithm: Algorithm, ranks: int, gradients: list[tf.Tensor]) ->
     finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in local]
     squares = [tf.reduce_sum(tf.square(tf.cast(one, tf.float64))) for one in finite]
     norm = tf.sqrt(tf.add_n(squares))
-    bound = tf.constant(algorithm.clip_norm * ranks**-0.5, tf.float64)
-    return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)), tf.float32)
+    bound = units.clip_bound(algorithm.clip_norm)
+    return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)) * units.incoming, tf.float32)

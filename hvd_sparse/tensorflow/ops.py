@@ -57,7 +57,7 @@ def accumulate(
     alone, the memory stays.
     """
     inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": [weight_decay]}
     return _ops.hvd_sparse_accumulate(*inputs, **rule)
 
 
@@ -82,7 +82,7 @@ def accumulate_top_k(
     """
     inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
     selection = (_integer(k), _seed(seed), _number(threshold_hint, tf.float64))
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": [weight_decay]}
     return tuple(_ops.hvd_sparse_accumulate_top_k(*inputs, *selection, **rule))
 
 
@@ -249,6 +249,11 @@ def scatter_update(variable: tf.Variable, indices: tf.Tensor, values: tf.Tensor)
     return _ops.hvd_sparse_scatter_update(variable.handle, indices, values)
 
 
+def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> list[float]:
+    """A weight decay for each member."""
+    return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else list(weight_decay)
+
+
 def accumulate_bucket(
     gradients: Sequence[tf.Tensor],
     residuals: Sequence[tf.Variable],
@@ -262,7 +267,7 @@ def accumulate_bucket(
     is_active: bool | tf.Tensor = True,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
@@ -272,13 +277,14 @@ def accumulate_bucket(
     """Do `accumulate_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
     Each has a selection of its own; if joint they share one, laid out one after the other. Velocities and parameters
-    are as many as gradients, or none; factors float32[members], ks int64[selections], threshold_hints
+    are as many as gradients, or none; weight_decay: a number, or one a member; the parameter of a member that has 0 is
+    not read; factors float32[members], ks int64[selections], threshold_hints
     float64[selections]; columns: see `locate_payloads`. Returns the payloads, uint8[bytes], one after the other,
     whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
     form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint, "centre": centre}
     return tuple(_ops.hvd_sparse_accumulate_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
@@ -295,7 +301,7 @@ def filter_bucket(
     is_active: bool | tf.Tensor = True,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
@@ -312,7 +318,7 @@ def filter_bucket(
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, thresholds, ks)
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
     form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "centre": centre}
     return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))
 

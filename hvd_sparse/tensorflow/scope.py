@@ -30,6 +30,7 @@ from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.memory import ResidualMemory, clip_factor
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.tensorflow.traffic import Counted, Traffic
+from hvd_sparse.units import Units
 from hvd_sparse.wire import largest_payload, top_k_count
 
 TOKEN_ELEMENTS = 2  # of `ops.token`
@@ -43,7 +44,7 @@ class Entry:
     gradient: tf.Tensor
     memory: ResidualMemory
     is_sparse: bool  # whether it ever travels as a payload
-    factor: tf.Tensor | None = None  # of clipping
+    factor: tf.Tensor | None = None  # what the gradient is scaled with when it is accumulated
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
     taken: tuple | None = None  # what it sends dense, and what becomes of its memory, if it never travels otherwise
     decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
@@ -57,7 +58,7 @@ class Step:
     seed: tf.Tensor  # int64
     density: tf.Tensor | float
     is_dense: tf.Tensor | None  # whether everything travels dense at present; None if the schedule never gets there
-    scale: float  # what a sum over ranks is to be multiplied with
+    units: Units  # the loss scale in it is a tensor
     suffix: str  # tells several calls in one graph apart
     is_active: tf.Tensor | bool = True  # whether the gradients enter the memories: not where all travels dense
     present: tf.Operation | None = None
@@ -93,6 +94,7 @@ class Scope(abc.ABC):
         algorithm: Algorithm,
         memories: dict[str, ResidualMemory],
         step: tf.Variable,
+        loss_scale: tf.Variable,
         exchange: Exchange,
         traffic: Traffic,
     ):
@@ -100,25 +102,31 @@ class Scope(abc.ABC):
         self.memories = memories
         self.exchange = exchange
         self._step = step
+        self._loss_scale = loss_scale
         self._traffic = traffic
         self._hints = ThresholdHints(self._selections())
         self.kept: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
         self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
 
+    def describe(self) -> list[str]:
+        """Return one line a variable that decays, for the comparison between ranks."""
+        decays = {name: memory.weight_decay for name, memory in self.memories.items()}
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+
     def build(
-        self, gradients: dict[str, tf.Tensor], scale: float, suffix: str, lines: list[str]
+        self, gradients: dict[str, tf.Tensor], reduction: float, suffix: str, lines: list[str]
     ) -> tuple[dict[str, Entry], Step]:
         """Lay out a step for these gradients in the current graph; return an entry for each, and the step.
 
-        scale: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
+        reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
         settings, which must be the same on every rank.
         """
         entries = [
             Entry(name, gradient, self.memories[name], self._is_ever_sparse(name))
             for name, gradient in gradients.items()
         ]
-        step = self._begin(scale, suffix, [*lines, *gradients])
-        self._clip(entries)
+        step = self._begin(reduction, suffix, [*lines, *gradients])
+        self._scale(entries, step.units)
         sparse = [entry for entry in entries if entry.is_sparse]
         selections = self._choose(sparse, step) if sparse else None
         self._vote(step, entries)
@@ -146,7 +154,7 @@ class Scope(abc.ABC):
 
         def decoded() -> tf.Tensor:
             """Take the payloads' sum."""
-            token, expected = tf.cast(reduced, tf.float32), step.scale * self.exchange.size()
+            token, expected = tf.cast(reduced, tf.float32), step.units.reduction * step.units.world_size
             return tf.cast(ops.take_sum(entry.decode(), token, expected, step.overflow, shape), dtype)
 
         if not entry.is_sparse:
@@ -168,7 +176,7 @@ class Scope(abc.ABC):
     def _is_ever_sparse(self, name: str) -> bool:
         return self.memories[name].may_wait
 
-    def _begin(self, scale: float, suffix: str, lines: list[str]) -> Step:
+    def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Step:
         schedule, number = self.algorithm.warmup, self._step.read_value()
         if is_elastic():
             number = self.exchange.furthest(f"furthest{suffix}", number)
@@ -181,7 +189,8 @@ class Scope(abc.ABC):
             if schedule.highest >= 1.0:
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
-        step = Step(number, number + base, density, is_dense, scale, suffix)
+        units = Units(self.exchange.size(), reduction, self._loss_scale.read_value())
+        step = Step(number, number + base, density, is_dense, units, suffix)
         if is_dense is not None:
             step.is_active = tf.logical_not(is_dense)
         step.present = self._check_presence(step, lines)
@@ -189,25 +198,30 @@ class Scope(abc.ABC):
         return step
 
     def _check_presence(self, step: Step, lines: list[str]) -> tf.Operation:
-        """Compare step and settings with all ranks; what needs all of them has to wait for it.
+        """Compare step, loss scale and settings with all ranks; what needs all of them has to wait for it.
 
-        The sums S of x and Q of x^2 over N ranks tell whether all x are equal: S^2 = N * Q (Cauchy and Schwarz).
+        The sums S of x and Q of x^2 over N ranks tell whether all x are equal: S^2 = N * Q (Cauchy and Schwarz); for
+        whole numbers exactly, for a loss scale but for rounding.
         """
         digests = tf.constant(digest_numbers(lines), tf.float64)
-        numbers = tf.concat([[tf.cast(step.number, tf.float64)], digests], 0)
+        loss_scale = step.units.loss_scale
+        numbers = tf.concat([[tf.cast(step.number, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
         step.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()
         sums = self.exchange.allreduce(f"present{step.suffix}", own)
         total, squares = tf.split(sums[1:], 2)
         equal = tf.equal(tf.square(total), squares * ranks)
+        scales_equal = tf.abs(tf.square(total[1]) - squares[1] * ranks) <= 1e-9 * tf.square(total[1])
         joined = "hvd_sparse does not work with hvd.join(), Horovod cannot gather from ranks that joined; present:"
         apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
         other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
+        scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])]):
             checks = [
                 tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
-                tf.debugging.Assert(tf.reduce_all(equal[1:]), [other, total[1:]]),
+                tf.debugging.Assert(scales_equal & (loss_scale > 0.0), [scaled, loss_scale, total[1] / ranks]),
+                tf.debugging.Assert(tf.reduce_all(equal[2:]), [other, total[2:]]),
             ]
         return tf.group(*checks)
 
@@ -232,18 +246,18 @@ class Scope(abc.ABC):
 
     def _take_all(self, entry: Entry, step: Step) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
-        ranks = self.exchange.size()
-        is_half = entry.gradient.dtype == tf.float16
-        most = largest_sent(ranks, step.scale * ranks <= 1.0) if is_half else math.inf
-        return entry.memory.take_all(entry.gradient, entry.factor, most)
+        units = step.units
+        averages = units.reduction * units.world_size <= 1.0
+        most = largest_sent(units.world_size, averages) if entry.gradient.dtype == tf.float16 else math.inf
+        return entry.memory.take_all(entry.gradient, entry.factor, units, most)
 
-    def _clip(self, entries: list[Entry]) -> None:
-        ranks = self.exchange.size()
+    def _scale(self, entries: list[Entry], units: Units) -> None:
+        """Give each entry its factor: to units of the memory, and clipped."""
         whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
         if whole:
-            factor = clip_factor(self.algorithm, ranks, [entry.gradient for entry in entries])
+            factor = clip_factor(self.algorithm, units, [entry.gradient for entry in entries])
         for entry in entries:
-            entry.factor = factor if whole else entry.memory.clip_factor(entry.gradient, ranks)
+            entry.factor = factor if whole else entry.memory.factor(entry.gradient, units)
 
     def _carry(self, entry: Entry, step: Step, before: list[tf.Operation]) -> list[tf.Operation]:
         """Give Horovod what it is to allreduce; return the change of the memory of what travels dense.
@@ -299,7 +313,7 @@ class Scope(abc.ABC):
             return []
         held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
         entry.decode = lambda: held
-        part = rest_of(self.exchange.rank(), self.exchange.size()) / step.scale
+        part = tf.cast(rest_of(self.exchange.rank(), step.units.world_size) / step.units.outgoing(), tf.float32)
         rest = tf.where(step.void, tf.zeros_like(total), (total - held) * part)
         with tf.control_dependencies(cleared):
             return [entry.memory.residual.assign_add(rest)]

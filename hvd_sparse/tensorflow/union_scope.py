@@ -37,7 +37,7 @@ class UnionScope(Scope):
         residuals = []
         for entry in entries:
             memory = entry.memory
-            finite = memory.accumulate(entry.gradient, entry.factor, step.is_active)
+            finite = memory.accumulate(entry.gradient, entry.factor, step.units, step.is_active)
             step.finite.append(finite)
             residuals.append(read_after(memory.residual, finite))
         return tf.concat(residuals, 0)
@@ -91,7 +91,7 @@ class UnionScope(Scope):
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
         """Return the sum of all ranks' values, and these as they travelled."""
         step.counted.add(payload_bytes=4 * tf.size(indices))
-        scaled = once(step.present, values * step.scale)  # before the sum, which might overflow
+        scaled = once(step.present, values * tf.cast(step.units.outgoing(), tf.float32))  # the sum might overflow
         return self.exchange.allreduce(f"values{step.suffix}", scaled), values
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, step: Step) -> tuple:
@@ -111,7 +111,7 @@ class UnionScope(Scope):
         step.counted.add(payload_bytes=tf.size(payload, tf.int64))
         most_bytes = largest_payload(n, n, "dense", dtype, layout)
         gathered = tf.reshape(self._gather("values", payload, most_bytes, step), [self.exchange.size(), -1])
-        total = ops.reduce_payloads(gathered, 0, k, k, step.scale, *form)[:count]
+        total = ops.reduce_payloads(gathered, 0, k, k, step.units.outgoing(), *form)[:count]
         back = order[:, None]
         return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
 

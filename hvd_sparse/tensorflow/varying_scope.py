@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.bucket_scope import columns_of_all, destinations
+from hvd_sparse.tensorflow.bucket_scope import columns_of_all, decays, destinations
 from hvd_sparse.tensorflow.memory import read_after
 from hvd_sparse.tensorflow.scope import Entry, Step
 from hvd_sparse.tensorflow.tensor_scope import TensorScope
@@ -52,7 +52,7 @@ class VaryingScope(TensorScope):
         """Accumulate each gradient, and return the residuals."""
         residuals = []
         for entry in entries:
-            finite = entry.memory.accumulate(entry.gradient, entry.factor, step.is_active)
+            finite = entry.memory.accumulate(entry.gradient, entry.factor, step.units, step.is_active)
             step.finite.append(finite)
             residuals.append(read_after(entry.memory.residual, finite))
         return residuals
@@ -62,11 +62,11 @@ class VaryingScope(TensorScope):
     ) -> tuple[Message, tf.Tensor]:
         """Accumulate, unless that is done, select what reaches the thresholds in the members of a bucket, and pack."""
         memories = [entry.memory for entry in entries]
-        factors = [tf.ones([]) if entry.factor is None else entry.factor for entry in entries]
         payloads, finite, info = ops.filter_bucket(
             [entry.gradient for entry in entries],
             *destinations(memories),
-            factors=tf.stack(factors),
+            factors=tf.stack([entry.factor for entry in entries]),
+            weight_decay=decays(memories, step.units),
             thresholds=thresholds,
             ks=ks,
             is_active=False if self._thresholds.reads else step.is_active,
@@ -88,7 +88,8 @@ class VaryingScope(TensorScope):
             most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in message.entries)
             gathered = self._gather(message.name, message.payloads, most_bytes, step)
             sizes = [entry.memory.size for entry in message.entries]
-            sums = ops.reduce_located_bucket(gathered, sizes, self.exchange.size(), step.scale, **form)
+            ranks, scale = step.units.world_size, step.units.outgoing()
+            sums = ops.reduce_located_bucket(gathered, sizes, ranks, scale, **form)
             cleared = self._cleared(message.payloads, message.ks, message.entries, step, form)
             done += self._delivered(message.entries, sums, step, cleared)
         return done

@@ -27,7 +27,6 @@ from hvd_sparse.algorithms import (
     SIDCo,
     SparsificationAwareMomentum,
     TopK,
-    check_number,
     density_of,
 )
 from hvd_sparse.half import HALF
@@ -45,6 +44,7 @@ from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
 from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.torch.varying_scope import VaryingScope
 from hvd_sparse.traffic import Traffic
+from hvd_sparse.units import REDUCTION_UNKNOWN, Units, checked_loss_scale, reduction_differs
 
 SCOPES = {  # how a method lays out a step
     "tensor": TensorScope,
@@ -84,6 +84,7 @@ class SparseCompressor:
         self._crosses = self._parameters.device.type != self._scope.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._step = 0
+        self._loss_scale = 1.0
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = False
         self._agreed_in: object | None = None  # the incarnation of Horovod in which all ranks had the same settings
@@ -143,6 +144,20 @@ class SparseCompressor:
                 self._end()
             return result
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before backward, 1.0 at first; a number above 0, the same on every rank.
+
+        Set it to `scaler.get_scale()` whenever that may have changed, before the next backward: a step reads it at its
+        first gradient. clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so
+        is all that is remembered: it stays as it is. See docs/mixed-precision.md.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._loss_scale = checked_loss_scale(value)
+
     def stats(self) -> dict:
         """Return what travelled from this rank.
 
@@ -179,7 +194,7 @@ class SparseCompressor:
             self._drop()
 
     def reset(self) -> None:
-        """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed."""
+        """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed. The loss scale stays."""
         with self._lock:
             for memory in self._scope.memories.values():
                 for buffer in memory.buffers.values():
@@ -189,14 +204,6 @@ class SparseCompressor:
             self._drop()
             self._scope.forget()
             self._agreed_in = None
-
-    def rescale(self, factor: float) -> None:
-        """Multiply every buffer, as when a loss scale changes: the residual then stays in the gradients' units."""
-        check_number("factor", factor, "above 0", lambda value: value > 0.0)
-        with self._lock:
-            for memory in self._scope.memories.values():
-                for buffer in memory.buffers.values():
-                    buffer.mul_(factor)
 
     def _agree(self) -> None:
         """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
@@ -235,13 +242,23 @@ class SparseCompressor:
                 self._check = now, self._exchange.start_agreement(self._description(), self._step)
 
     def _description(self) -> list[str]:
-        return [*self.algorithm.describe(), *self._parameters.describe()]
+        return [*self.algorithm.describe(), *self._parameters.describe(), *self._scope.describe()]
 
     def _begin(self) -> None:
         self._drop()
         self._parameters.restart()
-        self._scope.begin(self._step)
+        self._scope.begin(self._step, self._units())
         self._under_way, self._finished = True, False
+
+    def _units(self) -> Units:
+        """Return the units of the step that begins; whoever reduces its gradients tells by its op."""
+        optimizer, size = _calling_optimizer(self), self._exchange.size()
+        if optimizer is None:
+            if self.algorithm.depends_on_reduction:
+                raise ValueError(REDUCTION_UNKNOWN)
+            return Units(size, None, self._loss_scale)
+        average = getattr(optimizer, "op", hvd.Average) == hvd.Average
+        return Units(size, 1.0 / size if average else 1.0, self._loss_scale)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -269,11 +286,20 @@ class SparseCompressor:
         gradient = entry.gradient
         if self._overflowed:
             return gradient.new_full(gradient.shape, float("nan"))
-        scale = reduction_scale(carried, self._scope.ranks) if entry.carries_token else 1.0
+        scale = self._reduction(carried) if entry.carries_token else 1.0
         result = self._scope.result(entry, carried, scale)
         if gradient.dtype in HALF_DTYPES and not self._scope.is_dense(entry.name):
-            result = self._scope.hold(entry, result, scale)
+            result = self._scope.hold(entry, result, self._scope.units.outgoing(scale))
         return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
+
+    def _reduction(self, token: torch.Tensor) -> float:
+        """Return what became of a token, which must be what op said at the beginning of the step."""
+        units = self._scope.units
+        scale = reduction_scale(token, units.world_size)
+        told = units.reduction
+        if told is not None and abs(scale - told) > 1e-5 * told:
+            raise ValueError(reduction_differs(scale, told))
+        return scale
 
     def _check_optimizer(self) -> None:
         """Look at the optimizer that calls: refuse other reductions, warn of a second momentum."""
@@ -282,7 +308,6 @@ class SparseCompressor:
             return
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
-        self._scope.averages = getattr(optimizer, "op", hvd.Sum) == hvd.Average
         theirs = getattr(optimizer, "process_set", self._exchange.process_set)
         self._exchange.check_process_set(theirs)
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)

@@ -23,6 +23,7 @@ from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.tensor_scope import TensorScope
 from hvd_sparse.torch.varying_scope import VaryingScope
+from hvd_sparse.units import Units
 
 
 class DeviceScope(Scope):
@@ -37,9 +38,9 @@ class DeviceScope(Scope):
         """Where it works: where the parameters are."""
         return self.parameters.device
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, units: Units) -> None:
         """Begin a step."""
-        super().begin(step)
+        super().begin(step, units)
         self._finite = {}
 
     def _note(self, entry: Entry, finite: torch.Tensor) -> None:
@@ -53,10 +54,12 @@ class DeviceScope(Scope):
         bad = len(flags) - torch.stack(flags).sum() if flags else torch.zeros((), device=self.device)
         if not self._votes:  # nothing is decoded between the votes of a step
             self.damage = ops.take_decode_status(bad)
-        vote = torch.full((4,), float(self.step), dtype=torch.float64, device=self.device)
+        common = self._in_common()
+        vote = torch.empty(2 + len(common), dtype=torch.float64, device=self.device)
         vote[0] = bad
-        vote[2] *= self.step
-        vote[3] = self.damage[0]
+        vote[1] = self.damage[0]
+        for place, number in enumerate(common, 2):
+            vote[place].fill_(number)  # not a copy from the host, which would wait for the device
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
@@ -81,7 +84,8 @@ class DeviceVaryingScope(DeviceScope, VaryingScope):
         payloads, thresholds, counts = [], [], []
         for name, entry in entries.items():
             memory = self.memories[name]
-            self._note(entry, ops.accumulate(entry.gradient, *memory.destination(), **memory.rule()))
+            factor = memory.factor(entry.gradient, self.units)
+            self._note(entry, memory.accumulate(entry.gradient, factor, self.units))
             threshold, k = astuple(self._plan_of(name))
             if k > 0:
                 threshold = max(ops.select_threshold(memory.residual, k).item(), SMALLEST)

@@ -116,7 +116,7 @@ def _register_bucket_fakes() -> None:
 
     @fake("hvd_sparse::accumulate_bucket_hinted")
     @fake("hvd_sparse::accumulate_bucket")
-    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decay, ns, *arguments):
+    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays, ns, *arguments):
         out = arguments[3]  # after ks, seed and hints; there may be no gradients
         return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
 

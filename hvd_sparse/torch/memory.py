@@ -1,7 +1,8 @@
 """What a worker remembers of a tensor: residual and momentum; when they change, and by which rule.
 
-All buffers are flat float32, whatever the gradient's type, and made when first needed. Names follow Deep Gradient
-Compression: the velocity is its u, the residual its v.
+All buffers are flat float32, whatever the gradient's type, and made when first needed; they are in units of a rank's
+gradient without its loss scale (`hvd_sparse.units`). Names follow Deep Gradient Compression: the velocity is its u, the
+residual its v.
 """
 
 import math
@@ -14,12 +15,15 @@ import torch
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
+from hvd_sparse.units import Units
+
+UNREAD = torch.empty(0)  # in place of a parameter that does not decay
 
 
 class Dense(NamedTuple):
     """What a tensor sends that travels dense. A step that does not count is as if it had not been."""
 
-    sent: torch.Tensor  # [n], in `dense_dtype`, contiguous; it may be the gradient itself
+    sent: torch.Tensor  # [n], in `dense_dtype` and the gradient's units, contiguous; it may be the gradient itself
     finite: torch.Tensor  # bool: were the gradient, and what is sent, finite everywhere?
     commit: Callable[[], None]  # changes the memory
 
@@ -30,9 +34,10 @@ class ResidualMemory:
     BUFFERS = ("residual",)
     kept = 0.0  # what part of a value stays in the residual when it is sent
 
-    def __init__(self, algorithm: Algorithm, parameter: torch.Tensor, device: torch.device):
+    def __init__(self, algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float):
         self.algorithm = algorithm
         self.parameter = parameter
+        self.weight_decay = weight_decay
         self.device = device  # where the buffers lie, and gradients are brought in
         self.buffers: dict[str, torch.Tensor] = {}
         self._spare: list[torch.Tensor] | None = None
@@ -54,8 +59,10 @@ class ResidualMemory:
             self.buffers[name] = found
         return found
 
-    def weights(self) -> torch.Tensor:
-        """Return the parameter, as it decays: float32[n], contiguous, where the buffers lie."""
+    def weights(self) -> torch.Tensor | None:
+        """Return the parameter, if it decays: float32[n], contiguous, where the buffers lie."""
+        if not self.weight_decay:
+            return None
         return self.parameter.detach().reshape(-1).to(self.device, torch.float32).contiguous()
 
     def adopt(self, name: str, storage: torch.Tensor) -> None:
@@ -63,29 +70,27 @@ class ResidualMemory:
         storage.copy_(self.buffer(name))
         self.buffers[name] = storage
 
-    def clip_factor(self, gradient: torch.Tensor, ranks: int) -> float:
-        """Return what to scale this tensor's gradient with before it is accumulated.
-
-        clip_norm / sqrt(ranks) over its own L2 norm, at most 1 (Deep Gradient Compression, section 3.2, Appendix C).
-        """
+    def factor(self, gradient: torch.Tensor, units: Units) -> float:
+        """Return what to scale this tensor's gradient with when it is accumulated: to units of the memory, clipped."""
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
-            return 1.0
-        return clip_factor(algorithm.clip_norm, ranks, _norm(gradient))
+            return units.incoming
+        return clip_factor(algorithm.clip_norm, units, _norm(gradient))
 
-    def accumulate(self, gradient: torch.Tensor, factor: float = 1.0) -> bool:
-        """Bring a gradient, scaled by `factor`, into the memory; return whether it was finite everywhere.
+    def accumulate(self, gradient: torch.Tensor, factor: float, units: Units) -> torch.Tensor:
+        """Bring a gradient, scaled by `factor`, into the memory; return, as bool, whether it was finite everywhere.
 
         What is not finite counts as zero.
         """
-        return bool(ops.accumulate(gradient, *self.destination(), factor=factor, **self.rule()))
+        decay = units.decay(self.weight_decay)
+        return ops.accumulate(gradient, *self.destination(), factor=factor, weight_decay=decay, **self.rule())
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
         return self.residual, None, None
 
     def rule(self) -> dict:
-        """Return how to accumulate, as `ops.accumulate` takes it."""
+        """Return how to accumulate, but for the weight decay, as `ops.accumulate` takes it."""
         return {}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
@@ -98,7 +103,7 @@ class ResidualMemory:
             return torch.float32
         return gradient.dtype
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
+    def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had.
 
         What is larger than `most`, or than the type that it travels in holds, is cut there; the rest waits.
@@ -106,12 +111,13 @@ class ResidualMemory:
         if "residual" not in self.buffers:
             sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
             return Dense(sent, ops.all_finite(gradient), self._clear_residual)
-        whole = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).reshape(-1) + self.residual
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).reshape(-1)
+        whole = wide + self.residual * units.loss_scale
         finite = ops.all_finite(whole)
         if gradient.dtype != torch.float16:
             return Dense(whole, finite, self._clear_residual)
         sent = whole.clamp(-most, most).to(self.dense_dtype(gradient))
-        left = whole - sent
+        left = (whole - sent).mul_(units.incoming)
         return Dense(sent, finite, lambda: self.residual.copy_(left))
 
     def _cut(self, sent: torch.Tensor, most: float) -> torch.Tensor | None:
@@ -162,7 +168,7 @@ class MomentumMemory(ResidualMemory):
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
-    where g is clipped, then has weight_decay * parameter added. Both are cleared where they were sent.
+    where g is clipped, then has the weight decay's part of the parameter added. Both are cleared where they were sent.
     """
 
     BUFFERS = ("residual", "velocity")
@@ -175,19 +181,17 @@ class MomentumMemory(ResidualMemory):
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays."""
-        decays = self.algorithm.weight_decay != 0.0
-        return self.buffer("residual"), self.buffer("velocity"), self.weights() if decays else None
+        return self.buffer("residual"), self.buffer("velocity"), self.weights()
 
     def rule(self) -> dict:
-        """Return momentum, nesterov and weight_decay."""
-        own = self.algorithm
-        return {"momentum": own.momentum, "nesterov": own.nesterov, "weight_decay": own.weight_decay}
+        """Return momentum and nesterov."""
+        return {"momentum": self.algorithm.momentum, "nesterov": self.algorithm.nesterov}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: that of the velocity."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
+    def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return what a tensor that travels dense sends: its velocity, so that the momentum is that of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
@@ -195,11 +199,12 @@ class MomentumMemory(ResidualMemory):
         """
         sent, velocity = self.spare()
         velocity.copy_(self.velocity)
-        decays = self.weights() if self.algorithm.weight_decay else None
-        finite = ops.accumulate(gradient, sent.zero_(), velocity, decays, factor=factor, **self.rule())
+        rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay), **self.rule()}
+        finite = ops.accumulate(gradient, sent.zero_(), velocity, self.weights(), **rule)
         if "residual" in self.buffers:
             finite = finite & ops.all_finite(sent.add_(self.residual))
-        left = self._cut(sent, most)
+        left = self._cut(sent, most * units.incoming)
+        finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
             """Make the change, as the step counts."""
@@ -234,26 +239,22 @@ class SparsificationAwareMemory(ResidualMemory):
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return the residual, no velocity, and the parameter that decays."""
-        return self.residual, None, self.weights() if self.algorithm.weight_decay else None
-
-    def rule(self) -> dict:
-        """Return weight_decay."""
-        return {"weight_decay": self.algorithm.weight_decay}
+        return self.residual, None, self.weights()
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: that of the residual."""
         return torch.float32
 
-    def take_all(self, gradient: torch.Tensor, factor: float = 1.0, most: float = math.inf) -> "Dense":
+    def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return what a tensor that travels dense sends: all it remembers, which is momentum SGD."""
         sent, decayed = self.spare()
-        finite = ops.accumulate(
-            gradient, sent.copy_(self.residual), *self.destination()[1:], factor=factor, **self.rule()
-        )
-        left = self._cut(sent, most)
+        rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
+        finite = ops.accumulate(gradient, sent.copy_(self.residual), None, self.weights(), **rule)
+        left = self._cut(sent, most * units.incoming)
         torch.mul(sent, self.kept, out=decayed)
         if left is not None:
             decayed.add_(left)
+        finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
             """Make the change, as the step counts; what is sent may have been reduced in place."""
@@ -265,27 +266,40 @@ class SparsificationAwareMemory(ResidualMemory):
 MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
 
 
-def make_memory(algorithm: Algorithm, parameter: torch.Tensor, device: torch.device) -> ResidualMemory:
+def make_memory(
+    algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float = 0.0
+) -> ResidualMemory:
     """Return the memory, on a device, that an algorithm keeps of a tensor."""
-    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter, device)
+    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter, device, weight_decay)
 
 
 def destinations(memories: Iterable[ResidualMemory]) -> list[list[torch.Tensor]]:
     """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a memory, or none."""
     columns = zip(*(memory.destination() for memory in memories), strict=True)
-    return [[one for one in column if one is not None] for column in columns] or [[], [], []]
+    lists = [[UNREAD if one is None else one for one in column] for column in columns] or [[], [], []]
+    return [[] if all(one is UNREAD for one in column) else column for column in lists]
 
 
-def whole_clip_factor(algorithm: Algorithm, ranks: int, gradients: Iterable[torch.Tensor]) -> float:
+def decays(memories: Iterable[ResidualMemory], units: Units) -> list[float]:
+    """Return the weight decays, as `ops.accumulate_bucket` takes them."""
+    return [units.decay(memory.weight_decay) for memory in memories]
+
+
+def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
     """Return the factor that clips by the L2 norm of all the gradients of this rank together."""
     squares = (_norm(gradient) ** 2 for gradient in gradients)
-    return clip_factor(algorithm.clip_norm, ranks, sum(squares) ** 0.5)
+    return clip_factor(algorithm.clip_norm, units, sum(squares) ** 0.5)
 
 
-def clip_factor(clip_norm: float, ranks: int, norm: float) -> float:
-    """Return what scales a local gradient of this L2 norm down to clip_norm / sqrt(ranks), 1.0 if it is below."""
-    bound = clip_norm * ranks**-0.5
-    return bound / norm if norm > bound else 1.0
+def clip_factor(clip_norm: float, units: Units, norm: float) -> float:
+    """Return what brings a gradient of this L2 norm to units of the memory, and down to the bound."""
+    bound = units.clip_bound(clip_norm)
+    return (bound / norm if norm > bound else 1.0) * units.incoming
+
+
+def _enlarge(sent: torch.Tensor, units: Units) -> torch.Tensor | bool:
+    """Bring what a memory sends to units of the gradient, in place; return whether it is finite there."""
+    return True if units.loss_scale == 1.0 else ops.all_finite(sent.mul_(units.loss_scale))
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -7,8 +7,9 @@ import torch
 
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.memory import ResidualMemory, destinations, make_memory, whole_clip_factor
+from hvd_sparse.torch.memory import ResidualMemory, decays, destinations, make_memory, whole_clip_factor
 from hvd_sparse.torch.scope import Entry, Scope, place_of
+from hvd_sparse.units import Units
 from hvd_sparse.wire import top_k_count
 
 
@@ -41,10 +42,10 @@ class ModelScope(Scope):
         self._group_of: dict[str, Group] = {}
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, units: Units) -> None:
         """Begin a step."""
         self._put_back()
-        super().begin(step)
+        super().begin(step, units)
         self._group_of = {}
 
     def end(self) -> None:
@@ -112,12 +113,14 @@ class ModelScope(Scope):
         if group.buffer is None or group.buffer.numel() != size:
             group.buffer = self._buffer(size)
         entries = self._present(group)
+        memories = [self.memories[entry.name] for entry in entries]
         self._accumulate_bucket(
             entries,
-            *destinations(self.memories[entry.name] for entry in entries),
+            *destinations(memories),
             layout=self._layout(group, [entry.name for entry in entries]),
             out=group.buffer,
             factors=[factors[entry.name] for entry in entries],
+            weight_decay=decays(memories, self.units),
             hints=group.hints,
             **group.memory.rule(),
         )
@@ -166,15 +169,15 @@ class ModelScope(Scope):
         return getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
 
     def _clip(self, entries: list[Entry]) -> dict[str, float]:
-        """Return each tensor's clipping factor: by its own norm, or all by the norm of the whole local gradient."""
-        ranks = self.ranks
+        """Return what to scale each gradient with: clipped by its own norm, or by that of all on this rank."""
+        units = self.units
         if not self._clips_model():
             return {
-                entry.name: 1.0 if entry.frozen else self.memories[entry.name].clip_factor(entry.gradient, ranks)
+                entry.name: 1.0 if entry.frozen else self.memories[entry.name].factor(entry.gradient, units)
                 for entry in entries
             }
         usable = [entry.gradient for entry in entries if not entry.frozen]
-        return dict.fromkeys((entry.name for entry in entries), whole_clip_factor(self.algorithm, ranks, usable))
+        return dict.fromkeys((entry.name for entry in entries), whole_clip_factor(self.algorithm, units, usable))
 
     def _group(self, names: list[str]) -> Group:
         """Return the layout of these tensors; their memories move into it."""
@@ -218,4 +221,5 @@ class ModelScope(Scope):
         ops.clear_bucket(group.buffer, [residual], velocity, layout=whole, kept=group.memory.kept, **self._form())
         group.sums = {name: place_of(self.entries[name].gradient) for name in group.sparse}
         ranks, outs = gathered.view(self.ranks, -1), list(group.sums.values())
-        ops.reduce_bucket(ranks, outs, scale, layout=self._layout(group, group.sparse), **self._form())
+        layout = self._layout(group, group.sparse)
+        ops.reduce_bucket(ranks, outs, self.units.outgoing(scale), layout=layout, **self._form())

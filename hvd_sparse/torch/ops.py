@@ -11,13 +11,13 @@ devices, above all that damage is not raised but recorded (`take_decode_status`)
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from hvd_sparse.library import find_library, has_cuda
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import fakes
+from hvd_sparse.torch.layout import Layout, of_each
 
 torch.ops.load_library(find_library("torch"))
 _ops = torch.ops.hvd_sparse
@@ -225,21 +225,6 @@ def quantize(
     return _ops.quantize(values, value_dtype, centre, indices, segments)
 
 
-class Layout(NamedTuple):
-    """What the payloads of a message hold: the selections, and which tensors take part in which.
-
-    Lists of one entry a selection: n, k, the offset of its payload in the message in bytes, segments. Of one entry a
-    member: the number of its selection, ascending, and how many elements of that precede its own.
-    """
-
-    ns: Sequence[int]
-    ks: Sequence[int]
-    offsets: Sequence[int]
-    segments: Sequence[torch.Tensor | None]
-    selections: Sequence[int]
-    begins: Sequence[int]
-
-
 def accumulate_bucket(
     gradients: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
@@ -253,20 +238,20 @@ def accumulate_bucket(
     seed: int = 0,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `accumulate_top_k`, `quantize` and `pack` for the selections of a message; tensors and factors: of members.
 
-    The payloads go to `out`, uint8[bytes]. Velocities and parameters are as many as gradients, or none. Returns
-    float64[selections, 2], threshold and how many elements reached the hint, and bool[members]: was each gradient
-    finite everywhere?
+    The payloads go to `out`, uint8[bytes]. Velocities and parameters are as many as gradients, or none. weight_decay:
+    a number, or one a member; the parameter of a member that has 0 is not read. Returns float64[selections, 2],
+    threshold and how many elements reached the hint, and bool[members]: was each gradient finite everywhere?
     """
     ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, weight_decay, ns, ks, _signed(seed), hints)
+    numbers = (momentum, nesterov, of_each(weight_decay, gradients), ns, ks, _signed(seed), hints)
     return _ops.accumulate_bucket(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 
@@ -282,7 +267,7 @@ def filter_bucket(
     is_active: bool = True,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
@@ -298,7 +283,7 @@ def filter_bucket(
     gradient finite everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, weight_decay, is_active, thresholds, ks)
+    numbers = (momentum, nesterov, of_each(weight_decay, gradients), is_active, thresholds, ks)
     return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, centre, columns)
 
 
@@ -338,7 +323,7 @@ def accumulate_bucket_hinted(
     seed: int = 0,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
     centre: str = "mean",
@@ -349,7 +334,7 @@ def accumulate_bucket_hinted(
     """
     ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, weight_decay, ns, ks, _signed(seed), hints)
+    numbers = (momentum, nesterov, of_each(weight_decay, gradients), ns, ks, _signed(seed), hints)
     return _ops.accumulate_bucket_hinted(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
 
 

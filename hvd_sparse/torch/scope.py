@@ -25,6 +25,7 @@ from hvd_sparse.torch.memory import ResidualMemory, make_memory
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
+from hvd_sparse.units import Units, loss_scales_differ
 
 MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
 
@@ -50,8 +51,9 @@ class Scope(abc.ABC):
         self.parameters = parameters
         self.exchange = exchange
         self.traffic = traffic
+        weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self.memories: dict[str, ResidualMemory] = {
-            name: make_memory(algorithm, parameters[name], self.device) for name in parameters
+            name: make_memory(algorithm, parameters[name], self.device, weight_decays[name]) for name in parameters
         }
         least = max(algorithm.min_numel, 1)
         self._small = [name for name in parameters if parameters[name].numel() < least]
@@ -66,7 +68,6 @@ class Scope(abc.ABC):
         self._votes: list[Pending] = []
         self._sealed = self._under_way = False
         self._nowhere: frozenset[str] = frozenset()
-        self.averages = False  # whether a sum over ranks is known to be divided by their number
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what travels dense in this step
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
@@ -86,9 +87,15 @@ class Scope(abc.ABC):
         for threshold in self.thresholds.values():
             threshold.forget()
 
-    def begin(self, step: int) -> None:
+    def describe(self) -> list[str]:
+        """Return one line a parameter that decays, for the comparison between ranks."""
+        decays = {name: memory.weight_decay for name, memory in sorted(self.memories.items())}
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+
+    def begin(self, step: int, units: Units) -> None:
         """Begin an optimizer step, counted from 0."""
         self.step = step
+        self.units = units
         self.density = self.algorithm.density_at(step)
         self.seed = (self.algorithm.seed << 32) + step
         self.entries = {}
@@ -96,7 +103,7 @@ class Scope(abc.ABC):
         self._votes = []
         self._sealed = False
         self._deferred = []
-        self.ranks = self.exchange.size()
+        self.ranks = units.world_size
         self._dense = frozenset(self.parameters if self.density >= 1.0 else self._small)
         if self._under_way:
             for memory in self.memories.values():
@@ -129,7 +136,7 @@ class Scope(abc.ABC):
         self._count()
 
     def _trained_nowhere(self) -> frozenset[str]:
-        """Return which of this step's parameters are frozen on every rank; asks the other ranks if any is frozen here."""
+        """Return which parameters of this step are frozen on every rank; asks the others if any is frozen here."""
         with self.traffic.timed("exchange"):
             if self._presence.wait() < MOST_RANKS:
                 return frozenset()
@@ -168,7 +175,7 @@ class Scope(abc.ABC):
         """
         overflow = False
         for vote in self._votes:
-            bad, steps, squares, damaged = vote.wait().tolist()
+            bad, damaged, steps, squares, scales, scale_squares = vote.wait().tolist()
             if damaged > 0:
                 self._refuse_damage()
             if steps**2 != squares * self.ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
@@ -176,6 +183,8 @@ class Scope(abc.ABC):
                     f"hvd_sparse: this rank is at step {self.step}, the mean is {steps / self.ranks:g}. "
                     "Load the compression's state on every rank, or on none"
                 )
+            if abs(scales**2 - scale_squares * self.ranks) > 1e-9 * scales**2:  # equal, but for rounding
+                raise RuntimeError(loss_scales_differ(self.units.loss_scale, scales / self.ranks))
             overflow |= bad > 0
         return overflow
 
@@ -202,9 +211,10 @@ class Scope(abc.ABC):
 
     def _take_all(self, entry: Entry, factor: float) -> torch.Tensor:
         """Bring a gradient that travels dense into its memory, for now; return what is to be sent."""
-        is_half = entry.gradient.dtype == torch.float16
-        most = largest_sent(self.ranks, self.averages) if is_half else math.inf
-        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor, most)
+        units = self.units
+        averages = units.reduction is not None and units.reduction * units.world_size <= 1.0
+        most = largest_sent(self.ranks, averages) if entry.gradient.dtype == torch.float16 else math.inf
+        sent, finite, entry.commit = self.memories[entry.name].take_all(entry.gradient, factor, units, most)
         self._note(entry, finite)
         return sent
 
@@ -266,7 +276,7 @@ class Scope(abc.ABC):
 
     def _vote(self, name: str, entries: list[Entry]) -> None:
         bad = sum(not entry.finite for entry in entries)
-        vote = torch.tensor([bad, self.step, self.step**2, 0.0], dtype=torch.float64)
+        vote = torch.tensor([bad, 0.0, *self._in_common()], dtype=torch.float64)
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.numel() * vote.element_size())
@@ -285,6 +295,11 @@ class Scope(abc.ABC):
             f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
             "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
         )
+
+    def _in_common(self) -> tuple[float, ...]:
+        """Return what must be the same on every rank, each with its square: sums of both tell."""
+        step, loss_scale = self.step, self.units.loss_scale
+        return step, step**2, loss_scale, loss_scale**2
 
     def _late(self) -> list[Entry]:
         known = {*self.expected, *self._nowhere}

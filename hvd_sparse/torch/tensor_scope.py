@@ -12,8 +12,9 @@ import torch
 from hvd_sparse.buckets import Bucket, plan_buckets
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.memory import ResidualMemory, destinations
+from hvd_sparse.torch.memory import ResidualMemory, decays, destinations
 from hvd_sparse.torch.scope import Entry, Scope, place_of
+from hvd_sparse.units import Units
 from hvd_sparse.wire import top_k_count
 
 
@@ -58,9 +59,9 @@ class TensorScope(Scope):
         self._payloads: dict[str, Payload] = {}
         self._payloads_density = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, units: Units) -> None:
         """Begin a step; cut the expected payloads into buckets."""
-        super().begin(step)
+        super().begin(step, units)
         self._thawed = {}
         if self._payloads_density != self.density:
             self._payloads, self._payloads_density = {}, self.density
@@ -125,7 +126,7 @@ class TensorScope(Scope):
         dtype = memory.dense_dtype(gradient)
         self.traffic.count(sent=gradient.numel(), payload_bytes=gradient.numel() * dtype.itemsize)
         if not entry.frozen:
-            sent = self._take_all(entry, memory.clip_factor(gradient, self.ranks))
+            sent = self._take_all(entry, memory.factor(gradient, self.units))
             if entry.finite:
                 return sent
         return gradient.new_zeros(gradient.numel(), dtype=dtype)
@@ -220,7 +221,7 @@ class TensorScope(Scope):
                 self._pack_nothing(payload.n, payload.k, out, payload.segments)
         if not entries:
             return
-        memories, ranks = [self.memories[name] for name in entries], self.ranks
+        memories, units = [self.memories[name] for name in entries], self.units
         is_whole = len(entries) == len(message.bucket.offsets)
         hints = message.hints if is_whole else self._hints_of(entries)
         self._accumulate_bucket(
@@ -228,7 +229,8 @@ class TensorScope(Scope):
             *destinations(memories),
             layout=self._layout(message, entries),
             out=message.buffer,
-            factors=[self.memories[name].clip_factor(entry.gradient, ranks) for name, entry in entries.items()],
+            factors=[self.memories[name].factor(entry.gradient, units) for name, entry in entries.items()],
+            weight_decay=decays(memories, units),
             hints=hints,
             **memories[0].rule(),
         )
@@ -257,7 +259,9 @@ class TensorScope(Scope):
         message.sums = {name: place_of(self.entries[name].gradient) for name in members}
         message.scale = scale
         ranks, outs = gathered.view(self.ranks, -1), list(message.sums.values())
-        ops.reduce_bucket(ranks, outs, scale, layout=self._layout(message, members), **self._form())
+        ops.reduce_bucket(
+            ranks, outs, self.units.outgoing(scale), layout=self._layout(message, members), **self._form()
+        )
 
     def _present(self, message: Message) -> dict[str, Entry]:
         """Return the members of a bucket that take part in this step."""

@@ -39,7 +39,8 @@ class UnionScope(ModelScope, abc.ABC):
     def _accumulate(self, group: Group, factors: dict[str, float]) -> None:
         """Bring the gradients into their memories."""
         for entry in self._present(group):
-            entry.finite = self.memories[entry.name].accumulate(entry.gradient, factors[entry.name])
+            factor = factors[entry.name]
+            entry.finite = bool(self.memories[entry.name].accumulate(entry.gradient, factor, self.units))
 
     @abc.abstractmethod
     def _name_elements(self, group: Group) -> torch.Tensor:
@@ -49,7 +50,7 @@ class UnionScope(ModelScope, abc.ABC):
         indices = self._union(group)
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
-        indices, total, left = sum_values(group, indices, scale)
+        indices, total, left = sum_values(group, indices, self.units.outgoing(scale))
         whole = torch.zeros(group.n).index_copy_(0, indices, total)
         sizes = [self.parameters[name].numel() for name in group.sparse]
         group.sums = dict(zip(group.sparse, whole.split(sizes), strict=True))

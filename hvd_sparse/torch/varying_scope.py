@@ -8,7 +8,7 @@ import torch
 from hvd_sparse.centres import columns_of
 from hvd_sparse.threshold import Plan, make_threshold
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.memory import destinations
+from hvd_sparse.torch.memory import decays, destinations
 from hvd_sparse.torch.scope import Entry, place_of
 from hvd_sparse.torch.tensor_scope import Message, TensorScope
 from hvd_sparse.wire import LOW_BITS, largest_payload
@@ -66,16 +66,17 @@ class VaryingScope(TensorScope):
         """Return payloads, one after the other, and of each the threshold, the count, and the offset in bytes."""
         names, memories = list(entries), [self.memories[name] for name in entries]
         gradients = [entry.gradient for entry in entries.values()]
-        factors = [memory.clip_factor(g, self.ranks) for memory, g in zip(memories, gradients, strict=True)]
+        factors = [memory.factor(g, self.units) for memory, g in zip(memories, gradients, strict=True)]
         reads = self.thresholds[names[0]].reads
         if reads:
             for entry, memory, factor in zip(entries.values(), memories, factors, strict=True):
-                entry.finite = memory.accumulate(entry.gradient, factor)
+                entry.finite = memory.accumulate(entry.gradient, factor, self.units)
         plans = [self._plan_of(name) for name in names]
         payloads, info, finite = ops.filter_bucket(
             gradients,
             *destinations(memories),
             factors=factors,
+            weight_decay=decays(memories, self.units),
             thresholds=[plan.threshold for plan in plans],
             ks=[plan.k for plan in plans],
             is_active=not reads,
@@ -119,7 +120,7 @@ class VaryingScope(TensorScope):
         places = [place for place, name in enumerate(names) if name in self.entries]
         message.sums = {names[place]: place_of(self.entries[names[place]].gradient) for place in places}
         message.scale = scale
-        self._sum(gathered, names, places, list(message.sums.values()), scale)
+        self._sum(gathered, names, places, list(message.sums.values()), self.units.outgoing(scale))
 
     def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
         """Sum the payloads of all ranks for the members at these places."""

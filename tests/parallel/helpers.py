@@ -67,13 +67,24 @@ def step(optimizer, parameters, gradients, order=None):
     optimizer.step()
 
 
+class Caller:
+    """What Horovod's optimizer is to a compressor: its op is that of the frame that calls `compress`."""
+
+    def __init__(self, compressor, op=hvd.Sum, process_set=hvd.global_process_set):
+        self._compression, self.op, self.process_set = compressor, op, process_set
+        self.param_groups = []
+
+    def compress(self, gradient):
+        return self._compression.compress(gradient)
+
+
 def drive(compressor, parameters, gradients, op=hvd.Sum, order=None, process_set=hvd.global_process_set):
     """Do what Horovod's optimizer does with a compressor, without it; return {name: reduced gradient}."""
-    pending = {}
+    pending, caller = {}, Caller(compressor, op, process_set)
     for name in order or gradients:
         parameter = parameters[name]
         parameter.grad = as_gradient(parameter, gradients[name])
-        carried, context = compressor.compress(parameter.grad)
+        carried, context = caller.compress(parameter.grad)
         pending[name] = hvd.allreduce_async(carried, name=f"drive.{name}", op=op, process_set=process_set), context
     return {
         name: compressor.decompress(hvd.synchronize(handle), context) for name, (handle, context) in pending.items()

@@ -111,7 +111,7 @@ class Run:
             self.step(t, frozen=["middle"] if t == 2 else [])
         state = self.compressor.state_dict()
         self.step(4, spoilt=["bias", "body"])
-        self.compressor.rescale(0.5)
+        self.compressor.loss_scale = 2.0
         self.step(5)
         self.compressor.load_state_dict({**state, "step": 0})  # everything travels dense, and there is a memory
         self.step(6, spoilt=["scale"])

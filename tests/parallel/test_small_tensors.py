@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import draw
-from helpers import as_gradient, distributed, drive, make_parameters
+from helpers import Caller, as_gradient, distributed, drive, make_parameters
 
 from hvd_sparse.torch import Compression
 
@@ -30,7 +30,7 @@ def expected(method, steps, parameters, name):
     velocity, sums = np.zeros(SHAPES[name]), []
     for t in range(steps):
         gradient = sum(draw(SHAPES, t, rank)[name].astype(np.float64) for rank in range(hvd.size()))
-        gradient += METHODS[method].get("weight_decay", 0.0) * hvd.size() * parameters[name].detach().double().numpy()
+        gradient += METHODS[method].get("weight_decay", 0.0) * parameters[name].detach().double().numpy()
         if method == "nesterov":
             velocity = momentum * (velocity + gradient)
             sums.append(velocity + gradient)
@@ -82,7 +82,7 @@ def test_a_step_that_was_given_up_keeps_its_buffers(method):
     given_up, other = [], draw(SHAPES, 9, hvd.rank())
     for name in ("bias", "scale", "kernel"):  # the last to come would start an exchange, which all ranks must end
         parameters[name].grad = as_gradient(parameters[name], other[name])
-        given_up.append(compression.compress(parameters[name].grad)[0])
+        given_up.append(Caller(compression).compress(parameters[name].grad)[0])
     compression._scope._presence.wait()  # its name is then free
     before = [tensor.clone() for tensor in given_up]
     results = drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
@@ -103,7 +103,7 @@ def test_steady_steps_make_no_buffers(method):
         gradients = draw(SHAPES, t, hvd.rank())
         for name, parameter in parameters.items():
             parameter.grad = as_gradient(parameter, gradients[name])
-            pairs.append((name, *compression.compress(parameter.grad)))
+            pairs.append((name, *Caller(compression).compress(parameter.grad)))
         carried.append([sent.data_ptr() for _, sent, _ in pairs[:3]])
         for name, sent, context in pairs:
             reduced = hvd.synchronize(hvd.allreduce_async_(sent, name=f"steady.{name}", op=hvd.Sum))

@@ -11,7 +11,7 @@ from hvd_sparse.torch import Compression
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 K = {"big": 60, "middle": 20}  # density 0.01
-TOKEN, VOTE, PRESENCE = 8, 32, 4  # of a tensor; of a step; of a step
+TOKEN, VOTE, PRESENCE = 8, 48, 4  # of a tensor; of a step; of a step
 
 
 def payload_by_hand(n, k, item):
@@ -91,20 +91,15 @@ def test_the_residuals_norm_is_that_of_all_that_waits(scope):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_reset_and_rescale(scope):
-    """rescale multiplies every buffer; reset leaves a compressor as if new, on every rank."""
+def test_reset(scope):
+    """A compressor is then as if new, on every rank."""
     parameters = make_parameters(SHAPES)
     fresh = Compression.dgc(parameters.items(), density=0.01, scope=scope, seed=3)
     used = Compression.dgc(parameters.items(), density=0.01, scope=scope, seed=3)
     gradients = [whole_numbers(SHAPES, t, hvd.rank()) for t in range(3)]
     for one in gradients:
         drive(used, parameters, one)
-    kinds = [(name, kind) for name in SHAPES for kind in ("residual", "velocity")]
-    before = [memory_of(used, parameters, *key) for key in kinds]
-    used.rescale(0.25)
-    after = [memory_of(used, parameters, *key) for key in kinds]
-    assert all(torch.equal(then * 0.25, now) for then, now in zip(before, after, strict=True))
-    assert any(bool(then.any()) for then in before)
+    assert used.stats()["residual_norm"] > 0.0
     used.reset()
     stats = used.stats()
     assert (stats["steps"], stats["residual_norm"], stats["total"]["payload_bytes"]) == (0, 0.0, 0)
@@ -112,14 +107,3 @@ def test_reset_and_rescale(scope):
     for one in gradients:
         expected, found = drive(fresh, parameters, one), drive(used, parameters, one)
         assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
-
-
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), "2", True])
-def test_rescale_refuses_what_is_no_finite_number(factor):
-    parameters = make_parameters(SHAPES)
-    compressor = Compression.gradient_dropping(parameters.items(), density=0.01)
-    drive(compressor, parameters, draw(SHAPES, 0, hvd.rank()))
-    before = memory_of(compressor, parameters, "big")
-    with pytest.raises((ValueError, TypeError), match="factor"):
-        compressor.rescale(factor)
-    assert torch.equal(before, memory_of(compressor, parameters, "big"))

@@ -24,8 +24,8 @@ DGC = {
     "nesterov": {"momentum": 0.9, "nesterov": True},
     "unmasked": {"momentum": 0.8, "factor_masking": False},
     "decayed": {"momentum": 0.9, "weight_decay": 0.05},
-    "clipped": {"momentum": 0.9, "clip_norm": 20.0},
-    "everything": {"momentum": 0.7, "nesterov": True, "weight_decay": 0.05, "clip_norm": 20.0},
+    "clipped": {"momentum": 0.9, "clip_norm": 8.0},
+    "everything": {"momentum": 0.7, "nesterov": True, "weight_decay": 0.05, "clip_norm": 8.0},
 }
 
 
@@ -109,7 +109,7 @@ def test_dgc_is_that_of_the_paper(scope):
         settings = {**variant, "density": 0.05, "scope": scope, "min_numel": 100}
         trials.append(Trial(title, Method(**settings), dgc(**settings), 100))
     if scope == "model":
-        settings = {"momentum": 0.9, "density": 0.05, "scope": "model", "clip_norm": 25.0, "clip_scope": "model"}
+        settings = {"momentum": 0.9, "density": 0.05, "scope": "model", "clip_norm": 10.0, "clip_scope": "model"}
         trials.append(Trial("clipped_whole", Method(**settings), dgc(min_numel=100, **settings), 100))
     run(trials, 100)
     assert all(any(np.any(v) for v in trial.expected.v[0].values()) for trial in trials), "all must be sparse"

@@ -22,7 +22,7 @@ class Method:
     min_numel: int = 100
     momentum: float = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: object = 0.0  # a number, or {name: number}
     clip_norm: float | None = None
     clip_scope: str = "tensor"
     factor_masking: bool = True
@@ -52,7 +52,11 @@ class Outcome:
 
 
 def train(method, initial, gradients, ranks, steps, lr, average=True):
-    """Train on all ranks. gradients(step, rank): {name: array}; they do not depend on the parameters."""
+    """Train on all ranks. gradients(step, rank): {name: array}; they do not depend on the parameters.
+
+    The optimizer is given scale * the sum over ranks, scale 1 / ranks or 1. Clipping and weight decay are of that.
+    """
+    scale = 1 / ranks if average else 1
     theta = {name: np.array(value, np.float64) for name, value in initial.items()}
     u = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
     v = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
@@ -61,8 +65,10 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
     for step in range(steps):
         reduced = {name: np.zeros(value.shape) for name, value in theta.items()}
         for k in range(ranks):
-            local = clip(method, ranks, gradients(step, k))
-            accumulate(method, u[k], v[k], {name: local[name] + method.weight_decay * theta[name] for name in theta})
+            local = clip(method, ranks, scale, gradients(step, k))
+            for name in theta:
+                local[name] = local[name] + decay_of(method, name) / (scale * ranks) * theta[name]
+            accumulate(method, u[k], v[k], local)
         choices = [choose(method, step, v[k], kept[k]) for k in range(ranks)]
         for k in range(ranks):
             masks, here = choices[step % ranks if method.cyclic else k]
@@ -79,15 +85,22 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
                 if method.factor_masking and not is_dense(method, step, v[k][name]):
                     u[k][name] = u[k][name] * ~mask
         for name in theta:
-            theta[name] = theta[name] - lr * reduced[name] / (ranks if average else 1)
+            theta[name] = theta[name] - lr * scale * reduced[name]
     return Outcome(theta, u, v, gap)
 
 
-def clip(method, ranks, local):
-    """Local gradient clipping: to clip_norm / sqrt(N) in the L2 norm, of each tensor or of all together."""
+def decay_of(method, name):
+    return method.weight_decay[name] if isinstance(method.weight_decay, dict) else method.weight_decay
+
+
+def clip(method, ranks, scale, local):
+    """Local gradient clipping: of the L2 norm of each tensor, or of all together.
+
+    DGC's Algorithm 1 and Appendix C: G^k = scale * gradient is clipped to clip_norm * N^(-1/2).
+    """
     if method.clip_norm is None:
-        return local
-    bound = method.clip_norm / np.sqrt(ranks)
+        return dict(local)
+    bound = method.clip_norm / np.sqrt(ranks) / scale
     norms = {name: np.sqrt(np.sum(np.square(gradient))) for name, gradient in local.items()}
     if method.clip_scope == "model":
         norms = dict.fromkeys(norms, np.sqrt(sum(norm**2 for norm in norms.values())))

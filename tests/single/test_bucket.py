@@ -220,9 +220,9 @@ def test_opcheck():
     torch.manual_seed(0)
     lists = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], [])
     out, places, form = torch.zeros(size, dtype=torch.uint8), ([0], [0], [0]), ("run_length", "float32")
-    choice = ([1.0], 0.9, False, 0.0, [n], [k], 0, [0.0], out)
+    choice = ([1.0], 0.9, False, [0.0], [n], [k], 0, [0.0], out)
     torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *places, *form, "mean", [None]))
-    empty = ([], [], [], [], [], 0.9, False, 0.0, [n], [k], 0, [0.0], out, [0], [], [], *form, "mean", [None])
+    empty = ([], [], [], [], [], 0.9, False, [], [n], [k], 0, [0.0], out, [0], [], [], *form, "mean", [None])
     torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, empty)
     hinted = [*choice[:-2], torch.zeros(1, 3, dtype=torch.float64), out]
     torch.library.opcheck(

@@ -287,7 +287,7 @@ def test_shapes_are_known_while_tracing():
 def test_opcheck():
     lists = ([torch.randn(50)], [torch.randn(50)], [], [])
     form = ("run_length", "float32", "mean", [])
-    arguments = (*lists, [1.0], 0.0, False, 0.0, True, [1.0], [0], *form)
+    arguments = (*lists, [1.0], 0.0, False, [0.0], True, [1.0], [0], *form)
     torch.library.opcheck(torch.ops.hvd_sparse.filter_bucket, arguments)
     message, *_ = torch.ops.hvd_sparse.filter_bucket(*arguments)
     places = ([50], 1, [torch.empty(50)], [0], 1.0, "run_length", "float32", [])

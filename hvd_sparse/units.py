@@ -1,0 +1,75 @@
+"""What a gradient is measured in: the one place that knows of the loss scale and of how ranks are reduced.
+
+A rank is handed S * g_k, the gradient of its scaled loss; the optimizer is handed S * result, where result = s * sum of
+g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). What a user asks for, `clip_norm`, `weight_decay` and a
+constant threshold, is in units of result and g_k: it holds for every op and every loss scale.
+
+All that is remembered from step to step (residuals, velocities, thresholds, guesses at them) is in units of g_k. A
+gradient is divided by S on its way in, a sum is multiplied by S on its way out: nothing has to change when S does.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_sparse.algorithms import check_number
+
+REDUCTION_UNKNOWN = (
+    "hvd_sparse: clip_norm and weight_decay depend on op, which no Horovod optimizer tells here; give the compression "
+    "to hvd.DistributedOptimizer"
+)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one step.
+
+    world_size: N. reduction: s, what a sum over ranks is multiplied with; None where nobody tells and nothing depends
+    on it. loss_scale: S, a number, or in a graph a float64 scalar tensor. What is returned is of that type, too.
+    """
+
+    world_size: int
+    reduction: float | None = 1.0
+    loss_scale: Any = 1.0
+
+    @property
+    def incoming(self):
+        """Return what a gradient is multiplied with when it is accumulated."""
+        return 1.0 / self.loss_scale
+
+    def outgoing(self, reduction: float | None = None):
+        """Return what a sum over ranks, in units of g_k, is multiplied with: s, or `reduction`, times S."""
+        return (self.reduction if reduction is None else reduction) * self.loss_scale
+
+    def clip_bound(self, clip_norm: float):
+        """Return the bound on the L2 norm of a rank's gradient as it is handed over, S * g_k.
+
+        N independent gradients of norm clip_norm / (s * sqrt(N)) sum up to a result of norm clip_norm (Deep Gradient
+        Compression, section 3.2; Appendix C divides g_k by N beforehand, which leaves the factor N^(-1/2)).
+        """
+        return clip_norm / (self.reduction * self.world_size**0.5) * self.loss_scale
+
+    def decay(self, weight_decay: float) -> float:
+        """Return what each rank multiplies the parameter with, in units of g_k, so that it counts once in result."""
+        return weight_decay / (self.reduction * self.world_size) if weight_decay else 0.0
+
+
+def checked_loss_scale(value) -> float:
+    """Return a loss scale as a float; TypeError or ValueError unless it is a finite number above 0."""
+    check_number("loss_scale", value, "above 0, such as scaler.get_scale()", lambda number: number > 0.0)
+    return float(value)
+
+
+def loss_scales_differ(own: float, mean: float) -> str:
+    """Return the error of ranks whose loss scales differ."""
+    return (
+        f"hvd_sparse: loss_scale is {own:g} on this rank, the mean over the ranks is {mean:g}. Set "
+        "compression.loss_scale to the same number on every rank"
+    )
+
+
+def reduction_differs(found: float, told: float) -> str:
+    """Return the error of a reduction that is another one than the optimizer's op says."""
+    return (
+        f"hvd_sparse: Horovod multiplied the sum over ranks with {found:g}, where the optimizer's op says {told:g}: "
+        "reduce gradients through the optimizer alone, without factors of your own"
+    )
