@@ -22,7 +22,11 @@ AGREE_SECONDS = 600
 
 
 class Exchange(Members):
-    """The collectives of one compressor over one process set."""
+    """The collectives of one compressor over one process set.
+
+    In a graph their names begin as Horovod's own do: hvd.elastic.run tells a collective that failed, as a rank died, by
+    that, and takes any other failure for the end of training.
+    """
 
     def __init__(self, process_set=None):
         super().__init__(hvd, process_set, "hvd_sparse.tf")
@@ -52,11 +56,12 @@ class Exchange(Members):
         return tf.reshape(tf.bitcast(gathered, tf.uint8), [-1])
 
     def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        name = f"HorovodAllgather.{name}"
         return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor over the ranks."""
-        name = f"{self._prefix}.{name}"
+        name = f"HorovodAllreduce.{self._prefix}.{name}"
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def furthest(self, name: str, step: tf.Tensor) -> tf.Tensor:
@@ -73,7 +78,7 @@ class Exchange(Members):
         check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])
         with tf.control_dependencies([check]):
             own = tf.identity(step)
-        name = f"{self._prefix}.{name}"
+        name = f"HorovodAllreduce.{self._prefix}.{name}"
         return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def agree(self, lines: list[str]) -> None:
