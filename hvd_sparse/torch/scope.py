@@ -128,7 +128,7 @@ class Scope(abc.ABC):
         self._count()
 
     def _trained_nowhere(self) -> frozenset[str]:
-        """Return which of this step's parameters are frozen on every rank: the ranks ask each other if any is on one."""
+        """Return which of this step's parameters are frozen on every rank: they ask each other if any is on one."""
         with self.traffic.timed("exchange"):
             if self._presence.wait() < MOST_RANKS:
                 return frozenset()
