@@ -88,7 +88,8 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
 
 TEST(FiltersAndPacks) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const std::vector<FilterParams> filters{{0, 0}, {1.7, 0}, {kInfinity, 0}, {kInfinity, 30}, {0, 1000}, {-1, 999}, {0, -30}, {0, -1000}};
+  const std::vector<FilterParams> filters{{0, 0},    {1.7, 0},  {kInfinity, 0}, {kInfinity, 30},
+                                          {0, 1000}, {-1, 999}, {0, -30},       {0, -1000}};
   for (const Rule& rule : kRules) {
     for (const FilterParams& filter : filters) {
       for (const bool active : {true, false}) {
