@@ -147,8 +147,7 @@ def compression_settings(args, warmup_steps):
         settings |= {
             "momentum": args.momentum,
             "weight_decay": args.weight_decay,
-            # The paper bounds the sum over ranks; --clip-norm bounds their average, as the other methods do.
-            "clip_norm": args.clip_norm * args.size or None,
+            "clip_norm": args.clip_norm or None,
             "clip_scope": args.scope,
         }
     return settings

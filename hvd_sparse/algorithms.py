@@ -3,13 +3,14 @@
 The arguments that all methods share are those of `Algorithm`; both frontends build their compressors from these.
 """
 
-import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.schedule import Constant, Schedule, make_schedule
+from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
 from hvd_sparse.wire import CENTRES, checked_integer
 
 SCOPES = ("tensor", "model")
@@ -271,7 +272,7 @@ class LocalMomentum(AtDensity):
 
     scope: str = "tensor"
     momentum: float
-    weight_decay: float | Mapping[str, float] | Callable[[str, object], float] = 0.0
+    weight_decay: WeightDecay = 0.0
     clip_norm: float | None = None
     clip_scope: str = "tensor"
 
@@ -302,35 +303,7 @@ class LocalMomentum(AtDensity):
 
     def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
         """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
-        given, pairs = self.weight_decay, list(parameters)
-        if isinstance(given, Mapping):
-            unknown = sorted(set(given) - {name for name, _ in pairs})
-            if unknown:
-                raise ValueError(
-                    f"weight_decay has {', '.join(map(repr, unknown[:5]))}, which no parameter is called; the names "
-                    f"are {', '.join(repr(name) for name, _ in pairs[:5])}{', ...' if len(pairs) > 5 else ''}"
-                )
-            return {name: float(given.get(name, 0.0)) for name, _ in pairs}
-        if not callable(given):
-            return {name: float(given) for name, _ in pairs}
-        returned = {name: given(name, parameter) for name, parameter in pairs}
-        for name, value in returned.items():
-            check_decay(f"what weight_decay returns for {name!r}", value)
-        return {name: float(value) for name, value in returned.items()}
-
-
-def check_weight_decay(given) -> None:
-    """Raise TypeError or ValueError unless it is a number, a mapping of names to numbers, or a function."""
-    if isinstance(given, Mapping):
-        for name, value in given.items():
-            check_decay(f"weight_decay[{name!r}]", value)
-    elif not callable(given):
-        check_decay("weight_decay", given)
-
-
-def check_decay(what: str, value) -> None:
-    """Raise TypeError or ValueError unless value is a finite number of at least 0."""
-    check_number(what, value, "at least 0", lambda number: number >= 0.0)
+        return weight_decays(self.weight_decay, parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,17 +354,3 @@ def density_of(density: float | Schedule | None, sparsity: float | None, default
         raise ValueError(f"give density or sparsity, not both; got density={density!r} and sparsity={sparsity!r}")
     check_number("sparsity", sparsity, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
     return 1.0 - sparsity
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
-def check_number(name: str, value: float, expected: str, holds) -> None:
-    """Raise TypeError unless value is a number, ValueError unless it is finite and `holds`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number {expected}, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")

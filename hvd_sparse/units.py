@@ -11,7 +11,7 @@ gradient is divided by S on its way in, a sum is multiplied by S on its way out:
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_sparse.algorithms import check_number
+from hvd_sparse.checks import check_number
 
 REDUCTION_UNKNOWN = (
     "hvd_sparse: clip_norm and weight_decay depend on op, which no Horovod optimizer tells here; give the compression "

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from hvd_sparse.algorithms import check_choice, check_number
+from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.wire import top_k_count
 
 THRESHOLDS = ("topk", "laplace")

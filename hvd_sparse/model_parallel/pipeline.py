@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hvd_sparse.algorithms import check_choice
+from hvd_sparse.checks import check_choice
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import EVALUATING, TARGETS_FOLLOW, Head, Kind, Tensor

@@ -1,6 +1,6 @@
 """In which order a stage runs forward and backward of its micro-batches."""
 
-from hvd_sparse.algorithms import check_choice
+from hvd_sparse.checks import check_choice
 
 FORWARD, BACKWARD = "forward", "backward"
 Steps = list[tuple[str, int]]  # (forward or backward, micro-batch)

@@ -8,7 +8,8 @@ none. A server's answer holds all that changed unless `pull_density` is given (s
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES, check_choice, check_number
+from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
+from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.schedule import Schedule, make_schedule
 from hvd_sparse.wire import CENTRES, checked_density, checked_integer
 

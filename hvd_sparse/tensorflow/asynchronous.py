@@ -28,6 +28,7 @@ import tensorflow as tf
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
 from hvd_sparse.parameter_server.session import SHARE_EVERY, Session, flattened
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
+from hvd_sparse.weight_decay import WeightDecay, weight_decays
 
 __all__ = [
     "ASGD",
@@ -71,8 +72,8 @@ class TensorFlowSession(Session):
             if buffers:
                 self._assign_buffers(self.averages())
 
-    def optimizer(self, learning_rate, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
-        """Return the optimizer of a worker. learning_rate: see `AsynchronousOptimizer`."""
+    def optimizer(self, learning_rate, weight_decay: WeightDecay = 0.0) -> "AsynchronousOptimizer":
+        """Return the optimizer of a worker. learning_rate, weight_decay: see `AsynchronousOptimizer`."""
         return AsynchronousOptimizer(self, learning_rate, weight_decay)
 
     def updated(self, names: set[str]) -> None:
@@ -186,18 +187,19 @@ class AsynchronousOptimizer(tf.Module):
     """Pushes an update in `apply_gradients`, and takes the servers' answer. Momentum is the method's.
 
     learning_rate: a number; a variable; a schedule of Keras, called with `iterations`; or any function of them, an int.
-    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: a number; that times
-    the parameters is added to gradients. `iterations`: int64, the steps of this worker.
+    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: that times the variable
+    is added to its gradient: a number; or a mapping of names to numbers, where the others do not decay; or a function
+    of name and variable that returns a number. It may be set anew. `iterations`: int64, the steps of this worker.
     `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
     `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
     tf.errors.OpError that quotes it. The density's schedule goes by `iterations` too.
     """
 
-    def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: float):
+    def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
         super().__init__(name="asynchronous_optimizer")
         self.session, self.memory = session, WorkerMemory(session)
         self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
-        self.learning_rate, self.weight_decay = learning_rate, _checked_number("weight_decay", weight_decay)
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self._names = {id(session.tensors[name]): name for name in session.worker.parameters}
 
     @property
@@ -211,6 +213,17 @@ class AsynchronousOptimizer(tf.Module):
         if not callable(value) and not isinstance(unwrapped(value), tf.Variable):
             value = _checked_number("learning_rate", value)
         self._learning_rate = value
+
+    @property
+    def weight_decay(self) -> WeightDecay:
+        """What was set."""
+        return self._weight_decay
+
+    @weight_decay.setter
+    def weight_decay(self, value: WeightDecay) -> None:
+        """Set it for all variables; TypeError or ValueError, naming what is wrong."""
+        self._decays = weight_decays(value, self.session.tensors.items())
+        self._weight_decay = value
 
     @untraced
     def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> tf.Variable:
@@ -254,9 +267,8 @@ class AsynchronousOptimizer(tf.Module):
     def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
         step, session = int(self.iterations.numpy()), self.session
         lr = dict.fromkeys(session.tensors, self._rate(step))
-        decay = dict.fromkeys(session.tensors, float(self.weight_decay))
         session.worker.step = step
-        session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, decay)
+        session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
         self.iterations.assign_add(1)
         if (step + 1) % SHARE_EVERY == 0:
             session.share_buffers()

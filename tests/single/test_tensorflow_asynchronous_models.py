@@ -203,6 +203,21 @@ def test_a_model_that_is_not_built(keras):
         asynchronous.connect(keras.Sequential([keras.layers.Dense(3)]), ASGD, **OPTIONS)
 
 
+def test_weight_decay_of_each_variable():
+    """By a mapping, then by a function; steps of SGD without gradients: w * (1 - lr * decay) ** steps."""
+    variables = [tf.Variable(np.full([40], 2.0, np.float32), name=name) for name in ("weight", "bias")]
+    with asynchronous.connect(variables, ASGD, **OPTIONS) as session:
+        optimizer = session.optimizer(0.1, weight_decay={"weight": 0.5})
+        for step in range(20):
+            if step == 10:
+                optimizer.weight_decay = lambda name, variable: 0.5 if name == "bias" else 0.0
+            optimizer.apply_gradients([(tf.zeros([40]), variable) for variable in variables])
+        for variable in variables:
+            np.testing.assert_allclose(variable.numpy(), 2.0 * 0.95**10, rtol=1e-5)
+        with pytest.raises(ValueError, match="weight_decay has 'wait', which no parameter is called"):
+            optimizer.weight_decay = {"wait": 0.1}
+
+
 def test_options():
     weight = [tf.Variable([1.0])]
     with pytest.raises(ValueError, match="servers must be 'colocated' or a number from 1 to one less than the 1 ranks"):

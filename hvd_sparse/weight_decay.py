@@ -1,0 +1,41 @@
+"""Weight decay: one number for all parameters, or one for each."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from hvd_sparse.checks import check_number
+
+WeightDecay = float | Mapping[str, float] | Callable[[str, object], float]
+
+
+def weight_decays(given: WeightDecay, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
+    """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+    check_weight_decay(given)
+    pairs = list(parameters)
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - {name for name, _ in pairs}, key=str)
+        if unknown:
+            raise ValueError(
+                f"weight_decay has {', '.join(map(repr, unknown[:5]))}, which no parameter is called; the names "
+                f"are {', '.join(repr(name) for name, _ in pairs[:5])}{', ...' if len(pairs) > 5 else ''}"
+            )
+        return {name: float(given.get(name, 0.0)) for name, _ in pairs}
+    if not callable(given):
+        return {name: float(given) for name, _ in pairs}
+    returned = {name: given(name, parameter) for name, parameter in pairs}
+    for name, value in returned.items():
+        check_decay(f"what weight_decay returns for {name!r}", value)
+    return {name: float(value) for name, value in returned.items()}
+
+
+def check_weight_decay(given: WeightDecay) -> None:
+    """Raise TypeError or ValueError unless it is a number, a mapping of names to numbers, or a function."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            check_decay(f"weight_decay[{name!r}]", value)
+    elif not callable(given):
+        check_decay("weight_decay", given)
+
+
+def check_decay(what: str, value) -> None:
+    """Raise TypeError or ValueError unless value is a finite number of at least 0."""
+    check_number(what, value, "at least 0", lambda number: number >= 0.0)
