@@ -98,7 +98,7 @@ def train(label, method, own, data, args):
     trainer.compress(method, settings_of(method, own, trainer, data, args), args.lr, momentum)
     steps, rows, epochs = args.epochs * args.steps_per_epoch, [], []
     shifts = np.random.default_rng([args.seed, args.rank])
-    with reporting.progress(steps, args) as bar:
+    with reporting.Progress(steps, args) as bar:
         bar.set_description(label)
         for epoch in range(args.epochs):
             for batch in digits_data.epoch_batches(len(data[0]), epoch, args):
@@ -112,6 +112,7 @@ def train(label, method, own, data, args):
             loss, correct = trainer.evaluate(data[1], data[3])
             epochs.append({"loss": loss / len(data[3]), "accuracy": 100 * correct / len(data[3])})
             bar.set_postfix(accuracy=f"{epochs[-1]['accuracy']:.1f} %")
+            bar.report({"method": label, "epoch": epoch + 1, **epochs[-1]})
     return rows, epochs
 
 

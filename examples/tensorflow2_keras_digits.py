@@ -52,7 +52,7 @@ class Progress(tf.keras.callbacks.Callback):
     def __init__(self, traffic, args):
         super().__init__()
         self.traffic, self.args, self.rows = traffic, args, []
-        self.bar = reporting.progress(args.epochs * args.steps_per_epoch, args)
+        self.bar = reporting.Progress(args.epochs * args.steps_per_epoch, args)
 
     def on_train_batch_end(self, batch, logs=None):
         """Count a step."""
