@@ -16,6 +16,9 @@ import numpy as np
 import reporting
 import tensorflow as tf
 
+# Keras warns that callbacks are slow: what they wait for is the training step, which fit has only started.
+tf.get_logger().addFilter(lambda record: "is slow compared to the batch time" not in record.getMessage())
+
 
 def parse_arguments():
     """Read the command line."""
