@@ -81,7 +81,7 @@ def settings_of(method, own, trainer, data, args):
         first = digits_data.epoch_batches(len(data[0]), 0, args)[0]
         gradient = trainer.first_gradient(data[0][first], data[2][first])
         return {"value": quantile(gradient, args.density), "min_numel": reporting.MIN_NUMEL, **own}
-    momentum = {"momentum": args.momentum} if method == "dgc" else {}
+    momentum = {"momentum": args.momentum} if method in reporting.LOCAL_MOMENTUM else {}
     return {"density": args.density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed, **momentum, **own}
 
 
@@ -94,7 +94,7 @@ def quantile(gradient, density):
 def train(label, method, own, data, args):
     """Train with one method; return one dict a step, and the accuracy and loss after each epoch."""
     trainer = args.trainer(args.seed)
-    momentum = 0.0 if method == "dgc" else args.momentum
+    momentum = 0.0 if method in reporting.LOCAL_MOMENTUM else args.momentum
     trainer.compress(method, settings_of(method, own, trainer, data, args), args.lr, momentum)
     steps, rows, epochs = args.epochs * args.steps_per_epoch, [], []
     shifts = np.random.default_rng([args.seed, args.rank])

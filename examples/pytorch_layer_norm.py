@@ -1,4 +1,4 @@
-"""Gradient Dropping's local and global threshold, with and without layer normalisation (Aji and Heafield, section 5.3).
+"""Gradient Dropping's local and global threshold, with and without layer normalisation (Aji and Heafield, section 5.2).
 
     horovodrun -np 4 python examples/pytorch_layer_norm.py
 

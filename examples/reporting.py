@@ -24,6 +24,8 @@ DEFAULT_DENSITY = {
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)
+LOCAL_MOMENTUM = ("dgc", "samomentum")  # the momentum is in the compressor: the optimizer has none
+SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
 MIN_NUMEL = 1024  # of the plugin: smaller tensors travel dense
 
 
@@ -127,7 +129,7 @@ def compresses(args):
 
 def compresses_momentum(args):
     """Tell whether the compressor does momentum, weight decay and clipping."""
-    return args.method in ("dgc", "samomentum") and compresses(args)
+    return args.method in LOCAL_MOMENTUM and compresses(args)
 
 
 def compression_settings(args, warmup_steps):
@@ -138,12 +140,11 @@ def compression_settings(args, warmup_steps):
     settings |= {"density": args.density, "warmup": warmup_steps or None}
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
-    if args.method in ("micro", "cltk", "random_k", "sidco"):  # have one scope only
-        return settings
-    settings["scope"] = args.scope
+    if args.method in SCOPED:
+        settings["scope"] = args.scope
     if args.method == "dgc":
         settings["nesterov"] = args.nesterov
-    if args.method in ("dgc", "samomentum"):
+    if args.method in LOCAL_MOMENTUM:
         settings |= {
             "momentum": args.momentum,
             "weight_decay": args.weight_decay,

@@ -122,7 +122,7 @@ class DynamicCommunicationThresholding(AtDensity):
 
     lifespan: steps that a threshold is kept, fewer at first (1, 2, 4, ...), as the first thresholds know no residual;
     refreshes are staggered over the tensors. drain: None, or about once in so many steps, drawn from the seed, a tensor
-    sends all that it remembers (section 4.2).
+    sends all that it remembers (section 3.3).
     What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it.
     Difference from the paper: zeros are never sent; a threshold is no state that a checkpoint keeps, it is taken anew.
     """
