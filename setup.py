@@ -95,6 +95,20 @@ def cuda_options(with_torch: bool) -> list[str]:
     return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
 
 
+COMPILER_NEEDED = "A C++17 compiler is needed, such as GCC 9 or Clang 10 or newer"
+
+
+def missing_tool() -> str:
+    """Which tool of the build is not there, and how to get it; what is needed if all are."""
+    wanted = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
+    if not any(map(shutil.which, wanted)):
+        where = f"CXX={wanted[0]} is not one" if os.environ.get("CXX") else f"none of {', '.join(wanted)} is on PATH"
+        return f"{COMPILER_NEEDED}; {where}. Install one (apt install g++, dnf install gcc-c++), or set CXX to it"
+    if not any(map(shutil.which, ("make", "gmake", "ninja"))):
+        return "There is neither make nor ninja. Install one: apt install make, or pip install ninja"
+    return COMPILER_NEEDED
+
+
 FRAMEWORKS = {"torch": ("PyTorch", torch_options), "tensorflow": ("TensorFlow", tensorflow_options)}
 
 
@@ -121,11 +135,13 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ)
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")
-        try:
-            subprocess.run(configure, check=True)
-            subprocess.run(["cmake", "--build", str(build), "--target", *targets], check=True, env=environment)
-        except FileNotFoundError:
-            sys.exit("hvd_sparse needs CMake 3.18 or newer to build: pip install cmake")
+        if shutil.which("cmake") is None:
+            sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
+        if subprocess.run(configure).returncode != 0:
+            sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}")
+        compile_all = ["cmake", "--build", str(build), "--target", *targets]
+        if subprocess.run(compile_all, env=environment).returncode != 0:
+            sys.exit(f"hvd_sparse: it did not compile; the first error above says why. {COMPILER_NEEDED}")
 
     def get_outputs(self):
         """The files that belong to the installation."""

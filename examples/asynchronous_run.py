@@ -195,7 +195,7 @@ def train(session, task, args, step, evaluate):
     step(number): does one from 0 on, and returns its loss. evaluate(): returns loss and metric of the servers' model.
     """
     rows, losses, interval = [], [], math.ceil(args.steps / args.evaluations)
-    with reporting.progress(args.steps, args) as bar:
+    with reporting.Progress(args.steps, args) as bar:
         for number in range(1, args.steps + 1):
             losses.append(step(number - 1))
             bar.update()
@@ -205,14 +205,14 @@ def train(session, task, args, step, evaluate):
                 loss, metric = evaluate()
                 rows.append({"step": number, "train_loss": np.mean(losses), "loss": loss, task.METRIC: metric})
                 bar.set_postfix(loss=f"{loss:.3f}", **{task.METRIC: f"{metric:.2f}"})
+                bar.report({key: float(value) for key, value in rows[-1].items()})
                 losses = []
     return rows
 
 
 def report(example, rows, stats, seconds, task, args):
-    """Print table, what travelled, and a JSON line; draw the plot."""
+    """Print what travelled, and a JSON line; draw the plot."""
     if args.verbose:
-        reporting.print_table([{key: float(value) for key, value in row.items()} for row in rows])
         print(asynchronous_report.report(stats))
     if args.plot:
         asynchronous_report.plot(stats, args.plot)

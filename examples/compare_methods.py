@@ -81,7 +81,7 @@ def settings_of(method, own, trainer, data, args):
         first = digits_data.epoch_batches(len(data[0]), 0, args)[0]
         gradient = trainer.first_gradient(data[0][first], data[2][first])
         return {"value": quantile(gradient, args.density), "min_numel": reporting.MIN_NUMEL, **own}
-    momentum = {"momentum": args.momentum} if method == "dgc" else {}
+    momentum = {"momentum": args.momentum} if method in reporting.LOCAL_MOMENTUM else {}
     return {"density": args.density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed, **momentum, **own}
 
 
@@ -94,11 +94,11 @@ def quantile(gradient, density):
 def train(label, method, own, data, args):
     """Train with one method; return one dict a step, and the accuracy and loss after each epoch."""
     trainer = args.trainer(args.seed)
-    momentum = 0.0 if method == "dgc" else args.momentum
+    momentum = 0.0 if method in reporting.LOCAL_MOMENTUM else args.momentum
     trainer.compress(method, settings_of(method, own, trainer, data, args), args.lr, momentum)
     steps, rows, epochs = args.epochs * args.steps_per_epoch, [], []
     shifts = np.random.default_rng([args.seed, args.rank])
-    with reporting.progress(steps, args) as bar:
+    with reporting.Progress(steps, args) as bar:
         bar.set_description(label)
         for epoch in range(args.epochs):
             for batch in digits_data.epoch_batches(len(data[0]), epoch, args):
@@ -112,6 +112,7 @@ def train(label, method, own, data, args):
             loss, correct = trainer.evaluate(data[1], data[3])
             epochs.append({"loss": loss / len(data[3]), "accuracy": 100 * correct / len(data[3])})
             bar.set_postfix(accuracy=f"{epochs[-1]['accuracy']:.1f} %")
+            bar.report({"method": label, "epoch": epoch + 1, **epochs[-1]})
     return rows, epochs
 
 

@@ -28,18 +28,17 @@ def count_steps(images, args):
 
 
 def end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic):
-    """Show an epoch's metrics on the bar, and append them to the rows."""
+    """Print an epoch's metrics, show them on the bar, and append them to the rows."""
     bar.set_postfix(loss=f"{train_loss:.3f}", accuracy=f"{accuracy:.1f} %")
     metrics = {"train_loss": train_loss, "test_loss": test_loss, "accuracy": accuracy}
     rows.append({"epoch": len(rows) + 1, **metrics, **traffic.since_last()})
+    bar.report(rows[-1])
 
 
 def report(example, rows, traffic, seconds, args):
-    """Print table and JSON line and draw the curves, on rank 0."""
+    """Print the JSON line and draw the curves, on rank 0."""
     if args.rank != 0:
         return
-    if args.verbose:
-        reporting.print_table(rows)
     path = f"digits-{args.method}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "test_loss"], ["accuracy"], ["bytes_per_step"]]

@@ -139,7 +139,7 @@ def train(trainer, args):
     """Train; return one dict of metrics an evaluation."""
     text, rows, losses, interval = Text(args), [], [], math.ceil(args.steps / args.evaluations)
     batches = text.batches()
-    with reporting.progress(args.steps, args) as bar:
+    with reporting.Progress(args.steps, args) as bar:
         for number in range(1, args.steps + 1):
             rate = reporting.learning_rate(args.lr, number - 1, args.steps, args.warmup_steps)
             losses.append(trainer.step(*next(batches), rate))
@@ -149,14 +149,14 @@ def train(trainer, args):
                 train_loss = float(np.mean(losses))
                 rows.append({"step": number, "train_loss": train_loss, "loss": loss, "perplexity": perplexity(loss)})
                 bar.set_postfix(loss=f"{loss:.3f}", perplexity=f"{rows[-1]['perplexity']:.2f}")
+                bar.report({key: float(value) for key, value in rows[-1].items()})
                 losses = []
     return rows
 
 
 def report(example, rows, everyone, seconds, args):
-    """Print tables and a JSON line of what all ranks say of themselves, and draw the plot; on rank 0."""
+    """Print a table and a JSON line of what all ranks say of themselves, and draw the plot; on rank 0."""
     if args.verbose:
-        reporting.print_table([{key: float(value) for key, value in row.items()} for row in rows])
         print("\nwhat travelled between stages, headers included")
         reporting.print_table([table_row(one) for one in everyone])
     if args.plot:

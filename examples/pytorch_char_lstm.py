@@ -91,7 +91,7 @@ def train(model, optimizer, traffic, train_text, held_out_text, args):
     rows, losses, state = [], [], None
     interval = math.ceil(args.steps / args.evaluations)
     windows = training_windows(train_text, args)
-    bar = reporting.progress(args.steps, args)
+    bar = reporting.Progress(args.steps, args)
     for step in range(args.steps):
         model.train()
         inputs, targets, is_start = next(windows)
@@ -117,6 +117,7 @@ def train(model, optimizer, traffic, train_text, held_out_text, args):
                     **traffic.since_last(),
                 }
             )
+            bar.report(rows[-1])
             losses = []
     bar.close()
     return rows
@@ -141,8 +142,6 @@ def main():
     seconds = time.perf_counter() - start
 
     if args.rank == 0:
-        if args.verbose:
-            reporting.print_table(rows)
         path = f"char_lstm-{args.method}.png" if args.plot is None else args.plot
         if path:
             reporting.plot_curves(

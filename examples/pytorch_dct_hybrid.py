@@ -137,7 +137,7 @@ def train(trainer, args):
     layout, rows, losses = args.layout, [], []
     batches = click_data.batches(clicks, args.batch_size, args.seed, layout.replica, layout.replicas)
     interval = math.ceil(args.steps / args.evaluations)
-    with reporting.progress(args.steps, args) as bar:
+    with reporting.Progress(args.steps, args) as bar:
         for number in range(1, args.steps + 1):
             losses.append(trainer.step(clicks, next(batches)))
             bar.update()
@@ -145,6 +145,7 @@ def train(trainer, args):
                 loss = trainer.evaluate(test)
                 rows.append({"step": number, "train_loss": float(np.mean(losses)), "loss": loss})
                 bar.set_postfix(loss=f"{loss:.4f}", best=f"{test.best_loss():.4f}")
+                bar.report(rows[-1])
                 losses = []
     rows[-1]["accuracy"] = trainer.accuracy(test)
     return rows
@@ -154,7 +155,6 @@ def report(rows, everyone, seconds, args):
     """Print what travelled on every link, and a JSON line; on rank 0."""
     links = [traffic for traffic, _ in everyone]
     if args.verbose:
-        reporting.print_table([{key: float(row[key]) for key in ("step", "train_loss", "loss")} for row in rows])
         print("\nwhat each rank sent: MB dense would be, MB sent")
         reporting.print_table([table_row(one) for one in links])
     ratios = {}

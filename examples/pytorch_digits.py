@@ -61,7 +61,7 @@ def train(model, optimizer, traffic, data, args):
     train_images, test_images, train_labels, test_labels = data
     steps, rows = args.epochs * args.steps_per_epoch, []
     shifts = np.random.default_rng([args.seed, args.rank])
-    with reporting.progress(steps, args) as bar:
+    with reporting.Progress(steps, args) as bar:
         for epoch in range(args.epochs):
             model.train()
             losses = 0.0

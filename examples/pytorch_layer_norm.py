@@ -1,4 +1,4 @@
-"""Gradient Dropping's local and global threshold, with and without layer normalisation (Aji and Heafield, section 5.3).
+"""Gradient Dropping's local and global threshold, with and without layer normalisation (Aji and Heafield, section 5.2).
 
     horovodrun -np 4 python examples/pytorch_layer_norm.py
 
@@ -96,7 +96,7 @@ def train(method, norm, train_text, held_out, args):
     optimizer, compression = make_optimizer(model, method, args)
     windows = text.training_windows(train_text, args)
     served = {name: 0 for name, p in model.named_parameters() if p.numel() >= reporting.MIN_NUMEL}
-    with reporting.progress(args.steps, args) as bar:
+    with reporting.Progress(args.steps, args) as bar:
         bar.set_description(f"{method}{', layer norm' if norm else ''}")
         for step in range(args.steps):
             inputs, targets, _ = next(windows)

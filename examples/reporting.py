@@ -24,6 +24,8 @@ DEFAULT_DENSITY = {
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)
+LOCAL_MOMENTUM = ("dgc", "samomentum")  # the momentum is in the compressor: the optimizer has none
+SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
 MIN_NUMEL = 1024  # of the plugin: smaller tensors travel dense
 
 
@@ -127,7 +129,7 @@ def compresses(args):
 
 def compresses_momentum(args):
     """Tell whether the compressor does momentum, weight decay and clipping."""
-    return args.method in ("dgc", "samomentum") and compresses(args)
+    return args.method in LOCAL_MOMENTUM and compresses(args)
 
 
 def compression_settings(args, warmup_steps):
@@ -138,12 +140,11 @@ def compression_settings(args, warmup_steps):
     settings |= {"density": args.density, "warmup": warmup_steps or None}
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
-    if args.method in ("micro", "cltk", "random_k", "sidco"):  # have one scope only
-        return settings
-    settings["scope"] = args.scope
+    if args.method in SCOPED:
+        settings["scope"] = args.scope
     if args.method == "dgc":
         settings["nesterov"] = args.nesterov
-    if args.method in ("dgc", "samomentum"):
+    if args.method in LOCAL_MOMENTUM:
         settings |= {
             "momentum": args.momentum,
             "weight_decay": args.weight_decay,
@@ -223,15 +224,39 @@ class Traffic:
         }
 
 
-def progress(total, args):
-    """Return a progress bar of steps on rank 0; a line now and then where there is no terminal."""
-    interval = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(total=total, unit="step", disable=not args.verbose, mininterval=interval, maxinterval=2 * interval)
+class Progress(tqdm):
+    """Rank 0's progress: a table printed line by line, and below it a bar of steps where there is a terminal."""
+
+    def __init__(self, total, args):
+        super().__init__(total=total, unit="step", disable=not (args.verbose and sys.stderr.isatty()))
+        self.verbose, self.widths = args.verbose, None
+
+    def report(self, row):
+        """Print a row, a dict with the same keys each time, as the next line of the table; before the first, the keys.
+
+        A line and its end are one write, and flushed: a launcher that reads them apart may put something between.
+        """
+        if not self.verbose:
+            return
+        if self.widths is None:
+            self.widths = [max(len(key), 10 if isinstance(value, float) else 6) for key, value in row.items()]
+            self._print(row)
+        self._print(map(as_cell, row.values()))
+
+    def _print(self, cells):
+        line = "  ".join(cell.rjust(width) for cell, width in zip(cells, self.widths, strict=True))
+        self.write(line + "\n", end="")
+        sys.stdout.flush()
+
+
+def as_cell(value):
+    """Format a value for a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def print_table(rows):
     """Print a list of dicts with the same keys, one column a key."""
-    lines = [list(rows[0])] + [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    lines = [list(rows[0])] + [[as_cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

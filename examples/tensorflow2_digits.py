@@ -36,7 +36,7 @@ def train(model, step, traffic, data, args):
     """Train for `args.epochs` epochs and return one dict of metrics an epoch."""
     train_images, test_images, train_labels, test_labels = data
     shifts, rows = np.random.default_rng([args.seed, args.rank]), []
-    with reporting.progress(args.epochs * args.steps_per_epoch, args) as bar:
+    with reporting.Progress(args.epochs * args.steps_per_epoch, args) as bar:
         for epoch in range(args.epochs):
             losses = 0.0
             for batch in digits_data.epoch_batches(len(train_images), epoch, args):

@@ -16,6 +16,9 @@ import numpy as np
 import reporting
 import tensorflow as tf
 
+# Keras warns that callbacks are slow: what they wait for is the training step, which fit has only started.
+tf.get_logger().addFilter(lambda record: "is slow compared to the batch time" not in record.getMessage())
+
 
 def parse_arguments():
     """Read the command line."""
@@ -52,7 +55,7 @@ class Progress(tf.keras.callbacks.Callback):
     def __init__(self, traffic, args):
         super().__init__()
         self.traffic, self.args, self.rows = traffic, args, []
-        self.bar = reporting.progress(args.epochs * args.steps_per_epoch, args)
+        self.bar = reporting.Progress(args.epochs * args.steps_per_epoch, args)
 
     def on_train_batch_end(self, batch, logs=None):
         """Count a step."""

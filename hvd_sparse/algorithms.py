@@ -133,7 +133,7 @@ class DynamicCommunicationThresholding(AtDensity):
 
     lifespan: steps that a threshold is kept, fewer at first (1, 2, 4, ...), as the first thresholds know no residual;
     refreshes are staggered over the tensors. drain: None, or about once in so many steps, drawn from the seed, a tensor
-    sends all that it remembers (section 4.2).
+    sends all that it remembers (section 3.3).
     What reaches the threshold is sent: the count drifts between refreshes, and `stats()["density"]` tells it. band: how
     many times more or fewer than k may be sent before the threshold is taken anew in the next step, before its turn;
     None: any number, as in the paper. Each rank goes by its own counts, as it has thresholds of its own.

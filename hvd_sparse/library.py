@@ -1,5 +1,7 @@
-"""Where the native libraries lie, and what was built."""
+"""Where the native libraries lie, what was built, and what to do about what is missing."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
@@ -21,13 +23,29 @@ def find_library(framework: str) -> str:
     """Return the path of a framework's operators; ImportError says how to build them."""
     path = _path(framework)
     if not path.exists() and framework not in FRAMEWORKS:
-        raise ImportError(f"hvd_sparse is not built: {path} is missing. Install it with pip install hvd_sparse, or .")
+        raise ImportError(f"hvd_sparse is not built: {path} is missing. {_build('')}")
     if not path.exists():
         raise ImportError(
-            f"hvd_sparse was built without its {framework} operators: {path} is missing. Install {framework} first, "
-            f"then: HVD_SPARSE_WITH_{framework.upper()}=1 pip install --no-build-isolation --force-reinstall hvd_sparse"
+            f"hvd_sparse was built without its {framework} operators: {path} is missing. Install {framework} "
+            f"first. {_build(f'HVD_SPARSE_WITH_{framework.upper()}=1 ')}"
         )
     return str(path)
+
+
+def require_horovod(framework: str) -> None:
+    """Raise an ImportError that says how to get Horovod where there is none."""
+    if importlib.util.find_spec("horovod") is None:
+        switch = {"torch": "HOROVOD_WITH_PYTORCH", "tensorflow": "HOROVOD_WITH_TENSORFLOW"}[framework]
+        raise ImportError(
+            f"hvd_sparse.{framework} needs Horovod, and {sys.executable} has none. Install it with {switch}=1 "
+            "pip install --no-build-isolation --no-cache-dir horovod; where that does not compile against a newer "
+            "framework, scripts/horovod.sh in the source tree of hvd_sparse builds one that does",
+            name="horovod",
+        )
+
+
+def _build(switches: str) -> str:
+    return f"In the source tree of hvd_sparse: {switches}pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def _path(framework: str) -> Path:

@@ -2,13 +2,25 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parent.parent
-RANK_TAG = re.compile(r"\[[\d,]+\]<stdout>:")  # what horovodrun puts before lines, and at times behind them
+# What horovodrun puts before each piece of output: job and rank under MPI, the rank alone under Gloo.
+TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr|stddiag)>:")
+# TensorFlow describes the machine whenever it is imported, as horovodrun and horovod.torch do where it is installed;
+# 2.21 does so whatever TF_CPP_MIN_LOG_LEVEL says. Warnings and errors are shown.
+START_UP = re.compile(
+    r"I\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
+    r"|To enable the following instructions: .*, in other operations, rebuild TensorFlow with "
+)
 EXAMPLES = {
     "pytorch": "pytorch_digits.py",
     "tensorflow": "tensorflow2_digits.py",
@@ -17,18 +29,54 @@ EXAMPLES = {
 COLUMNS = ("method", "accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds")
 
 
-def train(example: str, method: str, ranks: int, options: list[str]) -> dict:
-    """Run an example on `ranks` processes; show what it prints, and return its last line, a JSON object."""
+def untagged(output: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (rank, stream, line) of what horovodrun prints, tags removed and each line whole; "" for its own lines.
+
+    A tag stands wherever a piece of output begins, which may be in the middle of a line: behind it, another rank's
+    piece can come first.
+    """
+    begun = {}
+    for text in output:
+        first, *pieces = TAG.split(text)
+        pieces = ["", "", first, *pieces] if first else pieces
+        for rank, stream, piece in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            source = (rank, stream)
+            begun[source] = begun.get(source, "") + piece
+            if piece.endswith("\n"):
+                yield *source, begun.pop(source).rstrip("\n")
+    for source, line in begun.items():
+        yield *source, line
+
+
+def shown(rank: str, line: str) -> str:
+    """Return a line as it is shown: rank 0 speaks for all, so that only the others' lines say whose they are."""
+    return line if rank in ("", "0") else f"[rank {rank}] {line}"
+
+
+def train(example: str, method: str, ranks: int, epochs: int, options: list[str]) -> dict:
+    """Run an example on `ranks` processes; show what it prints, and return its last line, a JSON object.
+
+    The ranks' output passes through horovodrun's pipes, so none of them sees a terminal: the bar is drawn here.
+    """
     command = ["horovodrun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / example)]
-    command += ["--method", method, *options]
+    command += ["--method", method, "--epochs", str(epochs), *options]
     print("\n$ " + " ".join(command).replace(f"{ROOT}/", ""), flush=True)
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     result = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            text = RANK_TAG.sub("", line).strip()
-            if text.startswith("{") and text.endswith("}"):
-                result = json.loads(text)
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+        ) as process,
+        tqdm(total=epochs, desc=method, unit="epoch", leave=False, disable=not sys.stderr.isatty()) as bar,
+    ):
+        for rank, stream, line in untagged(process.stdout):
+            if stream == "stdout" and line.startswith("{") and line.endswith("}"):
+                result = json.loads(line)
+            elif not START_UP.match(line):
+                bar.write(shown(rank, line) + "\n", sys.stdout if stream == "stdout" else sys.stderr, end="")
+                sys.stdout.flush()
+            if stream == "stdout" and line.split()[:1] == [str(bar.n + 1)]:  # a row of the table: an epoch has ended
+                bar.update()
     if process.returncode != 0 or result is None:
         sys.exit(f"the example failed with exit code {process.returncode}; its output is above")
     return result
@@ -52,12 +100,13 @@ def main() -> None:
     """Train both, print the table, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--framework", choices=EXAMPLES, default="pytorch")
     arguments, options = parser.parse_known_args()
-    example = EXAMPLES[arguments.framework]
-    dense = train(example, "none", arguments.ranks, options)
-    sparse = train(example, "dgc", arguments.ranks, ["--density", str(arguments.density), *options])
+    example, ranks, epochs = EXAMPLES[arguments.framework], arguments.ranks, arguments.epochs
+    dense = train(example, "none", ranks, epochs, options)
+    sparse = train(example, "dgc", ranks, epochs, ["--density", str(arguments.density), *options])
     print(f"\n{table([dense, sparse])}")
     gained = sparse["accuracy"] - dense["accuracy"]
     settled, overall = sparse["last_step"]["ratio"], dense["payload_bytes"] / sparse["payload_bytes"]

@@ -5,10 +5,13 @@
 
 import importlib
 
+from hvd_sparse.library import require_horovod
+
 __all__ = ["Compression", "SparseCompressor"]
 
 
 def __getattr__(name: str):
     if name in __all__:
+        require_horovod("tensorflow")
         return getattr(importlib.import_module("hvd_sparse.tensorflow.compression"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@
 Import this before loading a saved model that has a `ThresholdBoundary`: it registers layer and operators.
 """
 
+from hvd_sparse.library import require_horovod
 from hvd_sparse.model_parallel import Layout, PipelineError
 from hvd_sparse.model_parallel import hybrid as _hybrid
 from hvd_sparse.model_parallel.hybrid import Hybrid
@@ -19,6 +20,7 @@ __all__ = ["Hybrid", "Layout", "Pipeline", "PipelineError", "ThresholdBoundary",
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
     """Start Horovod with a process set a stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
+    require_horovod("tensorflow")
     import horovod.tensorflow as hvd
 
     return _hybrid.hybrid(hvd, stages, order)

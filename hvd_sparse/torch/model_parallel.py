@@ -6,6 +6,7 @@ loss = pipeline.step(inputs, targets)
 optimizer.step()
 """
 
+from hvd_sparse.library import require_horovod
 from hvd_sparse.model_parallel import Layout, PipelineError
 from hvd_sparse.model_parallel import hybrid as _hybrid
 from hvd_sparse.model_parallel.hybrid import Hybrid
@@ -17,6 +18,7 @@ __all__ = ["Hybrid", "Layout", "Pipeline", "PipelineError", "ThresholdBoundary",
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
     """Start Horovod with a process set a stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
+    require_horovod("torch")
     import horovod.torch as hvd
 
     return _hybrid.hybrid(hvd, stages, order)

@@ -1,57 +1,22 @@
-"""The package as a user gets it: built into a wheel, installed elsewhere, asked what it holds."""
+"""What is built, what is left out, and what is said about it."""
 
-import os
 import runpy
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import hvd_sparse
 from hvd_sparse import library
 
 ROOT = Path(__file__).resolve().parents[2]
-
-USE = """
-import sys
-import hvd_sparse
-import torch
-from hvd_sparse.torch import ops
-assert hvd_sparse.__file__.startswith(sys.argv[1]), hvd_sparse.__file__
-print(ops.select_top_k(torch.tensor([0.5, -3.0, 2.0, 0.0]), 2)[0].tolist())
-assert "horovod" not in sys.modules, "the operators alone need no Horovod"
-"""
-
-
-def run(*command, **options):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.exhaustive
-def test_wheel_works_outside_the_source_tree(tmp_path):
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    environment = {**os.environ, "HVD_SPARSE_WITH_TORCH": "1"}
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "lib", "*.egg-info"))
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(source), env=environment)
-    (wheel,) = tmp_path.glob("hvd_sparse-*.whl")
-    site = tmp_path / "site"
-    run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    assert run(sys.executable, "-c", USE, str(site), cwd=tmp_path, env=environment).strip() == "[1, 2]"
-    checked = run(sys.executable, "-m", "hvd_sparse", "--check-build", cwd=tmp_path, env=environment)
-    assert "[X] PyTorch" in checked and hvd_sparse.__version__ in checked
 
 
 def test_missing_operators_say_how_to_get_them(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "LIBRARY_DIRECTORY", tmp_path)
     assert not library.is_built("torch")
-    with pytest.raises(ImportError, match="HVD_SPARSE_WITH_TORCH=1 pip install"):
+    with pytest.raises(ImportError, match=r"HVD_SPARSE_WITH_TORCH=1 pip install .* --no-deps \.$"):
         library.find_library("torch")
+    with pytest.raises(ImportError, match=r"source tree of hvd_sparse: pip install .* --no-deps \.$"):
+        library.find_library("numpy")
 
 
 def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):

@@ -1,0 +1,85 @@
+"""`docs/adding-a-method.md`, followed to the letter in a copy of the source tree: the tests that it names then pass."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import launching
+import numpy as np
+import pytest
+
+pytestmark = launching.MARKS
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "adding-a-method.md").read_text()
+INSTRUCTION = re.compile(
+    r"^(?:At the end of `([^`]+)`|In `([^`]+)`, below `([^`]+)`):\n\n```(?:python)?\n(.*?)^```$", re.M | re.S
+)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Copy the source tree, and make the changes that the page asks for."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    for folder in ("hvd_sparse", "tests", "examples"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    (tree / "hvd_sparse" / "lib").symlink_to(ROOT / "hvd_sparse" / "lib")
+    instructions = INSTRUCTION.findall(PAGE)
+    assert len(instructions) == len(re.findall(r"^```", PAGE, re.M)) // 2 > 10, "every block says where it goes"
+    for end_of, inside, above, code in instructions:
+        path = tree / (end_of or inside)
+        lines = path.read_text().splitlines(keepends=True)
+        places = [i for i, line in enumerate(lines, 1) if line.strip() == above] if inside else [len(lines)]
+        assert len(places) == 1, f"{above!r} is {len(places)} times in {inside}"
+        lines.insert(places[0], code if inside else f"\n\n{code}")
+        path.write_text("".join(lines))
+    return tree
+
+
+def launch(tree, *command):
+    environment = {"PYTHONPATH": str(tree), "HVD_SPARSE_TESTS": "all", "TF_USE_LEGACY_KERAS": "1"}
+    code, output = launching.launch(["env", "-C", str(tree), *command], environment)
+    assert code == 0, output
+    return output
+
+
+def run_tests(tree, ranks, only, *files):
+    python = [sys.executable, "-m", "pytest", "-q", "-k", only, *files]
+    return re.findall(r"(\d+) passed", launch(tree, *launching.mpirun(ranks), *python))
+
+
+def test_nothing_is_lost(tree):
+    assert run_tests(tree, 2, "random_block and test_nothing_is_lost", "tests/parallel/test_thresholds.py")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "file",
+    [
+        "tests/parallel/test_thresholds.py",
+        "tests/parallel/test_low_bit.py",
+        "tests/parallel_tensorflow/test_tape_thresholds.py",
+    ],
+)
+def test_the_tests_of_all_methods_pass(tree, file):
+    assert run_tests(tree, 2, "random_block", file)
+
+
+@pytest.mark.exhaustive
+def test_both_frameworks_send_the_same(tree, tmp_path):
+    job = str(tree / "tests" / "shared" / "parity_job.py")
+    for framework in ("torch", "tensorflow"):
+        launch(tree, *launching.mpirun(2), sys.executable, job, framework, str(tmp_path))
+    for rank in range(2):
+        ours, theirs = (np.load(tmp_path / f"{name}.random_block.{rank}.npz") for name in ("torch", "tensorflow"))
+        assert ours["sent"].size > 10_000
+        np.testing.assert_array_equal(ours["sent"], theirs["sent"])
+
+
+@pytest.mark.exhaustive
+def test_the_examples_take_it(tree):
+    options = ["--method", "random_block", "--epochs", "1", "--warmup-epochs", "0", "--batch-size", "64", "--plot", ""]
+    python = [sys.executable, str(tree / "examples" / "pytorch_digits.py"), "--quiet", *options]
+    output = launch(tree, *launching.mpirun(2), *python)
+    assert '"method": "random_block"' in output

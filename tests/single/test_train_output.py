@@ -1,0 +1,119 @@
+"""`make train` shows whole lines without tags, one an epoch, and a bar only where there is a terminal."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
+
+import launching
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TRAIN = ROOT / "scripts" / "train.py"
+RESULT = dict.fromkeys(("accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds"), 1)
+RESULT |= {"method": "stub", "last_step": {"ratio": 1}}
+# What Open MPI makes of two ranks' unbuffered output: tags in the middle of lines, pieces of several ranks in turn.
+TAGGED = f"""#!/bin/sh
+test "$TF_CPP_MIN_LOG_LEVEL" = 3 || echo "log level: $TF_CPP_MIN_LOG_LEVEL"
+echo 'WARNING: All log messages before absl::InitializeLog() is called are written to STDERR' >&2
+echo 'I0000 00:00:1795393979.150353   27635 port.cc:153] oneDNN custom operations are on.' >&2
+echo 'To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the flags.' >&2
+printf '[1,0]<stdout>: epoch  loss[1,0]<stdout>:\\n'
+printf '[1,0]<stdout>:     1  [1,1]<stderr>:careful\\n[1,0]<stdout>:0.25\\n'
+printf '[1,0]<stdout>:     2  0.12\\n[1,0]<stdout>:{json.dumps(RESULT)}\\n'
+"""
+SHOWN = [" epoch  loss", "     1  0.25", "     2  0.12"]
+
+
+def load(path):
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tags", [("[1,0]<stdout>:", "[1,12]<stderr>:"), ("[0]<stdout>:", "[12]<stderr>:")])
+def test_pieces_of_several_ranks_become_whole_lines(tags):
+    one, other = tags
+    output = [f"{one}ab{other}xy\n", "horovodrun's own\n", f"{one}\n", f"{one}[1] of 2\n", f"{other}end"]
+    assert list(load(TRAIN).untagged(output)) == [
+        ("12", "stderr", "xy"),
+        ("", "", "horovodrun's own"),
+        ("0", "stdout", "ab"),
+        ("0", "stdout", "[1] of 2"),
+        ("12", "stderr", "end"),
+    ]
+
+
+def start_with_stub(tmp_path, stderr):
+    stub = tmp_path / "horovodrun"
+    stub.write_text(TAGGED)
+    stub.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    command = [sys.executable, str(TRAIN), "--epochs", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+
+
+def assert_clean(stdout):
+    lines = stdout.splitlines()
+    assert [line for line in lines if line in SHOWN] == SHOWN * 2  # dense, then DGC
+    assert len(lines) == 2 * (2 + len(SHOWN)) + 1 + 8 + 3 + 1  # each with its command; the table; two sentences; JSON
+    assert json.loads(lines[-1]) == {"results": [RESULT, RESULT]}
+
+
+def test_without_a_terminal_there_is_no_bar(tmp_path):
+    process = start_with_stub(tmp_path, subprocess.PIPE)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert_clean(stdout)
+    assert stderr.splitlines() == ["[rank 1] careful"] * 2
+
+
+def test_on_a_terminal_there_is_one_bar(tmp_path):
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    process = start_with_stub(tmp_path, end)
+    os.close(end)
+    stdout, _ = process.communicate(timeout=60)
+    stderr = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert process.returncode == 0, stderr
+    assert_clean(stdout)
+    assert all(f"\r{method}:   0%|" in stderr for method in ("none", "dgc")) and "| 0/2 [" in stderr
+
+
+def test_an_example_prints_a_line_an_epoch_and_no_bar_through_a_pipe(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    reporting = load(ROOT / "examples" / "reporting.py")
+    with reporting.Progress(4, SimpleNamespace(verbose=True)) as bar:
+        for epoch in (1, 2):
+            bar.update(2)
+            bar.set_postfix(loss=0.5)
+            bar.report({"epoch": epoch, "loss": 0.5 / epoch})
+            lines, bars = capsys.readouterr()
+            header = " epoch        loss\n" if epoch == 1 else ""
+            assert lines == f"{header}     {epoch}  {0.5 / epoch:10.4g}\n" and bars == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow", "keras"])
+@pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside another job")
+@pytest.mark.skipif(launching.MPIRUN is None, reason="needs mpirun")
+def test_training_prints_nothing_else(framework, tmp_path):
+    options = ["--epochs", "2", "--warmup-epochs", "0", "--batch-size", "32", "--plot", ""]
+    environment = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+    code, output = launching.launch([sys.executable, str(TRAIN), "--framework", framework, *options], environment)
+    assert code == 0, output
+    lines = output.splitlines()
+    rows = [line.split() for line in lines if line.split()[:1] in (["epoch"], ["1"], ["2"])]
+    assert [row[0] for row in rows] == ["epoch", "1", "2"] * 2 and {len(row) for row in rows} == {6}
+    assert len(lines) == 2 * 5 + 1 + 8 + 3 + 1, output
+    assert [run["method"] for run in json.loads(lines[-1])["results"]] == ["none", "dgc"]
