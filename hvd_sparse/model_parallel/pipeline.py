@@ -256,7 +256,7 @@ class Pipeline(abc.ABC):
         return Pass(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
 
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
-        """Return head, structure and tensors of the message that is next; ValueError if it is another."""
+        """Return head, structure and tensors (of LOSS, the number) of what is next; ValueError if that is another."""
         wanted = Head(kind, batch.step, micro, flags=0 if batch.training else EVALUATING)
         head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
         if (head.step, head.micro, head.flags & EVALUATING) != (wanted.step, micro, wanted.flags):
@@ -267,6 +267,8 @@ class Pipeline(abc.ABC):
         if kind == Kind.BACKWARD:
             likes = [tensor for tensor in batch.runs[micro].passed_on if tensor.gradient]
             return head, None, message.decode_gradients(body, likes)
+        if kind == Kind.LOSS:
+            return head, None, message.decode_loss(description, body)
         return head, *message.decode_tensors(description, body)
 
     def _run_forward(self, micro: int, batch: Batch) -> None:
@@ -330,8 +332,8 @@ class Pipeline(abc.ABC):
             return 0.0
         head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
         if not self.is_last:
-            _, _, (tensor,) = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
-            return float(tensor.array)
+            _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
+            return loss
         loss = sum(float(part) for part in batch.losses)
         data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
         for stage in range(self.stages - 1):
