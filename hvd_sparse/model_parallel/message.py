@@ -44,6 +44,7 @@ DTYPES = (
 MASKABLE = DTYPES[:4]
 DIFFERENTIABLE = (*MASKABLE, "complex64", "complex128")
 WHOLE, MASKED = 0, 1
+MOST_MICRO_BATCHES = 2**16 - 1
 SPARSEST = 1024  # elements for each that is kept, at most, where a mask is coded by positions
 EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
 

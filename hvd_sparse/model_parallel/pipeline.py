@@ -9,7 +9,8 @@ import numpy as np
 from hvd_sparse.algorithms import check_choice
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.channel import Channel
-from hvd_sparse.model_parallel.message import EVALUATING, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
 
 TIMEOUT = 600.0  # seconds
@@ -69,8 +70,7 @@ class Pipeline(abc.ABC):
         self._traffic: Counter = Counter()
         error = None
         try:
-            if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-                raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
+            _check_micro_batches(micro_batches)
             check_choice("schedule", schedule, tuple(SCHEDULES))
             check_choice("reduction", reduction, REDUCTIONS)
             if self.is_last and not callable(loss):
@@ -79,7 +79,8 @@ class Pipeline(abc.ABC):
             self._make_boundaries()
         except (TypeError, ValueError) as caught:
             error = caught
-        self._channel.agree(error)
+        settings = {"micro_batches": micro_batches, "schedule": schedule}
+        self._channel.agree(error, settings)
         self._micro_batches, self._schedule, self._loss, self._reduction = micro_batches, schedule, loss, reduction
 
     @property
@@ -133,9 +134,11 @@ class Pipeline(abc.ABC):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is not None:
-            self._channel.fail(error)
-        self.close()
+        try:
+            if error is not None:
+                self._blame(error)
+        finally:
+            self.close()
 
     @abc.abstractmethod
     def _check(self) -> None:
@@ -189,18 +192,25 @@ class Pipeline(abc.ABC):
                 self.boundaries[key] = self._made(self._boundary)
         return self.boundaries[key] if key in self.boundaries else None
 
-    def _guarded(self, function, inputs, targets, batch: Batch):
-        """Call; whatever fails here is told to all stages."""
+    def _guarded(self, function, *arguments):
+        """Call; whatever fails here is told to all ranks."""
         if self._channel.failure:
             raise RuntimeError(f"this pipeline has failed before, and cannot go on: {self._channel.failure}")
-        self._step = batch.step
         try:
-            return function(inputs, targets, batch)
+            self._channel.check()
+            return function(*arguments)
         except BaseException as error:
-            self._channel.fail(error)
+            self._blame(error)
             raise
 
+    def _blame(self, error: BaseException) -> None:
+        """Tell all ranks why this one fails; PipelineError if that follows from another one's failure."""
+        cause = self._channel.fail(error)
+        if cause is not None and isinstance(error, Exception) and not isinstance(error, PipelineError):
+            raise cause from error
+
     def _run(self, inputs, targets, batch: Batch) -> tuple[float, Batch]:
+        self._step = batch.step
         if self.is_first:
             self._begin(inputs, targets, batch)
         batch.runs[0] = self._take(0, batch)  # says how many micro-batches there are
@@ -213,7 +223,10 @@ class Pipeline(abc.ABC):
             elif batch.training:
                 self._run_backward(micro, batch)
             self._channel.progress()
-        return self._share_loss(batch), batch
+        loss = self._share_loss(batch)
+        if batch.training:
+            self._channel.meet(f"the end of step {batch.step}")
+        return loss, batch
 
     def _begin(self, inputs, targets, batch: Batch) -> None:
         """Cut the inputs into micro-batches, and send the targets on their way."""
@@ -350,6 +363,13 @@ class Pipeline(abc.ABC):
         dense, sent = count[f"{name} dense"], count[f"{name} sent"]
         ratio = dense / sent if sent else 1.0
         return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}
+
+
+def _check_micro_batches(number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, got {number!r}")
+    if number > MOST_MICRO_BATCHES:
+        raise ValueError(f"micro_batches must be at most {MOST_MICRO_BATCHES}, got {number}")
 
 
 def _key(name: str) -> str:
