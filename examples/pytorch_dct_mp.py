@@ -66,14 +66,14 @@ class Trainer:
     """This rank's part of the network, its pipeline and its optimizer."""
 
     def __init__(self, args, communicator):
-        parts = []
+        parts = []  # and between them boundaries whose rows are characters: a sample is a whole sequence
         for stage in model_parallel_run.stages_here(args):
-            parts += [ThresholdBoundary(args.density, args.threshold)] if parts else []
+            parts += [ThresholdBoundary(args.density, args.threshold, start_dim=-1)] if parts else []
             parts.append(make_stage(stage, args))
         self.stage = nn.Sequential(*parts)
         self.pipeline = Pipeline(
             self.stage,
-            boundary=ThresholdBoundary(args.density, args.threshold),
+            boundary=ThresholdBoundary(args.density, args.threshold, start_dim=-1),
             micro_batches=args.micro_batches,
             schedule=args.schedule,
             loss=cross_entropy,

@@ -68,11 +68,11 @@ class Trainer:
     """This rank's stage, its pipeline and its optimizer; see `model_parallel_run`."""
 
     def __init__(self, args, communicator):
-        self.cuts, found = [], []
+        self.cuts, found = [], []  # boundaries have a row for each character: a sample is a whole sequence
         for stage in model_parallel_run.stages_here(args):
             tf.keras.utils.set_random_seed(1000 * args.seed + stage)  # the same weights on however many ranks
             if found:
-                self.cuts.append(ThresholdBoundary(args.density, args.threshold, seed=args.seed))
+                self.cuts.append(ThresholdBoundary(args.density, args.threshold, start_dim=-1, seed=args.seed))
                 found.append(self.cuts[-1])
             found += built(make_layers(stage, args), stage, args)
         self.model = tf.keras.Sequential(found)
@@ -81,7 +81,7 @@ class Trainer:
         self.optimizer = tf.keras.optimizers.Adam(args.lr)
         self.pipeline = Pipeline(
             self.model,
-            boundary=ThresholdBoundary(args.density, args.threshold, seed=args.seed),
+            boundary=ThresholdBoundary(args.density, args.threshold, start_dim=-1, seed=args.seed),
             micro_batches=args.micro_batches,
             schedule=args.schedule,
             loss=loss_of,

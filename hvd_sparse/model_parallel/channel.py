@@ -6,15 +6,9 @@ import sys
 import numpy as np
 
 from hvd_sparse.mailbox import Mailbox, poll
+from hvd_sparse.model_parallel.notices import PATIENCE, Notices, PipelineError, wait_for
 
-CONTROL = 1  # tag of what ends a run; others are kinds of messages
-FAILED, ENDED = b"F", b"E"
-PATIENCE = 5.0  # seconds to get the last word out
-GREETING_BYTES = 512
-
-
-class PipelineError(RuntimeError):
-    """Another stage has failed, or has ended while this one waits for it; the text says which, and why."""
+ENDED = 1  # tag of a stage's last message; others are kinds of messages
 
 
 class Channel:
@@ -26,37 +20,34 @@ class Channel:
 
     def __init__(self, communicator, timeout: float):
         self.stage, self.stages = communicator.Get_rank(), communicator.Get_size()
-        self._timeout, self._ended, self._failure = timeout, set(), ""
+        self._timeout, self._ended = timeout, set()
         self._communicator, request = communicator.Idup()
-        self._finish(request, "built their Pipeline")
+        wait_for(request, timeout, self.stages, "built their Pipeline")
         self._mailbox = Mailbox(self._communicator, background=True)
+        self._everyone = Notices.attached(communicator)  # of all replicas
+        self._notices = self._everyone or Notices(self._communicator)
         self._is_open = True
         atexit.register(self.close)
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on every stage where there is an error on one: what a stage's own arguments got wrong.
+    def agree(self, error: Exception | None, settings: dict) -> None:
+        """Raise on every rank where there is an error on one, or where settings differ; see `Notices.agree`.
 
-        Raises the stage's own error there, PipelineError elsewhere.
+        The channel is closed then: there is nobody to tell at the interpreter's end.
         """
-        mine = "" if error is None else f"stage {self.stage}: {type(error).__name__}: {error}"
-        greeting = np.zeros(GREETING_BYTES, np.uint8)
-        text = mine.encode()[:GREETING_BYTES]
-        greeting[: len(text)] = np.frombuffer(text, np.uint8)
-        everyone = np.zeros((self.stages, GREETING_BYTES), np.uint8)
-        self._finish(self._communicator.Iallgather(greeting, everyone), "built their Pipeline")
-        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
-        if any(texts):
-            self._failure = next(filter(None, texts))
-            raise error if error is not None else PipelineError(self._failure)
+        try:
+            self._notices.agree(error, settings, self._timeout)
+        except BaseException:
+            self._release()
+            raise
 
     def send(self, stage: int, kind: int, data: np.ndarray) -> None:
         """Send to a stage, without waiting."""
-        self._mailbox.post(stage, CONTROL + kind, data)
+        self._mailbox.post(stage, ENDED + kind, data)
 
     def receive(self, stage: int, kind: int, what: str) -> np.ndarray:
         """Wait for a message of a stage, and return its bytes. what: says in errors what is waited for.
 
-        Raises PipelineError if a stage fails meanwhile, or if that one has ended; TimeoutError.
+        Raises PipelineError if a rank fails meanwhile, or if that stage has ended; TimeoutError.
         """
         found = poll(lambda: self._look(stage, kind, what), self._timeout)
         if found is None:
@@ -70,59 +61,59 @@ class Channel:
         """Let MPI work on what was sent."""
         self._mailbox.reap()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell every stage why this one fails, unless that came from another stage."""
-        if not self._failure:
-            self._failure = f"stage {self.stage} has failed: {type(error).__name__}: {error}"
-            self._tell(FAILED + self._failure.encode())
+    def check(self) -> None:
+        """Raise PipelineError if a rank has failed."""
+        self._notices.check()
+
+    def meet(self, what: str) -> None:
+        """Wait for all replicas, if there are several, so that none waits in Horovod for one that has failed."""
+        if self._everyone is not None:
+            self._everyone.meet(what, self._timeout)
+
+    def fail(self, error: BaseException) -> PipelineError | None:
+        """Tell every rank why this one fails; if another has failed before, return the error that says so instead."""
+        return self._notices.fail(error)
 
     @property
     def failure(self) -> str:
         """Why the pipeline cannot go on; nothing while it can."""
-        return self._failure
+        return self._notices.failure
 
     def close(self) -> None:
         """Tell the other stages that this one has ended, with the error that is on its way if there is one."""
         if not self._is_open:
             return
-        self._is_open = False
-        atexit.unregister(self.close)
         error = getattr(sys, "last_value", None)  # what ends the interpreter
         if error is not None:
             self.fail(error)
-        if not self._failure:
-            self._tell(ENDED)
-        self._mailbox.close(PATIENCE)
+        if not self.failure:
+            for stage in range(self.stages):
+                if stage != self.stage:
+                    self._mailbox.post(stage, ENDED, np.empty(0, np.uint8))
+        self._release()
 
-    def _tell(self, text: bytes) -> None:
-        for stage in range(self.stages):
-            if stage != self.stage:
-                self._mailbox.post(stage, CONTROL, np.frombuffer(text, np.uint8))
-        self._mailbox.reap()
+    def _release(self) -> None:
+        """Get the last words out."""
+        self._is_open = False
+        atexit.unregister(self.close)
+        self._mailbox.close(PATIENCE)
+        if self._everyone is None:
+            self._notices.close()
 
     def _look(self, stage: int, kind: int, what: str) -> tuple[int, np.ndarray] | None:
-        """Return a stage's message if it is there; PipelineError if a stage has failed, or if none will come."""
-        found = self._mailbox.look(CONTROL + kind, stage)
-        if found is not None or not self._heed_control(stage):
+        """Return a stage's message if it is there; PipelineError if a rank has failed, or if none will come."""
+        found = self._mailbox.look(ENDED + kind, stage)
+        if found is not None:
             return found
-        found = self._mailbox.look(CONTROL + kind, stage)  # sent before its last word
+        self.check()
+        while (ended := self._mailbox.look(ENDED)) is not None:
+            self._ended.add(ended[0])
+        if stage not in self._ended:
+            return None
+        found = self._mailbox.look(ENDED + kind, stage)  # sent before its last word
         if found is None:
             raise PipelineError(
                 f"stage {stage} has ended, while stage {self.stage} waits for {what}: every stage must take the same "
                 "number of steps"
             )
         return found
-
-    def _heed_control(self, stage: int) -> bool:
-        """Return whether a stage has ended; PipelineError if one has failed."""
-        while (found := self._mailbox.look(CONTROL)) is not None:
-            source, text = found[0], bytes(found[1])
-            if text[:1] == FAILED:
-                self._failure = text[1:].decode(errors="replace")
-                raise PipelineError(self._failure)
-            self._ended.add(source)
-        return stage in self._ended
-
-    def _finish(self, request, what: str) -> None:
-        if poll(lambda: request.Test() or None, self._timeout) is None:
-            raise TimeoutError(f"not all {self.stages} stages have {what} within {self._timeout:g} s")

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.layout import Layout
+from hvd_sparse.model_parallel.notices import Notices
 
 PATIENCE = 60.0  # seconds that a rank waits for the others at its end
+GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the word was sent first
 
 
 class Hybrid(NamedTuple):
@@ -23,7 +25,8 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
     order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and Horovod's optimizer.
-    When they end, ranks wait for each other.
+    When they end, ranks wait for each other. An error that ends one of them is told to all: they raise PipelineError in
+    their next or current step, or show the reason below the error that Horovod raises.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
     from mpi4py import MPI
@@ -44,16 +47,21 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
             f"MPI has {layout.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
             "a Horovod built with MPI"
         )
-    atexit.register(leave_together, world.Dup())  # runs before Horovod's own shutdown, which came first
-    return Hybrid(layout, process_set, world.Split(layout.replica, layout.stage))
+    communicator = world.Split(layout.replica, layout.stage)
+    notices = Notices(world.Dup(), layout.name_of, GRACE)
+    notices.attach(communicator)
+    sys.excepthook = notices.excepthook(sys.excepthook)
+    atexit.register(leave_together, world.Dup(), notices)  # runs before Horovod's own shutdown, which came first
+    return Hybrid(layout, process_set, communicator)
 
 
-def leave_together(communicator, patience: float = PATIENCE) -> None:
-    """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends this one.
+def leave_together(communicator, notices: Notices, patience: float = PATIENCE) -> None:
+    """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends one of them.
 
     The first rank to shut Horovod down does so for all, and the replicas of one stage may be done while those of
     another still reduce gradients.
     """
-    if getattr(sys, "last_value", None) is None:
-        request = communicator.Ibarrier()
-        poll(lambda: request.Test() or None, patience)
+    notices.leave(getattr(sys, "last_value", None))
+    request = communicator.Ibarrier()
+    poll(lambda: request.Test() or notices.heard() or None, patience)
+    notices.close()

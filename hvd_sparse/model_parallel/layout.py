@@ -57,6 +57,11 @@ class Layout(NamedTuple):
         """Return the ranks of this rank's replica, stage after stage."""
         return [self.rank_of(stage, self.replica) for stage in range(self.stages)]
 
+    def name_of(self, rank: int) -> str:
+        """Say in errors what a rank is."""
+        other = self._replace(rank=rank)
+        return f"stage {other.stage} of replica {other.replica} (rank {rank})"
+
     def describe(self) -> str:
         """Say what this rank is."""
         return (

@@ -14,9 +14,13 @@ A message is a header, a description and a body, little-endian:
 Description: u16 bytes of the structure, structure as JSON (`tree.flatten`), then of each tensor
     u8 dtype, u8 form, u8 whether a gradient is wanted, u8 dimensions, u32 f, u64 entries kept, u32 each dimension
 Body: the tensors one after the other, by form: WHOLE: raw elements; MASKED: a payload of positions and values
-(`hvd_sparse.wire`; all of B * f elements, coding "auto"). Of BACKWARD: raw elements, or a payload of values alone.
+(`hvd_sparse.wire`; all of B * f elements, coding `mask_coding`). Of BACKWARD: raw elements, or a payload of values
+alone.
+
+Decoding asks for no memory that the bytes of the message do not justify: they grow with the elements that they claim.
 """
 
+import contextlib
 import enum
 import json
 import math
@@ -27,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_sparse import native_rows
+from hvd_sparse.model_parallel import tree
 from hvd_sparse.wire import payload_size
 
 MAGIC = 0x4D445648  # the bytes "HVDM"
@@ -37,7 +42,10 @@ DTYPES = (
     "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128"
 ).split()
 MASKABLE = DTYPES[:4]
+DIFFERENTIABLE = (*MASKABLE, "complex64", "complex128")
 WHOLE, MASKED = 0, 1
+MOST_MICRO_BATCHES = 2**16 - 1
+SPARSEST = 1024  # elements for each that is kept, at most, where a mask is coded by positions
 EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
 
 
@@ -118,21 +126,23 @@ def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
         raise DamagedMessage(f"version {version} of the protocol; this is version {VERSION}: install the same on all")
     if kind not in list(Kind):
         raise DamagedMessage(f"unknown kind of message {kind}")
+    expected = total // max(1, micros) + (micro < total % max(1, micros))  # `schedule.split_rows`
+    if kind != Kind.LOSS and not (micro < micros <= total and rows == expected):
+        raise DamagedMessage(f"{rows} rows of {total} cannot be micro-batch {micro} of {micros}")
     return Head(Kind(kind), step, micro, micros, rows, total, flags), description, data[HEADER.size + size :]
 
 
 def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[Tensor]]:
     """Return structure and tensors of a message with a description; DamagedMessage says what is wrong with it."""
-    try:
+    tensors, offset = [], 0
+    with _damage_reported("a tensor cannot be read"):
         (size,) = struct.unpack_from("<H", description)
-        structure = json.loads(description[2 : 2 + size])
-        tensors, place, offset = [], 2 + size, 0
+        structure, place = json.loads(description[2 : 2 + size]), 2 + size
         while place < len(description):
             shape, form, place = _parse(description, place)
             tensor, offset = _read(shape, form, body, offset)
             tensors.append(tensor)
-    except (struct.error, ValueError, KeyError, IndexError, RecursionError) as error:
-        raise DamagedMessage(f"a tensor cannot be read: {error}") from error
+        tree.check(structure, len(tensors))
     if offset != body.size:
         raise DamagedMessage(f"{body.size - offset} bytes are left over")
     return structure, tensors
@@ -141,10 +151,11 @@ def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[T
 def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
     """Return the gradients of tensors, masked as these were; DamagedMessage if the bytes are not theirs."""
     gradients, offset = [], 0
-    for like in likes:
-        form = (like.dtype, MASKED if like.mask is not None else WHOLE, True, 0, 0)
-        tensor, offset = _read(like.array.shape, form, body, offset, like.mask)
-        gradients.append(tensor)
+    with _damage_reported("a gradient cannot be read"):
+        for like in likes:
+            form = (like.dtype, MASKED if like.mask is not None else WHOLE, True, 0, 0)
+            tensor, offset = _read(like.array.shape, form, body, offset, like.mask)
+            gradients.append(tensor)
     if offset != body.size:
         raise DamagedMessage(
             f"gradients of {offset} bytes were expected, got {body.size}: the next stage's gradients have other shapes"
@@ -152,12 +163,43 @@ def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
     return gradients
 
 
+def decode_loss(description: bytes, body: np.ndarray) -> float:
+    """Return the number in a LOSS; DamagedMessage if it is anything else."""
+    _, tensors = decode_tensors(description, body)
+    found = [(tensor.dtype, tensor.array.shape) for tensor in tensors]
+    if found != [("float64", ())]:
+        raise DamagedMessage(f"a loss is one float64, got {found}")
+    return float(tensors[0].array)
+
+
+def mask_coding(numel: int, kept: int) -> str:
+    """Return how positions are coded: the shortest way, but a bitmap where next to nothing of so many is kept.
+
+    Codes of a few positions among many would be a few bytes that stand for any amount of memory.
+    """
+    return "auto" if numel <= SPARSEST * max(1, kept) else "bitmap"
+
+
+@contextlib.contextmanager
+def _damage_reported(what: str):
+    """Raise DamagedMessage for whatever goes wrong because of a message's bytes."""
+    try:
+        yield
+    except DamagedMessage:
+        raise
+    except (struct.error, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+        raise DamagedMessage(f"{what}: {error}") from error
+
+
 def _body(tensor: Tensor, positions: bool) -> np.ndarray:
     array = np.ascontiguousarray(tensor.array)
     if tensor.mask is None:
         return array.reshape(-1).view(np.uint8)
-    pack = native_rows.pack_rows if positions else native_rows.pack_kept
-    return pack(array.reshape(tensor.mask.shape), tensor.mask, value_dtype=tensor.dtype)
+    rows = array.reshape(tensor.mask.shape)
+    if not positions:
+        return native_rows.pack_kept(rows, tensor.mask, value_dtype=tensor.dtype)
+    coding = mask_coding(rows.size, int(np.count_nonzero(tensor.mask)))
+    return native_rows.pack_rows(rows, tensor.mask, coding, value_dtype=tensor.dtype)
 
 
 def _describe(tensor: Tensor) -> bytes:
@@ -174,6 +216,8 @@ def _parse(description: bytes, place: int):
     dtype, form, gradient, ndim, columns, kept = TENSOR.unpack_from(description, place)
     place += TENSOR.size
     shape = struct.unpack_from(f"<{ndim}I", description, place)
+    if form not in (WHOLE, MASKED) or (gradient and DTYPES[dtype] not in DIFFERENTIABLE):
+        raise ValueError(f"no tensor of {DTYPES[dtype]} has form {form} and gradient {gradient}")
     return shape, (DTYPES[dtype], form, bool(gradient), columns, kept), place + 4 * ndim
 
 
@@ -184,6 +228,8 @@ def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = 
     if kind == WHOLE:
         size = numel * item_type(dtype).itemsize
         part = _part(body, offset, size)
+        if dtype == "bool" and size and part.max() > 1:
+            raise ValueError(f"a bool is 0 or 1, got {part.max()}")
         return Tensor(part.view(item_type(dtype)).reshape(shape), dtype, None, gradient), offset + size
     if mask is not None:
         known = max(1, int(np.count_nonzero(mask)))
@@ -193,8 +239,9 @@ def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = 
         if dtype not in MASKABLE or columns == 0 or numel % columns or numel == 0:
             raise ValueError(f"a mask of {columns} columns does not fit {dtype}{list(shape)}")
         rows, known = (numel // columns, columns), max(1, kept)
-        size = payload_size(numel, known, "auto", dtype)
-        values, mask = native_rows.unpack_rows(_part(body, offset, size), rows, known, dtype, wide=False)
+        coding = mask_coding(numel, known)
+        size = payload_size(numel, known, coding, dtype)
+        values, mask = native_rows.unpack_rows(_part(body, offset, size), rows, known, dtype, coding, wide=False)
     return Tensor(values.reshape(shape), dtype, mask, gradient), offset + size
 
 

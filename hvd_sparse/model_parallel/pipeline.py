@@ -9,7 +9,8 @@ import numpy as np
 from hvd_sparse.checks import check_choice
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.channel import Channel
-from hvd_sparse.model_parallel.message import EVALUATING, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
 
 TIMEOUT = 600.0  # seconds
@@ -69,8 +70,7 @@ class Pipeline(abc.ABC):
         self._traffic: Counter = Counter()
         error = None
         try:
-            if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-                raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
+            _check_micro_batches(micro_batches)
             check_choice("schedule", schedule, tuple(SCHEDULES))
             check_choice("reduction", reduction, REDUCTIONS)
             if self.is_last and not callable(loss):
@@ -79,7 +79,8 @@ class Pipeline(abc.ABC):
             self._make_boundaries()
         except (TypeError, ValueError) as caught:
             error = caught
-        self._channel.agree(error)
+        settings = {"micro_batches": micro_batches, "schedule": schedule}
+        self._channel.agree(error, settings)
         self._micro_batches, self._schedule, self._loss, self._reduction = micro_batches, schedule, loss, reduction
 
     @property
@@ -133,9 +134,11 @@ class Pipeline(abc.ABC):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is not None:
-            self._channel.fail(error)
-        self.close()
+        try:
+            if error is not None:
+                self._blame(error)
+        finally:
+            self.close()
 
     @abc.abstractmethod
     def _check(self) -> None:
@@ -189,18 +192,25 @@ class Pipeline(abc.ABC):
                 self.boundaries[key] = self._made(self._boundary)
         return self.boundaries[key] if key in self.boundaries else None
 
-    def _guarded(self, function, inputs, targets, batch: Batch):
-        """Call; whatever fails here is told to all stages."""
+    def _guarded(self, function, *arguments):
+        """Call; whatever fails here is told to all ranks."""
         if self._channel.failure:
             raise RuntimeError(f"this pipeline has failed before, and cannot go on: {self._channel.failure}")
-        self._step = batch.step
         try:
-            return function(inputs, targets, batch)
+            self._channel.check()
+            return function(*arguments)
         except BaseException as error:
-            self._channel.fail(error)
+            self._blame(error)
             raise
 
+    def _blame(self, error: BaseException) -> None:
+        """Tell all ranks why this one fails; PipelineError if that follows from another one's failure."""
+        cause = self._channel.fail(error)
+        if cause is not None and isinstance(error, Exception) and not isinstance(error, PipelineError):
+            raise cause from error
+
     def _run(self, inputs, targets, batch: Batch) -> tuple[float, Batch]:
+        self._step = batch.step
         if self.is_first:
             self._begin(inputs, targets, batch)
         batch.runs[0] = self._take(0, batch)  # says how many micro-batches there are
@@ -213,7 +223,10 @@ class Pipeline(abc.ABC):
             elif batch.training:
                 self._run_backward(micro, batch)
             self._channel.progress()
-        return self._share_loss(batch), batch
+        loss = self._share_loss(batch)
+        if batch.training:
+            self._channel.meet(f"the end of step {batch.step}")
+        return loss, batch
 
     def _begin(self, inputs, targets, batch: Batch) -> None:
         """Cut the inputs into micro-batches, and send the targets on their way."""
@@ -256,7 +269,7 @@ class Pipeline(abc.ABC):
         return Pass(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
 
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
-        """Return head, structure and tensors of the message that is next; ValueError if it is another."""
+        """Return head, structure and tensors (of LOSS, the number) of what is next; ValueError if that is another."""
         wanted = Head(kind, batch.step, micro, flags=0 if batch.training else EVALUATING)
         head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
         if (head.step, head.micro, head.flags & EVALUATING) != (wanted.step, micro, wanted.flags):
@@ -267,6 +280,8 @@ class Pipeline(abc.ABC):
         if kind == Kind.BACKWARD:
             likes = [tensor for tensor in batch.runs[micro].passed_on if tensor.gradient]
             return head, None, message.decode_gradients(body, likes)
+        if kind == Kind.LOSS:
+            return head, None, message.decode_loss(description, body)
         return head, *message.decode_tensors(description, body)
 
     def _run_forward(self, micro: int, batch: Batch) -> None:
@@ -330,8 +345,8 @@ class Pipeline(abc.ABC):
             return 0.0
         head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
         if not self.is_last:
-            _, _, (tensor,) = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
-            return float(tensor.array)
+            _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
+            return loss
         loss = sum(float(part) for part in batch.losses)
         data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
         for stage in range(self.stages - 1):
@@ -348,6 +363,13 @@ class Pipeline(abc.ABC):
         dense, sent = count[f"{name} dense"], count[f"{name} sent"]
         ratio = dense / sent if sent else 1.0
         return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}
+
+
+def _check_micro_batches(number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, got {number!r}")
+    if number > MOST_MICRO_BATCHES:
+        raise ValueError(f"micro_batches must be at most {MOST_MICRO_BATCHES}, got {number}")
 
 
 def _key(name: str) -> str:

@@ -25,6 +25,13 @@ def unflatten(leaves: list, structure: Structure):
     return leaves[structure]
 
 
+def check(structure: Structure, leaves: int) -> None:
+    """Raise ValueError unless this is the structure of a tree of so many leaves, in the order of `flatten`."""
+    found = _numbers(structure)
+    if found != list(range(leaves)):
+        raise ValueError(f"the structure has leaves {found[:10]}, where there are {leaves} tensors")
+
+
 def names(structure: Structure, prefix: str = "") -> list[str]:
     """Return the leaves' names: "output" of a single tensor, else the path of keys and numbers, such as "a.1"."""
     if structure is None:
@@ -42,6 +49,18 @@ def call(function, tree, **options):
     if isinstance(tree, dict):
         return function(**tree, **options)
     return function(tree, **options)
+
+
+def _numbers(structure: Structure) -> list[int]:
+    """Return the leaves' numbers as they stand in a structure; ValueError where it is none."""
+    if structure is None:
+        return []
+    if isinstance(structure, int) and not isinstance(structure, bool):
+        return [structure]
+    if isinstance(structure, (list, dict)):
+        parts = structure if isinstance(structure, list) else structure.values()
+        return [number for part in parts for number in _numbers(part)]
+    raise ValueError(f"a structure has numbers, lists and dicts, got {type(structure).__name__}")
 
 
 def _structure(node, leaves: list) -> Structure:

@@ -29,7 +29,7 @@ class ThresholdBoundary(Layer):
     density: the part of a row's elements to keep, in (0, 1]; 1 lets everything through. threshold: "topk", exactly
     max(1, round(density * f)) of each row; "laplace", what reaches the row's threshold -b ln(density), b the mean
     magnitude: one pass, no sort, and a density that drifts (see `stats`). start_dim: dimensions before it are rows,
-    those from it on one row's f elements; -1: vectors of the last dimension; 1: all of a sample. momentum: of the
+    those from it on one row's f elements; 1: all of a sample; -1: vectors of the last dimension. momentum: of the
     running threshold, as PyTorch's batch normalisation has it, the part of the new. seed: of the order among equal
     magnitudes. kwargs: of any Keras layer (name, dtype, trainable).
 
@@ -48,7 +48,7 @@ class ThresholdBoundary(Layer):
         density: float,
         threshold: str = "topk",
         *,
-        start_dim: int = -1,
+        start_dim: int = 1,
         momentum: float = 0.1,
         seed: int = 0,
         **kwargs,

@@ -83,22 +83,24 @@ class Pipeline(stages.Pipeline):
             gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
 
         options: those of `hvd.DistributedGradientTape`, which reduces them as it would any tape's. Call it on all
-        replicas of the stage. Errors: those of `gradients` and of Horovod.
+        replicas of the stage. Errors: those of `gradients` and of Horovod; `PipelineError` where another rank has
+        failed.
         """
-        import horovod.tensorflow as hvd
-
-        variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
         gradients = self.gradients()
-        if not gradients:
-            return []
-        with tf.GradientTape() as tape:  # of a function that has these gradients
-            target = [tf.reduce_sum(v * gradient) for v, gradient in zip(variables, gradients, strict=True)]
-        return list(hvd.DistributedGradientTape(tape, **options).gradient(target, variables))
+        return self._guarded(self._reduced, gradients, options) if gradients else []
 
     def stats(self) -> dict:
         """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
         found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
         return {**super().stats(), "boundaries": found}
+
+    def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
+        import horovod.tensorflow as hvd
+
+        variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
+        with tf.GradientTape() as tape:  # of a function that has these gradients
+            target = [tf.reduce_sum(v * gradient) for v, gradient in zip(variables, gradients, strict=True)]
+        return list(hvd.DistributedGradientTape(tape, **options).gradient(target, variables))
 
     def _check(self) -> None:
         # asked of the type first: a model of Keras 2 that is not built raises

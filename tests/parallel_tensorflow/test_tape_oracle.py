@@ -38,12 +38,19 @@ class Trial:
         self.compression = make(list(self.variables.values()))
         self._op = hvd.Average if average else hvd.Sum
         start = {name: tf.cast(variable, tf.float64).numpy() for name, variable in self.variables.items()}
-        self.expected, self.seed = train_without_ties(method, start, self.draw, hvd.size(), steps, LR, average)
+        self.is_half = dtype in (tf.float16, tf.bfloat16)
+        self.expected, self.seed = train_without_ties(
+            method, start, self.draw, hvd.size(), steps, LR, average, self.as_held if self.is_half else None
+        )
+
+    def as_held(self, array):
+        """Return what a gradient holds of an array, float64."""
+        return tf.cast(tf.cast(tf.cast(array, tf.float32), self.dtype), tf.float64).numpy()
 
     def draw(self, step, rank, seed):
         drawn = draw(self.shapes, step, rank, seed)
-        if self.dtype in (tf.float16, tf.bfloat16):
-            drawn = {name: tf.cast(tf.cast(value, self.dtype), tf.float64).numpy() for name, value in drawn.items()}
+        if self.is_half:
+            drawn = {name: self.as_held(value) for name, value in drawn.items()}
         return {f"{self.title}.{name}": value for name, value in drawn.items()}
 
     def gradients(self, step):
@@ -66,7 +73,8 @@ class Trial:
                 self.close(residual, self.method.momentum * self.expected.v[own][name], f"m * u {name}")
                 continue
             self.close(residual, self.expected.v[own][name], f"residual {name}")
-            np.testing.assert_array_equal(residual == 0, self.expected.v[own][name].reshape(-1) == 0, err_msg=name)
+            if not self.is_half:  # there, what rounding left of what was sent is not always zero in both
+                np.testing.assert_array_equal(residual == 0, self.expected.v[own][name].reshape(-1) == 0, err_msg=name)
             if self.method.momentum:
                 self.close(
                     memory_of(self.compression, name, "velocity"), self.expected.u[own][name], f"velocity {name}"

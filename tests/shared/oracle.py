@@ -5,6 +5,7 @@ reports how far apart the last selected and the first unselected magnitude ever 
 near-ties, so that float32 and float64 must select alike.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,10 +52,12 @@ class Outcome:
     gap: float
 
 
-def train(method, initial, gradients, ranks, steps, lr, average=True):
+def train(method, initial, gradients, ranks, steps, lr, average=True, delivered=None):
     """Train on all ranks. gradients(step, rank): {name: array}; they do not depend on the parameters.
 
     The optimizer is given scale * the sum over ranks, scale 1 / ranks or 1. Clipping and weight decay are of that.
+    delivered(array): what a gradient of 16 bits holds of it; the rest goes back to the ranks, in parts that are powers
+    of two but for the first rank's.
     """
     scale = 1 / ranks if average else 1
     theta = {name: np.array(value, np.float64) for name, value in initial.items()}
@@ -85,6 +88,12 @@ def train(method, initial, gradients, ranks, steps, lr, average=True):
                 if method.factor_masking and not is_dense(method, step, v[k][name]):
                     u[k][name] = u[k][name] * ~mask
         for name in theta:
+            if delivered is not None and not is_dense(method, step, theta[name]):
+                rest = reduced[name] - delivered(scale * reduced[name]) / scale
+                reduced[name] = reduced[name] - rest
+                part = 2.0 ** -int(np.ceil(np.log2(ranks)))
+                for k in range(ranks):
+                    v[k][name] = v[k][name] + rest * (part if k else 1 - (ranks - 1) * part)
             theta[name] = theta[name] - lr * scale * reduced[name]
     return Outcome(theta, u, v, gap)
 
@@ -223,10 +232,11 @@ def select(method, step, v):
     return masks, gap
 
 
-def train_without_ties(method, initial, draw, ranks, steps, lr, average=True):
+def train_without_ties(method, initial, draw, ranks, steps, lr, average=True, delivered=None):
     """Train on draw(step, rank, seed) of the first seed whose selections have clear edges; return outcome, seed."""
     for seed in range(50):
-        outcome = train(method, initial, lambda step, rank, s=seed: draw(step, rank, s), ranks, steps, lr, average)
+        drawn = functools.partial(draw, seed=seed)
+        outcome = train(method, initial, drawn, ranks, steps, lr, average, delivered)
         if outcome.gap > CLEAR_GAP:
             return outcome, seed
     raise AssertionError("no data without near-ties among 50 seeds")

@@ -150,7 +150,7 @@ def test_gradients_travel_as_values_alone(dtype):
 def test_gradients_of_other_shapes_are_refused():
     like, other = masked((8, 64)), masked((8, 65))
     data = message.encode(HEAD._replace(kind=Kind.BACKWARD), tensors=[other], describe=False)
-    with pytest.raises(ValueError):
+    with pytest.raises(DamagedMessage):
         message.decode_gradients(message.decode_head(data)[2], [like])
     data = message.encode(HEAD, tensors=[whole((6,), "float32")], describe=False)
     with pytest.raises(DamagedMessage, match="gradients of 20 bytes were expected, got 24"):

@@ -1,0 +1,158 @@
+"""Word of what goes wrong anywhere, among all ranks that wait for each other: every one of them gets the reason."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from hvd_sparse.mailbox import Mailbox, poll
+
+FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
+GREETING_BYTES = 512
+PATIENCE = 5.0  # seconds to get the last word out
+
+
+class PipelineError(RuntimeError):
+    """Another rank has failed, or has ended while this one waits for it; the text says which, and why."""
+
+
+class Notices:
+    """What the ranks of a communicator of mpi4py tell each other beside their data; the communicator is for this alone.
+
+    name: says in errors what a rank is. grace: seconds within which word of another rank's failure may come after this
+    rank has seen its consequences, as Horovod's are.
+    """
+
+    def __init__(self, communicator, name: Callable[[int], str] = "stage {}".format, grace: float = 0.0):
+        self._communicator, self._name, self._grace = communicator, name, grace
+        self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
+        self._mailbox = Mailbox(communicator)
+        self._failure, self._is_own = "", False
+        self._shared: Exception | None = None  # an error that all ranks have raised together
+        self._meetings, self._left = 0, {}  # of ranks that have left: how many meetings they came to
+
+    @property
+    def failure(self) -> str:
+        """Why the ranks cannot go on, as far as this one knows; nothing while they can."""
+        return self._failure
+
+    def heard(self) -> str:
+        """Take what others have said; return the failure, if there is one."""
+        while not self._failure and (found := self._mailbox.look(FAILED)) is not None:
+            self._failure = bytes(found[1]).decode(errors="replace")
+        while (found := self._mailbox.look(LEFT)) is not None:
+            self._left[found[0]] = int(bytes(found[1]))
+        return self._failure
+
+    def check(self) -> None:
+        """Raise PipelineError if any rank has failed."""
+        if self.heard():
+            raise PipelineError(self._failure)
+
+    def fail(self, error: BaseException) -> PipelineError | None:
+        """Tell every rank why this one fails; if another has failed before, return the error that says so instead."""
+        if error is self._shared:
+            return None
+        if not self._is_own and poll(lambda: self.heard() or None, self._grace) is not None:
+            return PipelineError(self._failure)
+        if not self._failure:
+            self._failure, self._is_own = f"{self._name(self._rank)} has failed: {type(error).__name__}: {error}", True
+            self._tell(FAILED, self._failure)
+        return None
+
+    def agree(self, error: Exception | None, settings: dict, timeout: float) -> None:
+        """Raise on every rank where there is an error on one, or where settings differ.
+
+        Raises a rank's own error there and PipelineError elsewhere; ValueError for settings; TimeoutError.
+        """
+        mine = "" if error is None else f"{self._name(self._rank)}: {type(error).__name__}: {error}"
+        greeting = np.zeros(GREETING_BYTES, np.uint8)
+        text = f"{json.dumps({} if mine else settings)}\0{mine}".encode()[:GREETING_BYTES]
+        greeting[: len(text)] = np.frombuffer(text, np.uint8)
+        everyone = np.zeros((self._size, GREETING_BYTES), np.uint8)
+        wait_for(self._communicator.Iallgather(greeting, everyone), timeout, self._size, "built their Pipeline")
+        said = [bytes(row).decode(errors="replace").rstrip("\0").partition("\0") for row in everyone]
+        if errors := [text for _, _, text in said if text]:
+            self._shared = error if error is not None else PipelineError(errors[0])
+            raise self._shared
+        every = [json.loads(text) for text, _, _ in said]
+        for name, first in every[0].items():
+            other = next((rank for rank, theirs in enumerate(every) if theirs[name] != first), None)
+            if other is not None:
+                self._shared = ValueError(
+                    f"{name} must be the same on all ranks, got {first!r} on {self._name(0)} and "
+                    f"{every[other][name]!r} on {self._name(other)}"
+                )
+                raise self._shared
+
+    def meet(self, what: str, timeout: float) -> None:
+        """Wait until every rank is here. Raises PipelineError if one fails or has left before; TimeoutError."""
+        self._meetings += 1
+        request = self._communicator.Ibarrier()
+
+        def look() -> bool | None:
+            if request.Test():
+                return True
+            self.check()
+            for rank, meetings in self._left.items():
+                if meetings < self._meetings:
+                    raise PipelineError(
+                        f"{self._name(rank)} has ended, while {self._name(self._rank)} waits for {what}: every rank "
+                        "must take the same number of steps"
+                    )
+            return None
+
+        if poll(look, timeout) is None:
+            raise TimeoutError(f"not all {self._size} ranks have come to {what} within {timeout:g} s")
+
+    def leave(self, error: BaseException | None) -> None:
+        """Say that this rank comes to no more meetings: because of an error, if there is one."""
+        if error is not None:
+            self.fail(error)
+        if not self._failure:
+            self._tell(LEFT, str(self._meetings))
+
+    def close(self) -> None:
+        """Get the last word out."""
+        self._mailbox.close(PATIENCE)
+
+    def excepthook(self, hook: Callable) -> Callable:
+        """Return what shows an uncaught error as `hook` does, and then the failure that it follows from, if any."""
+
+        def show(kind, error, trace) -> None:
+            hook(kind, error, trace)
+            if not isinstance(error, PipelineError) and (cause := self.fail(error)) is not None:
+                here = self._name(self._rank)
+                print(f"hvd_sparse: {here}: this follows from another rank's failure: {cause}", file=sys.stderr)
+
+        return show
+
+    def attach(self, communicator) -> None:
+        """Let pipelines on a communicator use these notices."""
+        communicator.Set_attr(_key(), self)
+
+    @staticmethod
+    def attached(communicator) -> "Notices | None":
+        """Return the notices that were attached to a communicator."""
+        return communicator.Get_attr(_key())
+
+    def _tell(self, tag: int, text: str) -> None:
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._mailbox.post(rank, tag, np.frombuffer(text.encode(), np.uint8))
+        self._mailbox.reap()
+
+
+def wait_for(request, timeout: float, ranks: int, what: str) -> None:
+    """Wait for a collective request; TimeoutError says what not all ranks have done."""
+    if poll(lambda: request.Test() or None, timeout) is None:
+        raise TimeoutError(f"not all {ranks} stages have {what} within {timeout:g} s")
+
+
+@functools.cache
+def _key() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()

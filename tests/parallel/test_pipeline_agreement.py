@@ -1,0 +1,54 @@
+"""Stages of a pipeline that differ, or that fail outside of a step: every one of them gets the reason."""
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from hvd_sparse.torch.model_parallel import Pipeline, PipelineError
+
+RANK, STAGES = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+several = pytest.mark.skipif(STAGES == 1, reason="one stage agrees with itself")
+
+
+def pipeline(**options):
+    """Return a pipeline of linear layers."""
+    options = {"loss": torch.nn.functional.mse_loss, "timeout": 30.0, **options}
+    return Pipeline(torch.nn.Linear(3, 3), **options)
+
+
+@several
+@pytest.mark.parametrize(("name", "values"), [("micro_batches", (2, 4)), ("schedule", ("gpipe", "1f1b"))])
+def test_settings_that_differ_are_refused_on_all_stages(name, values):
+    value = values[RANK == STAGES - 1]
+    first, other = values
+    expected = f"{name} must be the same on all ranks, got {first!r} on stage 0 and {other!r} on stage {STAGES - 1}"
+    with pytest.raises(ValueError, match=expected):
+        pipeline(**{name: value})
+
+
+def test_as_many_micro_batches_as_a_message_can_number():
+    with pytest.raises(ValueError, match="micro_batches must be at most 65535, got 65536"):
+        pipeline(micro_batches=65536)
+
+
+@several
+def test_a_stage_that_raises_between_steps_is_the_reason_of_all_that_follows():
+    data = (torch.ones(4, 3), torch.zeros(4, 3))
+    failing = STAGES - 1
+    with pytest.raises(ArithmeticError if failing == RANK else PipelineError, match="out of luck"), pipeline() as one:
+        one.step(*data)
+        if failing == RANK:
+            raise ArithmeticError("out of luck")
+        one.step(*data)
+
+
+@several
+def test_an_error_that_follows_from_another_stages_is_replaced_by_its_reason():
+    with pytest.raises(ArithmeticError if RANK == 0 else PipelineError, match="out of luck"), pipeline():
+        if RANK == 0:
+            raise ArithmeticError("out of luck")
+        MPI.COMM_WORLD.recv(source=0)  # as in Horovod: it ends when stage 0 has told the others
+        raise ConnectionError("somebody else has gone")
+    if RANK == 0:
+        for rank in range(1, STAGES):
+            MPI.COMM_WORLD.send(None, rank)
