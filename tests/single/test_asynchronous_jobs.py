@@ -23,13 +23,13 @@ SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"
 
 @pytest.fixture
 def run_job(tmp_path, monkeypatch):
-    """Return run(script, ranks): (exit code, what ranks and mpirun wrote). A hang is a failure."""
+    """Return run(script, ranks, options=()): (exit code, what ranks and mpirun wrote). A hang is a failure."""
     monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
     output = tmp_path / "output"
     output.mkdir()
 
-    def run(script, ranks=3, environment=()):
-        command = [*mpirun(ranks), sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
+    def run(script, ranks=3, environment=(), options=()):
+        command = [*mpirun(ranks), *options, sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
         here = {"JOB_OUTPUT": str(output), "PYTHONPATH": SHARED, **dict(environment)}
         start = time.monotonic()
         code, printed = launch(command, here)
@@ -149,6 +149,23 @@ def test_a_killed_rank_ends_the_job(run_job):
     assert code != 0 and re.search("exited on signal 9|noticed that process rank", output), output
 
 
+def test_with_enable_recovery_the_others_outlive_a_killed_worker(run_job, expected_loss):
+    """MPI goes on for those that are left; only the server's report tells that a worker is missing."""
+    code, output = run_job(
+        """
+        def before(step):
+            time.sleep(0.01)
+            if RANK == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+        run(steps=300, before=before, silence=1.0)
+        """,
+        options=["--enable-recovery"],
+    )
+    assert code == 0, output
+    assert len(losses(output)) == 1 and losses(output)[0] < expected_loss + 0.1, output
+    assert "departures [(0, ''), (1, 'no sign of life for 1 seconds')]" in output and "ended 2" in output, output
+
+
 def test_interrupting_mpirun_ends_all_ranks(tmp_path):
     script = PREAMBLE + "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "JOB_OUTPUT": str(tmp_path)}
@@ -205,10 +222,19 @@ def test_ranks_that_differ_say_in_what(run_job, what):
     assert code != 0 and "ServerRefused" in output and difference in output and "differ" in output, output
 
 
-def test_one_worker_that_differs_is_left_out(run_job):
-    code, output = run_job("run(method=dgs(density=0.2 if RANK == 1 else 0.1))")
-    assert code != 0 and "ServerRefused" in output
-    assert len(losses(output)) == 1 and "worker 1 left early: worker 1 and this server differ: density" in output
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ("method=dgs(density=0.2 if RANK == 1 else 0.1)", "density"),
+        ("shapes={'weight': (20, 5), 'bias': (5,)} | ({'more': (7,)} if RANK == 1 else {})", "tensors = 3 there"),
+    ],
+)
+def test_one_worker_that_differs_is_left_out(run_job, options, difference):
+    """It alone raises; the others train to the end, and the server says who is missing and why."""
+    code, output = run_job(f"run({options})")
+    assert code != 0 and output.count("ServerRefused: ") == 1
+    assert "loss" in output and len(losses(output)) == 1 and "ended 0" in output and "ended 2" in output, output
+    assert f"worker 1 left early: worker 1 and this server differ: {difference}" in output, output
 
 
 def test_servers_that_do_not_serve(run_job):
