@@ -13,9 +13,10 @@ from gradients import draw
 
 SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in the order of their names
 STEPS, LR = 50, 0.1
+LOSS_SCALE = 1000.0  # no power of two: what is divided by it rounds
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
 COLUMN = {"centre_scope": "column"}
-DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 30.0}
+DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 15.0}
 CASES = {
     f"{method}-{scope}-{number}": (method, {"scope": scope, **SETTINGS, **options})
     for scope in ("tensor", "model")
@@ -50,7 +51,8 @@ CASES = {
 
 
 def gradients_of(step, rank):
-    return {name: gradient.astype(np.float32) for name, gradient in draw(SHAPES, step, rank, seed=5).items()}
+    drawn = draw(SHAPES, step, rank, seed=5)
+    return {name: (LOSS_SCALE * gradient).astype(np.float32) for name, gradient in drawn.items()}
 
 
 def listen(exchange, read):
@@ -77,6 +79,7 @@ def train_torch(method, settings, initial):
         return payload
 
     heard = listen(compression._exchange, read)
+    compression.loss_scale = LOSS_SCALE
     optimizer = torch.optim.SGD(parameters.values(), lr=LR)
     optimizer = hvd.DistributedOptimizer(optimizer, list(parameters.items()), compression=compression)
     for step in range(STEPS):
@@ -88,7 +91,7 @@ def train_torch(method, settings, initial):
             torch.no_grad()
         ):  # SGD rounds once where TensorFlow rounds twice, and weight decay would send the difference
             for parameter in parameters.values():
-                parameter -= LR * parameter.grad
+                parameter -= LR / LOSS_SCALE * parameter.grad
     return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
@@ -111,6 +114,7 @@ def train_tensorflow(method, settings, initial):
         return kept
 
     heard = listen(compression._parts.exchange, read)
+    compression.loss_scale = LOSS_SCALE
 
     @tf.function
     def train(gradients):
@@ -118,7 +122,7 @@ def train_tensorflow(method, settings, initial):
             loss = tf.add_n([tf.reduce_sum(variables[name] * gradients[name]) for name in SHAPES])
         tape = hvd.DistributedGradientTape(tape, compression=compression)
         for name, reduced in zip(SHAPES, tape.gradient(loss, list(variables.values())), strict=True):
-            variables[name].assign_sub(LR * reduced)
+            variables[name].assign_sub(LR / LOSS_SCALE * reduced)
 
     for step in range(STEPS):
         train({name: tf.constant(gradient) for name, gradient in gradients_of(step, hvd.rank()).items()})
