@@ -31,7 +31,7 @@ assert "horovod" not in sys.modules, "the operators alone need no Horovod"
 
 
 def run(*command, **options):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
