@@ -150,7 +150,10 @@ def test_weight_decay_of_each_variable():
         decays = {f"each.{kind}.{name}": 0.05 if len(shape) > 1 else 0.0 for name, shape in FEW.items()}
         given = {name: decay for name, decay in decays.items() if decay}
         if kind == "function":
-            given = lambda name, variable: 0.05 if len(variable.shape) > 1 else 0.0  # noqa: E731
+
+            def given(name, variable):
+                return 0.05 if len(variable.shape) > 1 else 0.0
+
         settings = {"momentum": 0.7, "density": 0.05, "scope": scope, "min_numel": 100}
         make = functools.partial(getattr(Compression, method), weight_decay=given, **settings)
         oracle = Method(weight_decay=decays, samomentum=method == "samomentum", **settings)
