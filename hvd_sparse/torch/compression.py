@@ -88,7 +88,7 @@ class SparseCompressor:
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = False
         self._agreed_in: object | None = None  # the incarnation of Horovod in which all ranks had the same settings
-        self._check: tuple[object, Pending] | None = None  # a configuration check in flight, and its incarnation
+        self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         _compressors.add(self)
         self._start_check()
         if algorithm.momentum > 0.0 and self._exchange.is_alone():
@@ -219,6 +219,11 @@ class SparseCompressor:
         if self._check is None:
             raise RuntimeError("hvd_sparse: this rank is not in the process_set of the compression that it calls")
         now, pending = self._check
+        if pending is None:
+            raise RuntimeError(
+                "hvd_sparse: hvd.init() was called again, without hvd.shutdown(), while ranks compared the settings of "
+                "this compression, and Horovod lost the answer. Call it once, before compressions are built"
+            )
         gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
         if self._agreed_in is not None:
             self._drop()
@@ -238,8 +243,14 @@ class SparseCompressor:
         with _checks_lock:
             now = incarnation()
             is_started = self._check is not None and self._check[0] is now
-            if not is_started and self._agreed_in is not now and self._exchange.can_start():
+            if is_started or self._agreed_in is now or not self._exchange.can_start():
+                return
+            try:
                 self._check = now, self._exchange.start_agreement(self._description(), self._step)
+            except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight
+                if self._check is None:
+                    raise
+                self._check = now, None
 
     def _description(self) -> list[str]:
         return [*self.algorithm.describe(), *self._parameters.describe(), *self._scope.describe()]

@@ -252,3 +252,20 @@ def test_a_process_set_of_one_rank_is_compressed_without_a_warning():
     finally:
         assert hvd.remove_process_set(alone)
     assert not caught
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="one rank waits for nobody")
+def test_horovod_initialised_again_in_the_middle_of_the_check_is_an_error_not_a_hang():
+    """The last rank has not built its compression yet: the others' check of settings is in flight, and is lost."""
+    parameters = make_parameters({"weight": (40, 30)})
+    is_last = hvd.rank() == hvd.size() - 1
+    compression = None if is_last else Compression.gradient_dropping(parameters.items(), density=0.1)
+    hvd.init()
+    if not is_last:
+        parameters["weight"].grad = torch.ones(40, 30)
+        with pytest.raises(RuntimeError, match=r"hvd\.init\(\) was called again"):
+            compression.compress(parameters["weight"].grad)
+    hvd.barrier()
+    if is_last:
+        Compression.gradient_dropping(parameters.items(), density=0.1)
+    assert_alive()
