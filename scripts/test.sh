@@ -33,7 +33,7 @@ suite() {  # TITLE COMMAND... WHAT: what is tested comes last
     exit 1
 }
 
-# The tests of a folder on several ranks. In the quick tier, other launchers than the first run what depends on them.
+# The tests of a folder on several ranks: all of the tier, or in the quick tier only those marked `launchers`.
 ranks() {  # TITLE LAUNCHER... FOLDER
     suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "${@: -1}"
 }
@@ -109,7 +109,8 @@ parallel)
     launcher "PyTorch, mpirun -np 1" mpirun -np 1 tests/parallel
     launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
     launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
-    ranks "TensorFlow, mpirun -np 3" mpirun -np 3 tests/parallel_tensorflow
+    ranks "TensorFlow, mpirun -np 2" mpirun -np 2 tests/parallel_tensorflow
+    launcher "TensorFlow, mpirun -np 3" mpirun -np 3 tests/parallel_tensorflow
     launcher "TensorFlow, mpirun -np 1" mpirun -np 1 tests/parallel_tensorflow
     launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
     ;;
