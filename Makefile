@@ -50,10 +50,10 @@ TRAINED := $(if $(filter pytorch,$(FRAMEWORK)),torch,tensorflow)
 train: $(VENV)/.extension-$(if $(wildcard $(VENV)/.extension-all),all,$(TRAINED))  ## train the digits example, dense and DGC side by side
 	@$(RUN) python scripts/train.py --framework $(FRAMEWORK) --ranks $(RANKS) --density $(DENSITY)
 
-test: setup lint  ## run what catches faults: a choice of every suite (a quarter of an hour)
+test: setup lint  ## run what catches faults: a choice of every suite
 	@scripts/test.sh all
 
-test-all: setup lint  ## run every test there is (an hour and more)
+test-all: setup lint  ## run every test there is, more than an hour
 	@HVD_SPARSE_TESTS=all scripts/test.sh all
 
 test-native test-single test-parallel: test-%: setup
