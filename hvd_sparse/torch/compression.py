@@ -5,7 +5,6 @@ waits, sums the payloads of all ranks in rank order, and scales by what became o
 and gradient_predivide_factor mean what they always do.
 """
 
-import sys
 import threading
 import warnings
 import weakref
@@ -32,6 +31,7 @@ from hvd_sparse.algorithms import (
 from hvd_sparse.half import HALF
 from hvd_sparse.members import is_elastic, two_momenta
 from hvd_sparse.torch import exchange
+from hvd_sparse.torch.caller import calling_optimizer
 from hvd_sparse.torch.device_scope import crossing, device_layout
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.exchange import Exchange, Pending, incarnation
@@ -263,7 +263,7 @@ class SparseCompressor:
 
     def _units(self) -> Units:
         """Return the units of the step that begins; whoever reduces its gradients tells by its op."""
-        optimizer, size = _calling_optimizer(self), self._exchange.size()
+        optimizer, size = calling_optimizer(self), self._exchange.size()
         if optimizer is None:
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
@@ -314,7 +314,7 @@ class SparseCompressor:
 
     def _check_optimizer(self) -> None:
         """Look at the optimizer that calls: refuse other reductions, warn of a second momentum."""
-        optimizer = _calling_optimizer(self)
+        optimizer = calling_optimizer(self)
         if optimizer is None:
             return
         if getattr(optimizer, "op", hvd.Average) not in (hvd.Average, hvd.Sum):
@@ -327,19 +327,6 @@ class SparseCompressor:
 
 
 get_handler_registry().append((SparseCompressor, CompressionStateHandler))
-
-
-def _calling_optimizer(compressor: SparseCompressor, depth: int = 8):
-    """Return the Horovod optimizer that called compress, None if something else did."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return None
-        caller = frame.f_locals.get("self")
-        if getattr(caller, "_compression", None) is compressor:
-            return caller
-        frame = frame.f_back
-    return None
 
 
 class Compression:
