@@ -85,6 +85,11 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def ratio(seconds: float, others: float) -> float:
+    """Return the ratio of two times to three digits: more than 0, however much the machine was disturbed."""
+    return float(f"{seconds / others:.3g}")
+
+
 def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str, float]:
     """Return how many times as fast two threads are as one, in turns: at a compress, and at the sums alone in it."""
     source, worker, plain = Gradients(n), framework.Worker(algorithm, n), framework.Worker(algorithm, n)
@@ -97,7 +102,7 @@ def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> d
             if turn >= settle:
                 times.append(took)
     median = {key: statistics.median(times) for key, times in seconds.items()}
-    return {name: median[name, 1] / median[name, 2] for name in work}
+    return {name: ratio(median[name, 1], median[name, 2]) for name in work}
 
 
 def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -148,19 +153,19 @@ def main() -> None:
         for name, value in seconds.items():
             print(f"  {name:<10} {1e3 * value:9.2f} ms   {4e-9 * n / value:7.2f} GB/s of gradient")
         compress = compress or seconds["compress"]
-        figures[prefix + "topk_over_compress"] = round(seconds["topk"] / seconds["compress"], 2)
-        figures[prefix + "compress_over_memcpy"] = round(seconds["compress"] / seconds["memcpy"], 2)
+        figures[prefix + "topk_over_compress"] = ratio(seconds["topk"], seconds["compress"])
+        figures[prefix + "compress_over_memcpy"] = ratio(seconds["compress"], seconds["memcpy"])
         for name in sorted({"reduce", "add"} & set(seconds)):
-            figures[f"{prefix}{name}_over_memcpy"] = round(seconds[name] / seconds["memcpy"], 3)
+            figures[f"{prefix}{name}_over_memcpy"] = ratio(seconds[name], seconds["memcpy"])
     if framework.CAN_CHANGE_THREADS:
-        ratios = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
-        figures |= {f"{name}two_threads_over_one": round(ratio, 2) for name, ratio in ratios.items()}
+        faster = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
+        figures |= {f"{name}two_threads_over_one": times for name, times in faster.items()}
         framework.use_threads(arguments.threads)
     for coding, found in measure_codings(framework, n, k, 5 * arguments.rounds).items():
         print(f"{coding}: {found['bits']:.3f} bits an index, {1e3 * found['pack']:.2f} ms to pack, ", end="")
         print(f"{1e3 * found['unpack']:.2f} ms to unpack")
         figures[f"{coding}_bits"] = round(found["bits"], 3)
-        figures[f"{coding}_over_compress"] = round((found["pack"] + found["unpack"]) / compress, 3)
+        figures[f"{coding}_over_compress"] = ratio(found["pack"] + found["unpack"], compress)
     figures["bytes_per_entry"] = round(payload_size(n, k) / k, 4)
     figures["ratio"] = round(4 * n / payload_size(n, k), 1)
     print(json.dumps(figures))

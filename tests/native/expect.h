@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <limits>
+#include <random>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -61,6 +63,15 @@ bool Differ(const Expected& expected, const Received& received, const char* what
   Print(out << ", expected ", expected);
   *text = out.str();
   return true;
+}
+
+// Whether to run this case of a product: about one in `count`, the same in every run; with HVD_SPARSE_TESTS=all, which
+// `make test-all` sets, each.
+inline bool Chosen(uint64_t count) {
+  static const char* const tier = std::getenv("HVD_SPARSE_TESTS");
+  static const bool all = tier != nullptr && std::string(tier) == "all";
+  static std::mt19937_64 random(7);
+  return random() % count == 0 || all;
 }
 
 inline int RunTests() {

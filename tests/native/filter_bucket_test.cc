@@ -95,12 +95,14 @@ TEST(FiltersAndPacks) {
       for (const bool active : {true, false}) {
         for (const Pattern pattern : {Pattern::kSpread, Pattern::kSparse, Pattern::kMixed}) {
           for (const DType dtype : kDTypes) {
+            if (!expect::Chosen(4)) continue;
             CheckFiltered(dtype, pattern, rule, filter, active, {1000, 0, Coding::kRunLength, DType::kFloat32});
           }
         }
         for (const DType sent : kWithLowBit) {
           const Segments segments = IsLowBit(sent) ? Segments{{0, 7}} : Segments{};
           for (const Coding coding : kCodings) {
+            if (!expect::Chosen(4)) continue;
             CheckFiltered(DType::kFloat32, Pattern::kTies, rule, filter, active, {1000, 5, coding, sent, segments});
           }
         }

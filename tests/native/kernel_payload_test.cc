@@ -235,7 +235,7 @@ TEST(SumsAreTheCoresOwn) {
             "add");
         EXPECT(SameFloats(expected, Reduce(format, gathered, &status, add_payloads_launch)),
                "added " << k << " of " << n << ", " << ranks << " ranks");
-        EXPECT_EQ(0, status.refused, "status");
+        EXPECT_EQ(0u, status.refused, "status");
       }
     }
   }

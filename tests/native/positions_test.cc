@@ -101,7 +101,7 @@ TEST(WritesTheDocumentedBytesAndReadsThem) {
   for (const Coding coding : kAll) {
     for (const int64_t n : {1, 2, 7, 63, 64, 65, 65535, 65536, 65537, 3 * 65536}) {
       for (const int64_t k : {int64_t{1}, n / 1000, n / 2, n - 1, n}) {
-        if (k < 1 || (coding == Coding::kDense && k != n)) continue;
+        if (k < 1 || (coding == Coding::kDense && k != n) || !expect::Chosen(2)) continue;
         CheckRoundTrip(coding, n, k, Consecutive(0, k));
         CheckRoundTrip(coding, n, k, Consecutive(n - k, k));
         CheckRoundTrip(coding, n, k, ChooseIndices(n, k, static_cast<uint64_t>(n + k)));
@@ -151,9 +151,10 @@ TEST(AnyBytesAreRefusedOrAscendInRange) {
           section[random() % section.size()] ^= static_cast<uint8_t>(1u << random() % 8);
         }
       }
+      if (!expect::Chosen(4)) continue;
       ++(CheckVerdict(coding, n, k, k, section, what) ? accepted : refused);
     }
-    EXPECT(accepted > 100 && refused > 1000, Name(coding)
+    EXPECT(accepted > 25 && refused > 250, Name(coding)
                                                  << ": " << accepted << " accepted, " << refused << " refused");
   }
 }

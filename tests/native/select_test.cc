@@ -108,6 +108,7 @@ TEST(SmallOnesMatchASort) {
         const Values values = Draw(dtype, pattern, n, seed);
         const std::vector<int64_t> order = TotalOrder(values, seed);
         for (const int64_t k : SomeCounts(n)) {
+          if (!expect::Chosen(5)) continue;
           const Case c = MakeCase(values, order, k, seed);
           for (const double hint : Hints(c.threshold)) Check(c, hint, AllCuts()[0], &selection);
           Check(c, 0, AllCuts()[1], &selection);
@@ -133,6 +134,7 @@ TEST(LargeOnesMatchASort) {
         const Case c = MakeCase(values, order, k, seed);
         const std::vector<double> hints = Hints(c.threshold);
         for (const Cut& cut : AllCuts()) {
+          if (!expect::Chosen(5)) continue;
           Check(c, hints[turn++ % hints.size()], cut, &selection);
         }
       }
@@ -221,6 +223,7 @@ TEST(FilterMatchesALoop) {
             0.0,   -0.0,     some,  std::nextafter(some, infinity), std::nextafter(some, 0.0), 1.0, 1e30,
             1e300, infinity, 5e-324};
         for (const double threshold : n > 1000 ? few : many) {
+          if (!expect::Chosen(5)) continue;
           std::vector<int64_t> expected;
           for (int64_t i = 0; i < n; ++i) {
             if (values.Magnitude(i) >= threshold) expected.push_back(i);

@@ -9,7 +9,7 @@ from helpers import backward, distributed, make_parameters, step
 
 from hvd_sparse.torch import Compression
 
-pytestmark = pytest.mark.launchers
+pytestmark = pytest.mark.rank_counts
 
 REDUCTIONS = {
     "sum": {"op": hvd.Sum},

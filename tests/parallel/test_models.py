@@ -64,6 +64,32 @@ def test_sparse_as_dense_is_compressed(scope):
     assert memory_of(compression, ours, "ours.table.weight").count_nonzero() > 0
 
 
+def two_embeddings(passes, factor):
+    """Train two sparse tables of one shape by a step of some backward passes, the first's loss times `factor`."""
+    torch.manual_seed(0)
+    tables = nn.ModuleDict({name: nn.Embedding(200, 10, sparse=True) for name in ("first", "second")})
+    parameters = dict(tables.named_parameters())
+    compression = Compression.gradient_dropping(parameters.items(), min_numel=0)
+    optimizer = distributed(parameters, compression, sparse_as_dense=True, backward_passes_per_step=passes)
+    words = torch.arange(5)
+    for _ in range(passes):
+        (tables["first"](words).sum() * factor + tables["second"](words).sum()).backward()
+    optimizer.step()
+    return tables
+
+
+def test_nan_in_a_sparse_gradient_sent_as_dense():
+    tables = two_embeddings(passes=1, factor=float("nan") if hvd.rank() == 0 else 1.0)
+    assert bool(tables["first"].weight.grad.to_dense().isnan().all())
+
+
+def test_equal_sparse_gradients_of_equal_shape_sent_as_dense():
+    """On one rank the two tables happen to have equal gradients, such as zeros from a masked loss."""
+    tables = two_embeddings(passes=2, factor=1.0 if hvd.rank() == 0 else 2.0)
+    assert bool(tables["first"].weight.grad.to_dense().isfinite().all())
+    assert_ranks_agree({f"two.{name}": parameter for name, parameter in tables.named_parameters()})
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
 def test_freezing_and_unfreezing(method, scope):

@@ -15,7 +15,7 @@ from helpers import assert_ranks_agree, backward, distributed, drive, make_param
 
 from hvd_sparse.torch import Compression
 
-pytestmark = pytest.mark.launchers
+pytestmark = pytest.mark.rank_counts
 
 needs_two = pytest.mark.skipif(hvd.size() < 2, reason="a process set of a part of the job needs two processes")
 SETTINGS = {"density": 0.05, "min_numel": 100}

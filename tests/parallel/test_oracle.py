@@ -17,7 +17,7 @@ from oracle import Method, train_without_ties
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch import Compression
 
-pytestmark = pytest.mark.launchers
+pytestmark = pytest.mark.rank_counts
 
 LR = 0.1
 DGC = {

@@ -4,12 +4,12 @@ import horovod.torch as hvd
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled
-from helpers import assert_ranks_agree, distributed, everywhere, make_parameters, step
+from helpers import assert_ranks_agree, backward, distributed, everywhere, make_parameters, step
 from torch import nn
 
 from hvd_sparse.torch import Compression
 
-pytestmark = pytest.mark.launchers
+pytestmark = pytest.mark.rank_counts
 
 MAKERS = {
     "gradient_dropping": lambda named, **settings: Compression.gradient_dropping(named, density=0.03, **settings),
@@ -85,3 +85,28 @@ def test_with_every_type_side_by_side(values, scope):
     assert_ranks_agree(parameters)
     assert all(parameter.grad.dtype == parameter.dtype for parameter in parameters.values())
     assert all(bool(parameter.isfinite().all()) for parameter in parameters.values())
+
+
+def test_one_backward_pass_through_two_compressions_in_any_order():
+    models = [make_parameters({f"{title}.weight": (2000,)}) for title in ("first", "second")]
+    optimizers = [distributed(one, Compression.gradient_dropping(one.items(), density=0.03)) for one in models]
+    both = {**models[0], **models[1]}
+    shapes = {name: (2000,) for name in both}
+    for t in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(both, draw(shapes, t, hvd.rank()), list(both) if hvd.rank() == 0 else list(reversed(both)))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_ranks_agree(both)
+    assert all(bool(parameter.grad.count_nonzero()) for parameter in both.values())
+
+
+def test_join_after_equal_steps_works():
+    parameters = make_parameters()
+    optimizer = distributed(parameters, Compression.gradient_dropping(parameters.items(), density=0.03))
+    for t in range(3):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+    hvd.join()
+    step(optimizer, parameters, draw(SHAPES, 3, hvd.rank()))
+    assert_ranks_agree(parameters)

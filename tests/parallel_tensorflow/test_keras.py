@@ -13,8 +13,6 @@ from tf_helpers import assert_ranks_agree
 
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = pytest.mark.launchers
-
 layers = tf.keras.layers
 needs_two = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 SETTINGS = {"density": 0.05, "min_numel": 60}
@@ -58,6 +56,7 @@ def assert_alike(model):
 
 
 @needs_two
+@pytest.mark.rank_counts
 @pytest.mark.parametrize("groups", [None, 1])
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_fit_learns_and_ranks_agree(scope, groups):
@@ -73,6 +72,7 @@ def test_fit_learns_and_ranks_agree(scope, groups):
 
 
 @needs_two
+@pytest.mark.rank_counts
 def test_density_one_is_horovod():
     dense, sparse = make_model(), make_model()
     compile_with(dense, hvd.Compression.none)
@@ -183,6 +183,7 @@ def test_second_momentum_warns():
         fit(model)
 
 
+@pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() > 1, reason="what a lone process does")
 def test_one_process_compresses_nothing():
     model, plain = make_model(), make_model()

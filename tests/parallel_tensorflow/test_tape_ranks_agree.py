@@ -10,7 +10,7 @@ from tf_helpers import assert_ranks_agree, make_variables, several
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = [several, pytest.mark.launchers]
+pytestmark = [several, pytest.mark.rank_counts]
 LAYERS = {"first/kernel": (12, 40), "first/bias": (40,), "second/kernel": (40, 5), "second/bias": (5,)}
 STEPS = 50
 COMPRESSIONS = {

@@ -12,7 +12,7 @@ from hvd_sparse.tensorflow import Compression
 v1 = tf.compat.v1
 pytestmark = [
     pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process"),
-    pytest.mark.launchers,
+    pytest.mark.rank_counts,
 ]
 SHAPES = {"w": (20, 30), "b": (30,)}
 STEPS, LR = 25, 0.1

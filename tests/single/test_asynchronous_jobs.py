@@ -55,7 +55,7 @@ def expected_loss():
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (3, "servers=1"),
+        pytest.param(3, "servers=1", marks=pytest.mark.exhaustive),
         pytest.param(3, "servers=1, overlap=True", marks=pytest.mark.exhaustive),
         (3, "servers='colocated', silence=20.0"),
         pytest.param(5, "servers=2", marks=pytest.mark.exhaustive),
@@ -129,6 +129,7 @@ def test_a_worker_that_raises_does_not_stop_the_others(run_job):
     assert len(losses(output)) == 1 and "ended 2" in output, output
 
 
+@pytest.mark.exhaustive
 def test_without_a_with_statement_too(run_job):
     code, output = run_job(
         """
@@ -205,6 +206,7 @@ def is_alive(pid):
 
 
 WIDER = "session = Job(shapes={'weight': (20, 5 + RANK // %d)})\nsession.serve()"
+QUICK = ("model", "second server")  # for `make test`
 DIFFERING = {  # ranks, script, what is said
     "method": (3, "run(method=dgs(momentum=0.1 * RANK))", "momentum = 0.1"),
     "model": (3, WIDER % 2, "elements = 120 here"),
@@ -214,7 +216,9 @@ DIFFERING = {  # ranks, script, what is said
 }
 
 
-@pytest.mark.parametrize("what", DIFFERING)
+@pytest.mark.parametrize(
+    "what", [what if what in QUICK else pytest.param(what, marks=pytest.mark.exhaustive) for what in DIFFERING]
+)
 def test_ranks_that_differ_say_in_what(run_job, what):
     """Nobody waits for workers that were refused."""
     ranks, script, difference = DIFFERING[what]

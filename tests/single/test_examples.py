@@ -39,7 +39,8 @@ def test_training_tells_what_travelled(example, options):
     assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 25
 
 
-@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_the_comparison_writes_table_steps_and_plots(framework, tmp_path):
     result = run("compare_methods.py", [*FEW_EPOCHS, "--framework", framework, "--out", str(tmp_path), *METHODS])
     assert list(result["methods"]) == METHODS[1:]
