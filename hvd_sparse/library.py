@@ -44,6 +44,19 @@ def require_horovod(framework: str) -> None:
         )
 
 
+def mpi():
+    """Return `mpi4py.MPI`, which starts MPI; ImportError says how to get mpi4py where there is none."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ImportError(
+            "pipelines, hybrid runs and asynchronous runs send their messages with mpi4py, and "
+            f"{sys.executable} has none. Install it with pip install mpi4py",
+            name="mpi4py",
+        )
+    from mpi4py import MPI
+
+    return MPI
+
+
 def _build(switches: str) -> str:
     return f"In the source tree of hvd_sparse: {switches}pip install --no-build-isolation --force-reinstall --no-deps ."
 

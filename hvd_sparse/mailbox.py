@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hvd_sparse.library import mpi
+
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for at most, and an idle rank's load
 
 BACKGROUND_NAP = 1e-4  # seconds
@@ -34,13 +36,12 @@ class Mailbox:
     """
 
     def __init__(self, communicator, background: bool = False):
-        from mpi4py import MPI
-
-        self._mpi, self._communicator, self._status = MPI, communicator, MPI.Status()
+        self._mpi = mpi()
+        self._communicator, self._status = communicator, self._mpi.Status()
         self._pending: list = []  # (request, data): data must live until the request is done
         self._begun: dict[tuple[int, int], list[np.ndarray]] = {}  # pieces of messages that are still to be completed
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
-        if background and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        if background and self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             threading.Thread(target=self._see_to_it, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:

@@ -4,6 +4,7 @@ import atexit
 import sys
 from typing import NamedTuple
 
+from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.layout import Layout
 from hvd_sparse.model_parallel.notices import Notices
@@ -29,9 +30,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     their next or current step, or show the reason below the error that Horovod raises.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
+    world = mpi().COMM_WORLD
     layout = Layout(world.Get_rank(), world.Get_size(), stages, order).checked()
     if hvd.is_initialized():
         raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")

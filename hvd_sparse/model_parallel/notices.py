@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import Mailbox, poll
 
 FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
@@ -153,6 +154,4 @@ def wait_for(request, timeout: float, ranks: int, what: str) -> None:
 
 @functools.cache
 def _key() -> int:
-    from mpi4py import MPI
-
-    return MPI.Comm.Create_keyval()
+    return mpi().Comm.Create_keyval()

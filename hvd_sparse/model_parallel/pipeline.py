@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hvd_sparse.checks import check_choice
+from hvd_sparse.library import mpi
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
@@ -60,9 +61,7 @@ class Pipeline(abc.ABC):
         timeout: float,
     ):
         if communicator is None:
-            from mpi4py import MPI
-
-            communicator = MPI.COMM_WORLD
+            communicator = mpi().COMM_WORLD
         self._boundary, self.boundaries = boundary, boundaries
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_sparse.library import mpi
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
 from hvd_sparse.parameter_server.layout import Layout
@@ -72,11 +73,9 @@ class Session:
         silence: float | None = SILENCE,
         communicator=None,
     ):
-        from mpi4py import MPI
-
         if not isinstance(method, Method):
             raise TypeError(f"method must be one of {', '.join(sorted(METHODS))}, such as DGS(); got {method!r}")
-        self.communicator = communicator or MPI.COMM_WORLD
+        self.communicator = communicator or mpi().COMM_WORLD
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers)
         self.layout = Layout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
@@ -87,7 +86,7 @@ class Session:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # of the server's thread
         self._failed = ""  # what went wrong where this rank joined
-        self._check(MPI)
+        self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
                 "a session is open on this communicator, and would get this one's messages: close() it, or pass another"
@@ -241,13 +240,12 @@ class Session:
             raise RuntimeError(f"rank {self.rank} {what}; only workers that have joined train")
         return self._connection
 
-    def _check(self, mpi) -> None:
+    def _check(self) -> None:
         if self.method.most_workers is not None and len(self.placement.workers) > self.method.most_workers:
             most = self.method.most_workers
             raise ValueError(f"{self.method.name} has at most {most} worker, got {len(self.placement.workers)}")
-        if mpi.Query_thread() != mpi.THREAD_MULTIPLE and (
-            self._silence is not None or self.is_worker == self.is_server
-        ):
+        needs_threads = self._silence is not None or self.is_worker == self.is_server
+        if needs_threads and mpi().Query_thread() != mpi().THREAD_MULTIPLE:
             raise RuntimeError(
                 "this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
                 "connect before other libraries start MPI, or pass silence=None and servers=1"

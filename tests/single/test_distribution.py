@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import hvd_sparse
 import hvd_sparse.tensorflow
@@ -92,6 +93,21 @@ def test_a_missing_horovod_is_named(monkeypatch, framework, switch):
     package = getattr(hvd_sparse, framework)
     with pytest.raises(ImportError, match=f"needs Horovod, and .* has none.*HOROVOD_WITH_{switch}=1 pip install"):
         _ = package.Compression
+
+
+def test_a_missing_mpi4py_is_named(monkeypatch):
+    from hvd_sparse.torch import asynchronous, model_parallel
+
+    layer = torch.nn.Linear(2, 2)
+    starts = {
+        "hybrid": lambda: model_parallel.hybrid(stages=2),
+        "pipeline": lambda: model_parallel.Pipeline(layer, micro_batches=1, loss=torch.nn.functional.mse_loss),
+        "asynchronous": lambda: asynchronous.connect(layer, asynchronous.DGS()),
+    }
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it were not installed
+    for start in starts.values():
+        with pytest.raises(ImportError, match="mpi4py, and .* has none"):
+            start()
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
