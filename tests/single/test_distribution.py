@@ -106,7 +106,7 @@ def test_a_missing_mpi4py_is_named(monkeypatch):
     }
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it were not installed
     for start in starts.values():
-        with pytest.raises(ImportError, match="mpi4py, and .* has none"):
+        with pytest.raises(ImportError, match=r"mpi4py, and .* has none"):
             start()
 
 
