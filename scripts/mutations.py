@@ -10,9 +10,7 @@ class Mutation(NamedTuple):
     file: str
     old: str  # stands in the file just once
     new: str
-    test: (
-        str  # "native VERB", or "single", "torch", "tensorflow" (the last two on three ranks), a file, a -k expression
-    )
+    test: str  # "native VERB", or "single", "torch", "tensorflow" (the last two on two or three ranks), a file, a -k expression
 
 
 CORE = [

@@ -143,6 +143,7 @@ def test_several_steps_and_several_compressors_in_one_graph():
     assert_ranks_agree({"one": one.numpy()})
 
 
+@pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() < 3, reason="a part of a job, and a rank outside it, need three processes")
 def test_process_set():
     members = hvd.add_process_set([0, 2])

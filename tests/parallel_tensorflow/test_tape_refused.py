@@ -133,6 +133,7 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
     assert reduce.compression.step.numpy() == 9
 
 
+@pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() != 3, reason="three ranks, the middle one at the mean of the steps")
 def test_different_steps_are_seen_on_every_rank():
     reduce = make()
