@@ -154,8 +154,7 @@ TEST(AnyBytesAreRefusedOrAscendInRange) {
       if (!expect::Chosen(4)) continue;
       ++(CheckVerdict(coding, n, k, k, section, what) ? accepted : refused);
     }
-    EXPECT(accepted > 25 && refused > 250, Name(coding)
-                                                 << ": " << accepted << " accepted, " << refused << " refused");
+    EXPECT(accepted > 25 && refused > 250, Name(coding) << ": " << accepted << " accepted, " << refused << " refused");
   }
 }
 
