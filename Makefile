@@ -87,8 +87,8 @@ test-gpu:  ## build in place with PYTHON, and test the ops on a GPU against thos
 bench-gpu:  ## build in place with PYTHON, check, then time the ops on a GPU
 	@scripts/gpu.sh bench
 
-lint: setup  ## check style: ruff, clang-format
-	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(FORMATTED)
+lint: setup  ## check style and types: ruff, mypy, clang-format
+	@$(RUN) ruff check . && $(RUN) mypy && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(FORMATTED)
 
 format: setup  ## put style right
 	@$(RUN) ruff check --fix . && $(RUN) ruff format . && $(RUN) clang-format -i $(FORMATTED)

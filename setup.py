@@ -162,6 +162,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hvd_sparse", "hvd_sparse.*"]),
+    package_data={"hvd_sparse": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["numpy"],
     extras_require={"test": ["pytest", "hypothesis", "mpi4py"], "examples": ["scikit-learn", "matplotlib", "tqdm"]},

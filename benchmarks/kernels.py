@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from hvd_sparse import reference
-from hvd_sparse.algorithms import DeepGradientCompression, GradientDropping
+from hvd_sparse.algorithms import Settings
 from hvd_sparse.wire import payload_size, positions_size, top_k_count
 
 FRAMEWORKS = {"pytorch": "pytorch_worker", "tensorflow": "tensorflow2_worker"}
@@ -142,8 +142,8 @@ def main() -> None:
         "machine": platform.processor(),
     }
     methods = {
-        "": DeepGradientCompression(density=arguments.density),
-        "gd_": GradientDropping(density=arguments.density),
+        "": Settings.dgc(None, arguments.density),
+        "gd_": Settings.gradient_dropping(None, arguments.density),
     }
     compress = None  # seconds of the first method
     for prefix, algorithm in methods.items():

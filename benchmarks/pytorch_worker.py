@@ -39,8 +39,8 @@ class Worker:
     """Accumulate, select, pack, clear; what is not finite is found on the way."""
 
     def __init__(self, algorithm, n: int):
-        self.momentum = algorithm.momentum
-        self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
+        self.momentum = algorithm.local_momentum
+        self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
         self.memory = make_memory(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
         self.hint = ThresholdHint()
         self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)

@@ -42,8 +42,8 @@ class Worker:
     """Accumulate, select, pack, clear, in one tf.function; what is not finite is found on the way."""
 
     def __init__(self, algorithm, n: int):
-        self.momentum = algorithm.momentum
-        self.n, self.k = n, top_k_count(n, algorithm.density_at(0))
+        self.momentum = algorithm.local_momentum
+        self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
         self.memory = make_memory(algorithm, tf.Variable(tf.zeros([n])), "benchmark")
         self.hints = ThresholdHints(["benchmark"])
         self._compress = tf.function(self._compress_once)

@@ -5,6 +5,7 @@ answers with the model's difference from what the worker has. Updates contain th
 none. A server's answer holds all that changed unless `pull_density` is given (secondary compression, section 4.2.2).
 """
 
+import functools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -39,14 +40,12 @@ class Method:
     seed: int = 0
 
     name: ClassVar[str]
-    momentum: ClassVar[float] = 0.0
-    nesterov: ClassVar[bool] = False
     has_velocity: ClassVar[bool] = False  # beside the residual: momentum before the selection
     masks_velocity: ClassVar[bool] = False  # of what was sent
     most_workers: ClassVar[int | None] = None
 
     def __post_init__(self):
-        object.__setattr__(self, "warmup", make_schedule(self.density, self.warmup))
+        _ = self.schedule  # checks density and warmup
         if self.pull_density is not None:
             checked_density("pull_density", self.pull_density)
         check_choice("scope", self.scope, SCOPES)
@@ -59,6 +58,16 @@ class Method:
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
 
     @property
+    def momentum(self) -> float:
+        """The momentum; 0 where a method has none."""
+        return 0.0
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether it is Nesterov's."""
+        return False
+
+    @property
     def kept(self) -> float:
         """What part of a value stays in the residual when it is sent: only SAMomentum keeps any."""
         return 0.0
@@ -68,15 +77,16 @@ class Method:
         """Whether a server must remember what each worker has: answers then are differences, and not all of them."""
         return self.pull_values != "float32" or (self.pull_density or 1.0) < 1.0
 
-    def density_at(self, step: int) -> float:
-        """Return the density of a worker's pushes, by its step, counted from 0."""
-        return self.warmup.density(step)
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The density of a worker's pushes, by its step."""
+        return make_schedule(self.density, self.warmup)
 
     def describe(self) -> list[str]:
         """Return one line a setting, for the comparison between ranks."""
         settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
         lines = [f"{name} = {getattr(self, name)!r}" for name in settings]
-        return [f"method = {self.name}", *lines, f"density = {self.warmup.describe()}"]
+        return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ class Worker:
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
         decay = weight_decay or {}
-        density = self.method.density_at(self.step)
+        density = self.method.schedule.density(self.step)
         found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]
         update = self._selected(found, density)
         self._take(update)

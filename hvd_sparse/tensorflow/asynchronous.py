@@ -21,12 +21,13 @@ an answer changed are assigned. So variables of 16 bits lose nothing over the st
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
-from hvd_sparse.parameter_server.session import SHARE_EVERY, Session, flattened
+from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays
 
@@ -46,16 +47,54 @@ __all__ = [
 untraced = tf.autograph.experimental.do_not_convert
 
 
-def connect(model, method: Method, **options) -> "TensorFlowSession":
-    """Take part in a run with this rank's model, which must be built, or its variables; on every rank.
+def connect(
+    model: Any,
+    method: Method,
+    *,
+    servers: int | str = 1,
+    overlap: bool = False,
+    restore: str | None = None,
+    timeout: float = TIMEOUT,
+    silence: float | None = SILENCE,
+    communicator: Any = None,
+) -> "TensorFlowSession":
+    """Take part in an asynchronous run with this rank's model; call it on every rank.
 
-    Workers wait here until the servers have sent them the parameters. options: those of
-    `hvd_sparse.parameter_server.session.Session`: servers, overlap, restore, timeout, silence, communicator.
-    Variables are known by path (Keras 3) or name, with a number where several have the same: list them in the same
-    order on all ranks. Those that are not trainable are left alone. Raises ValueError where the ranks differ in model
-    or method, TypeError for variables that are not of real numbers, TimeoutError where servers do not answer.
+    Workers wait here until the servers have sent them the parameters.
+
+    Args:
+        model: A model of Keras 3, a built one of Keras 2, a `tf.Module`, or a list of variables, in the same order on
+            all ranks. Variables are known by path (Keras 3) or name, with a number where several have the same name.
+            Those that are not trainable are left alone.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
+            ranks.
+        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+            serves a part of the model.
+        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
+            more stale.
+        restore: A file that `save` wrote; the servers begin with its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to come.
+        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        communicator: An mpi4py communicator; None: the world.
+
+    Returns:
+        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+
+    Raises:
+        ValueError: The ranks differ in model or method.
+        TypeError: `method` is none of these, or a variable is not of real numbers.
+        TimeoutError: The servers do not answer.
     """
-    return TensorFlowSession(model, method, **options)
+    return TensorFlowSession(
+        model,
+        method,
+        servers=servers,
+        overlap=overlap,
+        restore=restore,
+        timeout=timeout,
+        silence=silence,
+        communicator=communicator,
+    )
 
 
 class TensorFlowSession(Session):
@@ -168,9 +207,9 @@ class WorkerMemory(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """Return the memory as the bytes of an .npz file."""
         file = io.BytesIO()
-        np.savez(
-            file, **{f"{kind}/{name}": part for name, kinds in self.arrays().items() for kind, part in kinds.items()}
-        )
+        arrays = self.arrays().items()
+        named: dict[str, Any] = {f"{kind}/{name}": part for name, kinds in arrays for kind, part in kinds.items()}
+        np.savez(file, **named)
         return file.getvalue()
 
     def deserialize(self, value: bytes) -> None:

@@ -16,12 +16,15 @@ import tensorflow as tf
 from hvd_sparse.model_parallel.boundary import BoundarySettings
 from hvd_sparse.tensorflow import row_ops as ops
 
-Layer = tf.keras.layers.Layer
-UNCAST = "autocast" if "autocast" in inspect.signature(Layer.add_weight).parameters else "experimental_autocast"
+UNCAST = (
+    "autocast"
+    if "autocast" in inspect.signature(tf.keras.layers.Layer.add_weight).parameters
+    else "experimental_autocast"
+)
 
 
 @tf.keras.utils.register_keras_serializable(package="hvd_sparse")
-class ThresholdBoundary(Layer):
+class ThresholdBoundary(tf.keras.layers.Layer):
     """Let the largest magnitudes of each row through, and in backward the gradient at the same places.
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.

@@ -79,7 +79,7 @@ class BucketScope(Scope):
 
     def _most_bytes(self, entries: list[Entry], joint: bool) -> int:
         selections = [entries] if joint else [[entry] for entry in entries]
-        return sum(self._largest_payload(selection, self.algorithm.warmup.highest) for selection in selections)
+        return sum(self._largest_payload(selection, self.algorithm.schedule.highest) for selection in selections)
 
     def _cleared(
         self, payloads: tf.Tensor, ks: tf.Tensor, entries: list[Entry], step: Step, form: dict

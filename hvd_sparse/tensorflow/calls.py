@@ -111,8 +111,8 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
         raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
     exchange.check_process_set(call.process_set)
     outer = getattr(call.optimizer, "momentum", 0.0)
-    if algorithm.momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
-        warnings.warn(two_momenta(outer, algorithm.name, algorithm.momentum), stacklevel=5)
+    if algorithm.local_momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
+        warnings.warn(two_momenta(outer, algorithm.name, algorithm.local_momentum), stacklevel=5)
 
 
 def refuse_keras_3(deepest: int = 30) -> None:

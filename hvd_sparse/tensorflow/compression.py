@@ -6,24 +6,13 @@ Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOpt
 
 import warnings
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_sparse.algorithms import (
-    Algorithm,
-    CyclicLocalTopK,
-    DeepGradientCompression,
-    DynamicCommunicationThresholding,
-    GradientDropping,
-    HardThreshold,
-    MiCRO,
-    RandomK,
-    SIDCo,
-    SparsificationAwareMomentum,
-    TopK,
-    density_of,
-)
+from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.members import is_elastic
 from hvd_sparse.tensorflow.calls import (
     Call,
@@ -35,8 +24,9 @@ from hvd_sparse.tensorflow.calls import (
     refuse_keras_3,
 )
 from hvd_sparse.tensorflow.exchange import Exchange
-from hvd_sparse.tensorflow.memory import make_memory, make_variable
+from hvd_sparse.tensorflow.memory import ResidualMemory, make_memory, make_variable
 from hvd_sparse.tensorflow.model_scope import ModelScope
+from hvd_sparse.tensorflow.scope import Scope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.tensor_scope import TensorScope
 from hvd_sparse.tensorflow.traffic import Traffic
@@ -45,7 +35,7 @@ from hvd_sparse.tensorflow.variables import Variables, unwrapped
 from hvd_sparse.tensorflow.varying_scope import VaryingScope
 from hvd_sparse.units import checked_loss_scale
 
-SCOPES = {  # how a method lays out a step
+SCOPES: dict[str, type[Scope]] = {  # how a method lays out a step
     "tensor": TensorScope,
     "model": ModelScope,
     "threshold": VaryingScope,
@@ -72,18 +62,18 @@ class SparseCompressor(tf.Module):
     def __init__(self, algorithm: Algorithm, variables, process_set=None):
         super().__init__(name="hvd_sparse")
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
-        self.memories = {}
-        self.kept = []  # thresholds that outlive a step
+        self.memories: dict[str, ResidualMemory] = {}
+        self.kept: list[tf.Variable] = []  # thresholds that outlive a step
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
             self._make_memories()
         exchange = self._parts.exchange
-        if algorithm.momentum > 0.0 and hvd.is_initialized() and not exchange.is_used():
+        if algorithm.local_momentum > 0.0 and hvd.is_initialized() and not exchange.is_used():
             warnings.warn(
                 "Horovod compresses nothing with one process: the momentum of "
                 f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def __hash__(self):
@@ -131,16 +121,16 @@ class SparseCompressor(tf.Module):
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
         if not self._parts.exchange.is_used():
-            call = find_call(tensor)
-            if call is not None:  # ranks outside must refuse, or they would wait for those that do
-                self._parts.exchange.check_process_set(call.process_set)
+            found = find_call(tensor)
+            if found is not None:  # ranks outside must refuse, or they would wait for those that do
+                self._parts.exchange.check_process_set(found.process_set)
             return tensor, None
-        call = self._parts.call
+        call: TracedCall | None = self._parts.call
         if call is None or not call.expects(tensor):
-            lists = self._find_call(tensor)
-            if any(is_stand_in(variable) for variable in lists.variables):
+            found = self._find_call(tensor)
+            if any(is_stand_in(variable) for variable in found.variables):
                 return tensor, None
-            call = self._begin(lists)
+            call = self._begin(found)
         traced = call.take(tensor)
         return traced.entry.carried, traced
 
@@ -256,6 +246,8 @@ class SparseCompressor(tf.Module):
 class Parts:
     """What a compressor is made of and TensorFlow need not track."""
 
+    scope: Scope  # once the variables are known
+
     def __init__(
         self,
         algorithm: Algorithm,
@@ -269,73 +261,22 @@ class Parts:
         self.variables = variables
         self.exchange = exchange
         self.traffic = traffic
-        self.scope = None
-        self.kept_rows = {}
+        self.kept_rows: Mapping[str, int] = {}
         self.agreed = False
         self.call: TracedCall | None = None  # the one that is being traced
-        self.calls_in = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
+        self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
 
 
-class Compression:
+class Compression(CompressionMethods[Any, SparseCompressor]):
     """The compressors, under the names that Horovod's own have: `Compression.dgc(model.trainable_variables, ...)`.
 
-    Every method takes variables, process_set and the shared arguments of `hvd_sparse.algorithms.Algorithm`.
-    Build a compressor of its own for each optimizer or tape, in the same order on every rank.
+    Give each method the variables that are trained: a list, the model, or a function that returns them. Build a
+    compressor of its own for each optimizer or tape, in the same order on every rank.
     """
 
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
 
-    @staticmethod
-    def gradient_dropping(variables, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
-        """Gradient Dropping (Aji and Heafield, 2017); see `GradientDropping`. Momentum stays in the optimizer."""
-        return SparseCompressor(GradientDropping(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def dgc(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
-        return SparseCompressor(DeepGradientCompression(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def topk(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Exact top-k with error feedback, the baseline; see `TopK`. Momentum stays in the optimizer."""
-        return SparseCompressor(TopK(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def dct(variables, density=None, *, sparsity=None, process_set=None, **settings) -> SparseCompressor:
-        """DCT-DP (Gupta et al., 2021); see `DynamicCommunicationThresholding`. Momentum stays in the optimizer.
-
-        density, 0.01 unless given, or sparsity, 1 - density, as the paper has it.
-        """
-        algorithm = DynamicCommunicationThresholding(density=density_of(density, sparsity, 0.01), **settings)
-        return SparseCompressor(algorithm, variables, process_set)
-
-    @staticmethod
-    def hard_threshold(variables, value, *, process_set=None, **settings) -> SparseCompressor:
-        """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
-        return SparseCompressor(HardThreshold(value=value, **settings), variables, process_set)
-
-    @staticmethod
-    def cltk(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
-        return SparseCompressor(CyclicLocalTopK(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def random_k(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
-        return SparseCompressor(RandomK(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def micro(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """MiCRO (Yoon and Oh, 2023); see `MiCRO`. Momentum stays in the optimizer."""
-        return SparseCompressor(MiCRO(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def sidco(variables, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """SIDCo (Abdelmoniem et al., 2021), a baseline; see `SIDCo`. Momentum stays in the optimizer."""
-        return SparseCompressor(SIDCo(density=density, **settings), variables, process_set)
-
-    @staticmethod
-    def samomentum(variables, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
-        """SAMomentum of DGS (Yan et al., 2020); see `SparsificationAwareMomentum`. Momentum moves in here."""
-        return SparseCompressor(SparsificationAwareMomentum(density=density, **settings), variables, process_set)
+    @classmethod
+    def _build(cls, algorithm: Algorithm, parameters, process_set) -> SparseCompressor:
+        return SparseCompressor(algorithm, parameters, process_set)

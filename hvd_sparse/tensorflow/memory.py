@@ -30,7 +30,7 @@ class ResidualMemory(tf.Module):
         self.weight_decay = weight_decay
         self.variable = variable
         self.size = variable.shape.num_elements()
-        self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.warmup)
+        self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.schedule)
         waits = self.size >= algorithm.min_numel or self.kept > 0.0 or self.may_be_cut()
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")

@@ -9,6 +9,7 @@ shares the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -17,8 +18,8 @@ from hvd_sparse.library import find_library
 
 _ops = tf.load_op_library(find_library("tensorflow"))
 
-Integer = int | tf.Tensor
-Real = float | tf.Tensor
+Integer: TypeAlias = int | tf.Tensor
+Real: TypeAlias = float | tf.Tensor
 
 
 def _number(value: Integer | Real, dtype: tf.DType) -> tf.Tensor:

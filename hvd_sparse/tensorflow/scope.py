@@ -177,7 +177,7 @@ class Scope(abc.ABC):
         return self.memories[name].may_wait
 
     def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Step:
-        schedule, number = self.algorithm.warmup, self._step.read_value()
+        schedule, number = self.algorithm.schedule, self._step.read_value()
         if is_elastic():
             number = self.exchange.furthest(f"furthest{suffix}", number)
         density, is_dense = None, None

@@ -34,7 +34,7 @@ class TensorScope(BucketScope):
 
     def _settled_sizes(self, names: list[str]) -> dict[str, int]:
         """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""
-        density = self.algorithm.density_at(LATE)
+        density = self.algorithm.schedule.density(LATE)
         form, sizes = (self.algorithm.coding, self.algorithm.values), {}
         for name in names:
             n, shape = self.memories[name].size, self.memories[name].variable.shape.as_list()

@@ -4,8 +4,12 @@
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from hvd_sparse.library import require_horovod
+
+if TYPE_CHECKING:
+    from hvd_sparse.torch.compression import Compression, SparseCompressor
 
 __all__ = ["Compression", "SparseCompressor"]
 

@@ -14,12 +14,13 @@ integers, such as batch counts, are those of the worker that asks.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
-from hvd_sparse.parameter_server.session import SHARE_EVERY, Session, flattened
+from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
 
 __all__ = [
     "ASGD",
@@ -37,15 +38,52 @@ __all__ = [
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
-def connect(model: torch.nn.Module | Named, method: Method, **options) -> "TorchSession":
-    """Take part in a run with this rank's model, or its named parameters; on every rank.
+def connect(
+    model: torch.nn.Module | Named,
+    method: Method,
+    *,
+    servers: int | str = 1,
+    overlap: bool = False,
+    restore: str | None = None,
+    timeout: float = TIMEOUT,
+    silence: float | None = SILENCE,
+    communicator: Any = None,
+) -> "TorchSession":
+    """Take part in an asynchronous run with this rank's model; call it on every rank.
 
-    Workers wait here until the servers have sent them the parameters. options: those of
-    `hvd_sparse.parameter_server.session.Session`: servers, overlap, restore, timeout, silence, communicator.
-    Parameters that need no gradient are left alone. Raises ValueError where the ranks differ in model or method,
-    TimeoutError where servers do not answer.
+    Workers wait here until the servers have sent them the parameters.
+
+    Args:
+        model: A module, or its named parameters. Parameters that need no gradient are left alone.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
+            ranks.
+        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+            serves a part of the model.
+        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
+            more stale.
+        restore: A file that `save` wrote; the servers begin with its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to come.
+        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        communicator: An mpi4py communicator; None: the world.
+
+    Returns:
+        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+
+    Raises:
+        ValueError: The ranks differ in model or method.
+        TypeError: `method` is none of these.
+        TimeoutError: The servers do not answer.
     """
-    return TorchSession(model, method, **options)
+    return TorchSession(
+        model,
+        method,
+        servers=servers,
+        overlap=overlap,
+        restore=restore,
+        timeout=timeout,
+        silence=silence,
+        communicator=communicator,
+    )
 
 
 class TorchSession(Session):
@@ -53,7 +91,7 @@ class TorchSession(Session):
 
     def __init__(self, model: torch.nn.Module | Named, method: Method, **options):
         self.model = model if isinstance(model, torch.nn.Module) else None
-        named = model.named_parameters() if self.model else model
+        named = model if self.model is None else self.model.named_parameters()
         self.tensors = {name: parameter for name, parameter in named if parameter.requires_grad}
         for name, parameter in self.tensors.items():
             if not parameter.is_floating_point():

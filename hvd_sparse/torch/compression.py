@@ -8,26 +8,13 @@ and gradient_predivide_factor mean what they always do.
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import horovod.torch as hvd
 import torch
 from horovod.torch.elastic.state import get_handler_registry
 
-from hvd_sparse.algorithms import (
-    Algorithm,
-    CyclicLocalTopK,
-    DeepGradientCompression,
-    DynamicCommunicationThresholding,
-    GradientDropping,
-    HardThreshold,
-    MiCRO,
-    RandomK,
-    SIDCo,
-    SparsificationAwareMomentum,
-    TopK,
-    density_of,
-)
+from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.half import HALF
 from hvd_sparse.members import is_elastic, two_momenta
 from hvd_sparse.torch import exchange
@@ -37,7 +24,7 @@ from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.exchange import Exchange, Pending, incarnation
 from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
-from hvd_sparse.torch.scope import Entry
+from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.tensor_scope import TensorScope
 from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
@@ -46,7 +33,7 @@ from hvd_sparse.torch.varying_scope import VaryingScope
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import REDUCTION_UNKNOWN, Units, checked_loss_scale, reduction_differs
 
-SCOPES = {  # how a method lays out a step
+SCOPES: dict[str, Callable[..., Scope]] = {  # how a method lays out a step
     "tensor": TensorScope,
     "model": ModelScope,
     "threshold": VaryingScope,
@@ -91,14 +78,14 @@ class SparseCompressor:
         self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         _compressors.add(self)
         self._start_check()
-        if algorithm.momentum > 0.0 and self._exchange.is_alone():
+        if algorithm.local_momentum > 0.0 and self._exchange.is_alone():
             warnings.warn(
                 "Horovod calls no compressor with one process: nothing is compressed, and the momentum of "
                 f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
-                stacklevel=3,
+                stacklevel=5,
             )
         if self._crosses and self._exchange.is_first() and not self._exchange.is_alone():
-            warnings.warn(crossing(algorithm), stacklevel=3)
+            warnings.warn(crossing(algorithm), stacklevel=5)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
         """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
@@ -136,7 +123,7 @@ class SparseCompressor:
                 self._finish()
             with self._traffic.timed("decompress"):
                 result = self._result(tensor, ctx)
-                if self._crosses:
+                if ctx.origin is not None:
                     with torch.no_grad():
                         result = ctx.origin.copy_(result)
             self._open.discard(ctx.name)
@@ -322,73 +309,23 @@ class SparseCompressor:
         theirs = getattr(optimizer, "process_set", self._exchange.process_set)
         self._exchange.check_process_set(theirs)
         outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
-        if self.algorithm.momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
-            warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.momentum), stacklevel=4)
+        if self.algorithm.local_momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
+            warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.local_momentum), stacklevel=4)
 
 
 get_handler_registry().append((SparseCompressor, CompressionStateHandler))
 
 
-class Compression:
+class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], SparseCompressor]):
     """The compressors, under the names that Horovod's own have: `Compression.dgc(model.named_parameters(), ...)`.
 
-    Every method takes named_parameters, process_set and the shared arguments of `hvd_sparse.algorithms.Algorithm`.
-    Build a compressor of its own for each optimizer, in the same order on every rank.
+    Give each method the named parameters of the optimizer, and build a compressor of its own for each optimizer, in the
+    same order on every rank.
     """
 
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
 
-    @staticmethod
-    def gradient_dropping(named_parameters, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
-        """Gradient Dropping (Aji and Heafield, 2017); see `GradientDropping`. Momentum stays in the optimizer."""
-        return SparseCompressor(GradientDropping(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def dgc(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Deep Gradient Compression (Lin et al., 2018); see `DeepGradientCompression`. Momentum moves in here."""
-        return SparseCompressor(DeepGradientCompression(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def topk(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Exact top-k with error feedback, the baseline; see `TopK`. Momentum stays in the optimizer."""
-        return SparseCompressor(TopK(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def dct(named_parameters, density=None, *, sparsity=None, process_set=None, **settings) -> SparseCompressor:
-        """DCT-DP (Gupta et al., 2021); see `DynamicCommunicationThresholding`. Momentum stays in the optimizer.
-
-        density, 0.01 unless given, or sparsity, 1 - density, as the paper has it.
-        """
-        algorithm = DynamicCommunicationThresholding(density=density_of(density, sparsity, 0.01), **settings)
-        return SparseCompressor(algorithm, named_parameters, process_set)
-
-    @staticmethod
-    def hard_threshold(named_parameters, value, *, process_set=None, **settings) -> SparseCompressor:
-        """A constant threshold, the baseline; see `HardThreshold`. Momentum stays in the optimizer."""
-        return SparseCompressor(HardThreshold(value=value, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def cltk(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Cyclic local top-k, a baseline; see `CyclicLocalTopK`. Momentum stays in the optimizer."""
-        return SparseCompressor(CyclicLocalTopK(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def random_k(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """Random-k, a baseline; see `RandomK`. Momentum stays in the optimizer."""
-        return SparseCompressor(RandomK(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def micro(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """MiCRO (Yoon and Oh, 2023); see `MiCRO`. Momentum stays in the optimizer."""
-        return SparseCompressor(MiCRO(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def sidco(named_parameters, density=0.001, *, process_set=None, **settings) -> SparseCompressor:
-        """SIDCo (Abdelmoniem et al., 2021), a baseline; see `SIDCo`. Momentum stays in the optimizer."""
-        return SparseCompressor(SIDCo(density=density, **settings), named_parameters, process_set)
-
-    @staticmethod
-    def samomentum(named_parameters, density=0.01, *, process_set=None, **settings) -> SparseCompressor:
-        """SAMomentum of DGS (Yan et al., 2020); see `SparsificationAwareMomentum`. Momentum moves in here."""
-        return SparseCompressor(SparsificationAwareMomentum(density=density, **settings), named_parameters, process_set)
+    @classmethod
+    def _build(cls, algorithm: Algorithm, parameters, process_set) -> SparseCompressor:
+        return SparseCompressor(algorithm, parameters, process_set)

@@ -98,7 +98,7 @@ class ResidualMemory:
 
         A float16 one that has a residual in other steps travels as float32: float16 may not hold that.
         """
-        may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.warmup)
+        may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.schedule)
         if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
             return torch.float32
         return gradient.dtype

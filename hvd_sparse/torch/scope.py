@@ -96,7 +96,7 @@ class Scope(abc.ABC):
         """Begin an optimizer step, counted from 0."""
         self.step = step
         self.units = units
-        self.density = self.algorithm.density_at(step)
+        self.density = self.algorithm.schedule.density(step)
         self.seed = (self.algorithm.seed << 32) + step
         self.entries = {}
         self._awaited = set(self.expected)

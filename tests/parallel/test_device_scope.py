@@ -7,7 +7,7 @@ import torch
 from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
-from hvd_sparse.algorithms import DeepGradientCompression, HardThreshold, MiCRO, SIDCo, TopK
+from hvd_sparse.algorithms import Settings
 from hvd_sparse.torch import Compression, compression, device_scope
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
@@ -126,16 +126,16 @@ def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, d
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
-    assert device_scope.device_layout(DeepGradientCompression()) is device_scope.DeviceTensorScope
-    assert device_scope.device_layout(TopK()) is device_scope.DeviceModelScope
-    assert device_scope.device_layout(DeepGradientCompression(values="int1")) is device_scope.DeviceTensorScope
-    assert device_scope.device_layout(HardThreshold(value=1.0)) is device_scope.DeviceVaryingScope
-    assert device_scope.device_layout(SIDCo()) is device_scope.device_layout(MiCRO()) is None
+    assert device_scope.device_layout(Settings.dgc(None)) is device_scope.DeviceTensorScope
+    assert device_scope.device_layout(Settings.topk(None)) is device_scope.DeviceModelScope
+    assert device_scope.device_layout(Settings.dgc(None, values="int1")) is device_scope.DeviceTensorScope
+    assert device_scope.device_layout(Settings.hard_threshold(None, 1.0)) is device_scope.DeviceVaryingScope
+    assert device_scope.device_layout(Settings.sidco(None)) is device_scope.device_layout(Settings.micro(None)) is None
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
-    assert device_scope.device_layout(DeepGradientCompression()) is None
+    assert device_scope.device_layout(Settings.dgc(None)) is None
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
-    assert device_scope.device_layout(DeepGradientCompression()) is None
+    assert device_scope.device_layout(Settings.dgc(None)) is None
 
 
 def test_parameters_on_two_devices_are_refused():

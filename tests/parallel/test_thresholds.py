@@ -264,7 +264,7 @@ def test_refused(call, error, message):
 def test_sparsity_is_the_rest_of_density():
     parameters = make_parameters()
     compression = Compression.dct(parameters.items(), sparsity=0.95, min_numel=100)
-    assert compression.algorithm.density_at(0) == pytest.approx(0.05)
+    assert compression.algorithm.schedule.density(0) == pytest.approx(0.05)
 
 
 def test_ranks_that_differ_are_told(make):

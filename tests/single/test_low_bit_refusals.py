@@ -175,7 +175,7 @@ def test_columns_are_as_many_as_tensors_and_fit_them():
 
 
 def dropping(**options):
-    return algorithms.GradientDropping(**options)
+    return algorithms.Settings.gradient_dropping(None, **options)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_warm_up_sends_as_many_as_its_schedule_says():
         before = simulation.workers[0].traffic.entries_up
         simulation.step(0, quadratic(drawn(1)), lr=0.1)
         counts.append(simulation.workers[0].traffic.entries_up - before)
-        assert counts[-1] == max(1, int(method.density_at(step) * NUMEL + 0.5))
+        assert counts[-1] == max(1, int(method.schedule.density(step) * NUMEL + 0.5))
     assert counts[0] > counts[-1] == 4
 
 

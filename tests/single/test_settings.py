@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 from hvd_sparse.agreement import digest, explain_difference
-from hvd_sparse.algorithms import DeepGradientCompression, GradientDropping
+from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.traffic import Traffic
 
 
-@pytest.mark.parametrize("method", [DeepGradientCompression, GradientDropping])
+@pytest.mark.parametrize("method", [Settings.dgc, Settings.gradient_dropping])
 @pytest.mark.parametrize(
     ("argument", "value", "error"),
     [
@@ -35,7 +35,7 @@ from hvd_sparse.traffic import Traffic
 )
 def test_shared_arguments_name_what_is_wrong(method, argument, value, error):
     with pytest.raises(error, match=argument) as raised:
-        method(**{argument: value})
+        method(None, **{argument: value})
     assert str(value).strip("'") in str(raised.value)
 
 
@@ -58,29 +58,29 @@ def test_shared_arguments_name_what_is_wrong(method, argument, value, error):
 )
 def test_arguments_of_dgc(settings, error, match):
     with pytest.raises(error, match=match):
-        DeepGradientCompression(**settings)
+        Settings.dgc(None, **settings)
 
 
 def test_description_tells_every_setting_apart():
-    base = DeepGradientCompression()
+    base = Settings.dgc(None)
     others = [
-        GradientDropping(density=0.001),
-        DeepGradientCompression(density=0.01),
-        DeepGradientCompression(warmup=WarmUp(0.001, 100)),
-        DeepGradientCompression(scope="model"),
-        DeepGradientCompression(momentum=0.8),
-        DeepGradientCompression(nesterov=True),
-        DeepGradientCompression(weight_decay=1e-4),
-        DeepGradientCompression(clip_norm=1.0),
-        DeepGradientCompression(factor_masking=False),
-        DeepGradientCompression(values="float16"),
-        DeepGradientCompression(min_numel=1),
-        DeepGradientCompression(bucket_bytes=1),
-        DeepGradientCompression(seed=1),
+        Settings.gradient_dropping(None, density=0.001),
+        Settings.dgc(None, density=0.01),
+        Settings.dgc(None, warmup=WarmUp(0.001, 100)),
+        Settings.dgc(None, scope="model"),
+        Settings.dgc(None, momentum=0.8),
+        Settings.dgc(None, nesterov=True),
+        Settings.dgc(None, weight_decay=1e-4),
+        Settings.dgc(None, clip_norm=1.0),
+        Settings.dgc(None, factor_masking=False),
+        Settings.dgc(None, values="float16"),
+        Settings.dgc(None, min_numel=1),
+        Settings.dgc(None, bucket_bytes=1),
+        Settings.dgc(None, seed=1),
     ]
     digests = [digest(algorithm.describe()) for algorithm in (base, *others)]
     assert len(set(digests)) == len(digests)
-    assert digest(DeepGradientCompression().describe()) == digests[0]
+    assert digest(Settings.dgc(None).describe()) == digests[0]
 
 
 def test_difference_names_the_rank_and_the_lines():

@@ -1,0 +1,142 @@
+"""Methods in which all ranks send the same elements of the whole model, so that there is no gradient build-up.
+
+float32 values are summed by an all-reduce. Quantized values cannot be: the rounding of partial sums would be in no
+residual. They are gathered and summed in rank order.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.checks import check_choice
+from hvd_sparse.schedule import Schedule
+
+CONTROLLERS = ("histogram", "scaling")
+
+
+class SharedIndicesMethods(Methods[Parameters, Compressor]):
+    """The methods of this module."""
+
+    @classmethod
+    @documented
+    def micro(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        controller: str = "histogram",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """MiCRO: each rank selects in its own partition of the model. Keep the momentum in the optimizer.
+
+        In each step, rank i names the elements above the threshold in partition (step + i) % world_size; all ranks
+        send their values there, and clear them from their residuals. The number of elements is within a few per cent
+        of k, not exactly k. Source: Yoon and Oh (2023), Algorithm 1.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            controller: Where the threshold comes from. "histogram": read off a histogram of sampled magnitudes
+                (16 KiB), summed over the ranks before the selection. It is right from the first step, at any world
+                size, and keeps no state. "scaling": the authors'. It starts at 1 / (2 sqrt(k)), and is scaled after
+                each step by how many elements were sent (section IV-C; the factors are those of their published code).
+                It takes hundreds of steps to settle, and lags behind a growing residual: for comparison.
+            SHARED
+        """
+        return cls._from(MiCRO, locals())
+
+    @classmethod
+    @documented
+    def cltk(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """CLT-k, the cyclic local top-k of ScaleCom, a baseline of MiCRO. Keep the momentum in the optimizer.
+
+        Rank step % world_size names the k largest elements of its own residual; all ranks send their values there.
+        Source: Chen et al. (2020), section 3.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            SHARED
+        """
+        return cls._from(CyclicLocalTopK, locals())
+
+    @classmethod
+    @documented
+    def random_k(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Random-k with error feedback, a baseline: no indices are sent. Keep the momentum in the optimizer.
+
+        All ranks draw the same k elements from the seed. Difference from the paper: one of each of k equal parts of the
+        model, so that no element is left out for long. Source: Stich et al. (2018), definition 2.1.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            SHARED
+        """
+        return cls._from(RandomK, locals())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicLocalTopK(AtDensity):
+    """The settings of `Compression.cltk`."""
+
+    name: ClassVar[str] = "cltk"
+    layout = "leader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiCRO(AtDensity):
+    """The settings of `Compression.micro`."""
+
+    controller: str
+
+    name: ClassVar[str] = "micro"
+    layout = "partition"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("controller", self.controller, CONTROLLERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(AtDensity):
+    """The settings of `Compression.random_k`."""
+
+    name: ClassVar[str] = "random_k"
+    layout = "random"

@@ -1,0 +1,180 @@
+"""Methods that send whatever reaches a threshold in each tensor: the number of elements varies."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hvd_sparse.algorithms.base import Algorithm, AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.schedule import Constant, Schedule
+from hvd_sparse.wire import checked_integer
+
+DISTRIBUTIONS = ("exponential", "gamma", "pareto")
+
+
+class ThresholdMethods(Methods[Parameters, Compressor]):
+    """The methods of this module."""
+
+    @classmethod
+    @documented
+    def dct(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule | None = None,
+        *,
+        sparsity: float | None = None,
+        lifespan: int = 1000,
+        drain: int | None = None,
+        band: float | None = 4.0,
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Dynamic Communication Thresholding, data-parallel (DCT-DP). Keep the momentum in the optimizer.
+
+        A tensor's threshold is taken exactly, that of its k largest elements, then used for a number of steps. In
+        between, the number of elements sent drifts; `stats()["step"]["density"]` has it. Differences from the paper:
+        zeros are never sent; the band. Source: Gupta et al. (2021), Algorithm 1.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            sparsity: 1 - density, as in the paper. Give one of the two, or neither: the density is 0.01.
+            lifespan: Steps that a threshold is used. The first ones are used for fewer (1, 2, 4, ...), as the residual
+                grows fast at first. Tensors take turns.
+            drain: None, or a number of steps, in which a tensor sends its whole residual about once (section 3.3).
+            band: A threshold is taken anew in the next step if more than `band` times k elements were sent, or fewer
+                than k / `band`. None: never before its turn, as in the paper. Each rank goes by its own number.
+            SHARED
+        """
+        density = density_of(density, sparsity, 0.01)
+        return cls._from(DynamicCommunicationThresholding, locals())
+
+    @classmethod
+    @documented
+    def sidco(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        stages: int = 1,
+        distribution: str = "exponential",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """SIDCo, a baseline: a threshold from a distribution fitted to the residual. Keep the momentum outside.
+
+        Each further stage fits the elements above the threshold so far, by an exponential or a generalized Pareto
+        distribution; the first of several stages keeps a quarter, the others share the rest of the way to the density.
+        The number of elements sent is off where the fit is; `stats()["step"]["density"]` has it. Source: Abdelmoniem et
+        al. (2021), Algorithm 1.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            stages: Stages at first. Every 5 steps, a tensor whose mean number of elements was off by more than 20 %
+                takes one more or one fewer, in the direction that helped the last time.
+            distribution: Of the first stage: "exponential", "gamma" or "pareto" (generalized).
+            SHARED
+        """
+        return cls._from(SIDCo, locals())
+
+    @classmethod
+    @documented
+    def hard_threshold(
+        cls,
+        parameters: Parameters,
+        value: float,
+        *,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Send what reaches a constant threshold, the baseline of MiCRO. Keep the momentum in the optimizer.
+
+        Nothing bounds the density; `stats()["step"]["density"]` has it.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            value: The threshold, above 0, in units of one rank's gradient without its loss scale.
+            SHARED
+        """
+        return cls._from(HardThreshold, locals())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicCommunicationThresholding(AtDensity):
+    """The settings of `Compression.dct`."""
+
+    lifespan: int
+    drain: int | None
+    band: float | None
+
+    name: ClassVar[str] = "dct"
+    layout = "threshold"
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked_integer("lifespan", self.lifespan, 1)
+        if self.drain is not None:
+            checked_integer("drain", self.drain, 1)
+        if self.band is not None:
+            check_number("band", self.band, "above 1, or None for no band", lambda value: value > 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SIDCo(AtDensity):
+    """The settings of `Compression.sidco`."""
+
+    stages: int
+    distribution: str
+
+    name: ClassVar[str] = "sidco"
+    layout = "threshold"
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked_integer("stages", self.stages, 1)
+        check_choice("distribution", self.distribution, DISTRIBUTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardThreshold(Algorithm):
+    """The settings of `Compression.hard_threshold`."""
+
+    value: float
+
+    name: ClassVar[str] = "hard_threshold"
+    schedule = Constant(0.01)  # messages are laid out by it; no density is aimed at
+    layout = "threshold"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("value", self.value, "above 0", lambda value: value > 0.0)
+
+
+def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:
+    """Return the density that either argument says; ValueError for both, or for a sparsity out of [0, 1)."""
+    if sparsity is None:
+        return default if density is None else density
+    if density is not None:
+        raise ValueError(f"give density or sparsity, not both; got density={density!r} and sparsity={sparsity!r}")
+    check_number("sparsity", sparsity, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
+    return 1.0 - sparsity

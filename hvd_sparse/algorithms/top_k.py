@@ -1,0 +1,258 @@
+"""Methods that send exactly k elements of a tensor, or of the whole model: each rank its own."""
+
+import numbers
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hvd_sparse.algorithms.base import SCOPES, AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.schedule import Schedule
+from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
+
+
+class TopKMethods(Methods[Parameters, Compressor]):
+    """The methods of this module."""
+
+    @classmethod
+    @documented
+    def gradient_dropping(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.01,
+        *,
+        scope: str = "tensor",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Gradient Dropping: top-k with error feedback. Keep the momentum in the optimizer.
+
+        Differences from the paper: exactly k = round(density * n) elements are sent, not those above a sampled
+        threshold; training is synchronous. Source: Aji and Heafield (2017), sections 3 and 4.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            scope: "tensor" selects in each tensor, during backward (the paper's local threshold); "model" in all
+                tensors together, after backward (its global threshold).
+            SHARED
+        """
+        return cls._from(GradientDropping, locals())
+
+    @classmethod
+    @documented
+    def topk(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        scope: str = "model",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Top-k with error feedback, the baseline of MiCRO and SIDCo. Keep the momentum in the optimizer.
+
+        Each rank sends its own k largest elements, so that up to world_size * k arrive.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            scope: "model" selects in all tensors together, after backward; "tensor" in each, during backward.
+            SHARED
+        """
+        return cls._from(TopK, locals())
+
+    @classmethod
+    @documented
+    def dgc(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.001,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        factor_masking: bool = True,
+        weight_decay: WeightDecay = 0.0,
+        clip_norm: float | None = None,
+        clip_scope: str = "tensor",
+        scope: str = "tensor",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """Deep Gradient Compression: momentum correction, momentum factor masking, clipping, warm-up.
+
+        The momentum and the weight decay are given here: set those of the optimizer to 0. Difference from the paper:
+        exactly k elements are sent, with run lengths in blocks of 65,536. Source: Lin et al. (2018), Algorithm 3, and
+        Algorithm 4 with `nesterov`.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            momentum: Of the local velocity, in [0, 1) (momentum correction, section 3.2).
+            nesterov: Nesterov's momentum (Appendix B).
+            factor_masking: Clear the velocity of the elements that are sent (section 3.3).
+            MOMENTUM
+            scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            SHARED
+        """
+        return cls._from(DeepGradientCompression, locals())
+
+    @classmethod
+    @documented
+    def samomentum(
+        cls,
+        parameters: Parameters,
+        density: float | Schedule = 0.01,
+        *,
+        momentum: float = 0.7,
+        weight_decay: WeightDecay = 0.0,
+        clip_norm: float | None = None,
+        clip_scope: str = "tensor",
+        scope: str = "tensor",
+        warmup: int | Schedule | None = None,
+        min_numel: int = 1024,
+        coding: str = "run_length",
+        values: str = "float32",
+        centre: str = "mean",
+        centre_scope: str = "tensor",
+        bucket_bytes: int = 1 << 17,
+        seed: int = 0,
+        process_set: Any = None,
+    ) -> Compressor:
+        """SAMomentum, the sparsification-aware momentum of DGS, in synchronous training.
+
+        u <- m * u + g; the largest elements of u are sent and stay in u, the others are divided by m, so that an
+        element sent after T steps is m * u_0 plus the sum of its T gradients (Equation 16). There is one buffer, where
+        DGC has two. The momentum and the weight decay are given here: set those of the optimizer to 0. Differences from
+        the paper: synchronous, which it leaves to future work; without the learning rate in u; m * u is stored instead
+        of u, which gives the same numbers. Source: Yan et al. (2020), Algorithm 3 and section 4.3.2.
+
+        Args:
+            parameters: The model's; `Compression` says in which form.
+            DENSITY
+            momentum: m, in [0, 1).
+            MOMENTUM
+            scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            SHARED
+        """
+        return cls._from(SparsificationAwareMomentum, locals())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoped(AtDensity):
+    """The settings of the methods of this module."""
+
+    scope: str
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("scope", self.scope, SCOPES)
+
+    @property
+    def layout(self) -> str:
+        """The scope."""
+        return self.scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDropping(Scoped):
+    """The settings of `Compression.gradient_dropping`."""
+
+    name: ClassVar[str] = "gradient_dropping"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Scoped):
+    """The settings of `Compression.topk`."""
+
+    name: ClassVar[str] = "topk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMomentum(Scoped):
+    """The settings of the methods whose momentum is applied on each rank, before the selection."""
+
+    momentum: float
+    weight_decay: WeightDecay
+    clip_norm: float | None
+    clip_scope: str
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
+        check_weight_decay(self.weight_decay)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, "above 0, or None for no clipping", lambda value: value > 0.0)
+        check_choice("clip_scope", self.clip_scope, SCOPES)
+        if self.clip_scope == "model" and self.scope != "model":
+            raise ValueError(
+                'clip_scope="model" needs scope="model", got scope="tensor": the norm of the whole gradient is not '
+                "known while single tensors are sent"
+            )
+
+    @property
+    def local_momentum(self) -> float:
+        """The momentum."""
+        return self.momentum
+
+    @property
+    def depends_on_reduction(self) -> bool:
+        """Return whether there is a clip_norm or a weight_decay."""
+        return self.clip_norm is not None or self.weight_decay != 0.0
+
+    def describe(self) -> list[str]:
+        """Return one line a setting; a function, as weight_decay, has no text that ranks share."""
+        lines = super().describe()
+        if isinstance(self.weight_decay, numbers.Real):
+            return lines
+        return [line for line in lines if not line.startswith("weight_decay = ")]
+
+    def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
+        """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+        return weight_decays(self.weight_decay, parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepGradientCompression(LocalMomentum):
+    """The settings of `Compression.dgc`."""
+
+    nesterov: bool
+    factor_masking: bool
+
+    name: ClassVar[str] = "dgc"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("nesterov", "factor_masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsificationAwareMomentum(LocalMomentum):
+    """The settings of `Compression.samomentum`."""
+
+    name: ClassVar[str] = "samomentum"
