@@ -100,13 +100,3 @@ def test_one_backward_pass_through_two_compressions_in_any_order():
             optimizer.step()
     assert_ranks_agree(both)
     assert all(bool(parameter.grad.count_nonzero()) for parameter in both.values())
-
-
-def test_join_after_equal_steps_works():
-    parameters = make_parameters()
-    optimizer = distributed(parameters, Compression.gradient_dropping(parameters.items(), density=0.03))
-    for t in range(3):
-        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
-    hvd.join()
-    step(optimizer, parameters, draw(SHAPES, 3, hvd.rank()))
-    assert_ranks_agree(parameters)

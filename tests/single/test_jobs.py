@@ -83,6 +83,22 @@ def test_join_with_uneven_steps_is_refused(run_job, settings, first):
     assert "Give every rank" in output
 
 
+def test_join_after_equal_steps_works(run_job):
+    """In a job of its own: collectives that tests before it left unanswered would meet the ranks that have joined."""
+    script = """
+        parameters, optimizer = make(["a", "b"], density=0.03)
+        for _ in range(3):
+            step(parameters, optimizer)
+        hvd.join()
+        step(parameters, optimizer)
+        everyone = hvd.allgather(torch.cat(list(parameters.values())).detach()[None])
+        assert everyone.count_nonzero() and (everyone == everyone[0]).all()
+        print("together")
+    """
+    code, output = run_job(script)
+    assert code == 0 and output.count("together") == 2, output
+
+
 def test_compressions_built_in_another_order_are_refused(run_job):
     """Nobody can tell at once, but nobody waits for ever."""
     code, output = run_job(
