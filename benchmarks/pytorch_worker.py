@@ -6,7 +6,7 @@ from entries import draw_entries
 
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.memory import make_memory
+from hvd_sparse.torch.error_feedback import make_error_feedback
 from hvd_sparse.units import Units
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, algorithm, n: int):
         self.momentum = algorithm.local_momentum
         self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
-        self.memory = make_memory(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
+        self.memory = make_error_feedback(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
         self.hint = ThresholdHint()
         self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)
         self.out = torch.empty(n)

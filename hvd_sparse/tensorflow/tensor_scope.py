@@ -1,7 +1,7 @@
 """scope="tensor": a selection in each variable, payloads in buckets."""
 
-from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.centres import segments_of
+from hvd_sparse.plan import plan_buckets
 from hvd_sparse.tensorflow.bucket_scope import BucketScope, Message
 from hvd_sparse.tensorflow.scope import Entry, Step
 from hvd_sparse.wire import payload_size, top_k_count

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.plan import plan_buckets
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.bucket_scope import columns_of_all, decays, destinations
 from hvd_sparse.tensorflow.memory import read_after

@@ -8,40 +8,26 @@ and gradient_predivide_factor mean what they always do.
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import horovod.torch as hvd
 import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
-from hvd_sparse.half import HALF
 from hvd_sparse.members import is_elastic, two_momenta
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.caller import calling_optimizer
-from hvd_sparse.torch.device_scope import crossing, device_layout
+from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.device import crossing
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.exchange import Exchange, Pending, incarnation
-from hvd_sparse.torch.model_scope import ModelScope
 from hvd_sparse.torch.parameters import Parameters
-from hvd_sparse.torch.scope import Entry, Scope
 from hvd_sparse.torch.state import gather_state, restore_state
-from hvd_sparse.torch.tensor_scope import TensorScope
+from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
-from hvd_sparse.torch.union_scope import LeaderScope, PartitionScope, RandomScope
-from hvd_sparse.torch.varying_scope import VaryingScope
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import REDUCTION_UNKNOWN, Units, checked_loss_scale, reduction_differs
-
-SCOPES: dict[str, Callable[..., Scope]] = {  # how a method lays out a step
-    "tensor": TensorScope,
-    "model": ModelScope,
-    "threshold": VaryingScope,
-    "leader": LeaderScope,
-    "partition": PartitionScope,
-    "random": RandomScope,
-}
-HALF_DTYPES = tuple(getattr(torch, name) for name in HALF)
 
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 _checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
@@ -64,13 +50,10 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(process_set, self._traffic)
-        layout = SCOPES[algorithm.layout]
-        if self._parameters.device.type == "cuda":
-            layout = device_layout(algorithm) or layout
-        self._scope = layout(algorithm, self._parameters, self._exchange, self._traffic)
-        self._crosses = self._parameters.device.type != self._scope.device.type  # gradients do, and come back
+        self._step = Step(algorithm, self._parameters, self._exchange, self._traffic)
+        self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
-        self._step = 0
+        self._number = 0  # of the step
         self._loss_scale = 1.0
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = False
@@ -98,14 +81,14 @@ class SparseCompressor:
             with self._traffic.timed("compress"):
                 if not self._under_way or self._finished:
                     self._begin()
-                scope, parameters = self._scope, self._parameters
-                name = parameters.find(tensor, scope.entries)
-                if name in scope.entries:  # the step was given up: its optimizer never stepped
+                step, parameters = self._step, self._parameters
+                name = parameters.find(tensor, step.entries)
+                if name in step.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 entry = Entry(name, tensor, not parameters[name].requires_grad)
                 if self._crosses:
-                    entry.gradient, entry.origin = tensor.to(scope.device), tensor
-                carried = scope.add(entry)
+                    entry.gradient, entry.origin = tensor.to(step.device), tensor
+                carried = step.add(entry)
                 self._open.add(name)
                 return carried, entry
 
@@ -114,7 +97,7 @@ class SparseCompressor:
         if ctx is None:
             return tensor
         with self._lock:
-            if self._scope.entries.get(ctx.name) is not ctx:
+            if self._step.entries.get(ctx.name) is not ctx:
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {ctx.name} was compressed before reset() or load_state_dict(); call "
                     "these between optimizer steps"
@@ -154,9 +137,9 @@ class SparseCompressor:
         ratio, density (elements sent over all), seconds {"compress", "exchange", "decompress"}.
         """
         norms = [
-            float(torch.linalg.vector_norm(memory.buffers["residual"])) ** 2
-            for memory in self._scope.memories.values()
-            if "residual" in memory.buffers
+            float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
+            for feedback in self._step.feedback.values()
+            if "residual" in feedback.buffers
         ]
         return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
 
@@ -167,7 +150,7 @@ class SparseCompressor:
         bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
         every rank): one file that any number of ranks can continue from, with thresholds that start anew.
         """
-        return gather_state(self._scope, self._step, self._exchange, summed)
+        return gather_state(self._step, self._number, self._exchange, summed)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
@@ -177,19 +160,19 @@ class SparseCompressor:
         buffer, or is one rank's own and the number of ranks has changed.
         """
         with self._lock:
-            self._step = restore_state(self._scope, state, self._exchange)
+            self._number = restore_state(self._step, state, self._exchange)
             self._drop()
 
     def reset(self) -> None:
         """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed. The loss scale stays."""
         with self._lock:
-            for memory in self._scope.memories.values():
-                for buffer in memory.buffers.values():
+            for feedback in self._step.feedback.values():
+                for buffer in feedback.buffers.values():
                     buffer.zero_()
-            self._step = 0
-            self._traffic = self._scope.traffic = self._exchange.traffic = Traffic()
+            self._number = 0
+            self._traffic = self._step.traffic = self._exchange.traffic = Traffic()
             self._drop()
-            self._scope.forget()
+            self._step.forget()
             self._agreed_in = None
 
     def _agree(self) -> None:
@@ -214,7 +197,7 @@ class SparseCompressor:
         gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
         if self._agreed_in is not None:
             self._drop()
-            self._scope.forget()
+            self._step.forget()
         with _checks_lock:
             self._check, self._agreed_in = None, now
         try:
@@ -223,7 +206,7 @@ class SparseCompressor:
             self._agreed_in = None
             raise
         if is_elastic():
-            self._step = max(self._step, furthest)
+            self._number = max(self._number, furthest)
 
     def _start_check(self) -> None:
         """Start comparing settings with all ranks, unless that is in flight, or done since Horovod was started."""
@@ -233,19 +216,19 @@ class SparseCompressor:
             if is_started or self._agreed_in is now or not self._exchange.can_start():
                 return
             try:
-                self._check = now, self._exchange.start_agreement(self._description(), self._step)
+                self._check = now, self._exchange.start_agreement(self._description(), self._number)
             except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight
                 if self._check is None:
                     raise
                 self._check = now, None
 
     def _description(self) -> list[str]:
-        return [*self.algorithm.describe(), *self._parameters.describe(), *self._scope.describe()]
+        return [*self.algorithm.describe(), *self._parameters.describe(), *self._step.describe()]
 
     def _begin(self) -> None:
         self._drop()
         self._parameters.restart()
-        self._scope.begin(self._step, self._units())
+        self._step.begin(self._number, self._units())
         self._under_way, self._finished = True, False
 
     def _units(self) -> Units:
@@ -261,21 +244,21 @@ class SparseCompressor:
     @torch.no_grad()
     def _finish(self) -> None:
         with self._traffic.timed("compress"):
-            self._scope.finish()
+            self._step.finish()
         with self._traffic.timed("exchange"):
-            self._overflowed = self._scope.overflowed()
+            self._overflowed = self._step.overflowed()
         self._finished = True
 
     @torch.no_grad()
     def _end(self) -> None:
-        self._scope.end()
+        self._step.end()
         self._traffic.end_step()
-        self._step += 1
+        self._number += 1
         self._under_way = False
 
     def _drop(self) -> None:
         """Give up the step under way."""
-        self._scope.entries = {}
+        self._step.entries = {}
         self._open.clear()
         self._traffic.drop_step()
         self._under_way = self._finished = False
@@ -285,14 +268,12 @@ class SparseCompressor:
         if self._overflowed:
             return gradient.new_full(gradient.shape, float("nan"))
         scale = self._reduction(carried) if entry.carries_token else 1.0
-        result = self._scope.result(entry, carried, scale)
-        if gradient.dtype in HALF_DTYPES and not self._scope.is_dense(entry.name):
-            result = self._scope.hold(entry, result, self._scope.units.outgoing(scale))
+        result = self._step.result(entry, carried, scale)
         return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
 
     def _reduction(self, token: torch.Tensor) -> float:
         """Return what became of a token, which must be what op said at the beginning of the step."""
-        units = self._scope.units
+        units = self._step.units
         scale = reduction_scale(token, units.world_size)
         told = units.reduction
         if told is not None and abs(scale - told) > 1e-5 * told:

@@ -17,7 +17,7 @@ from helpers import alone_as_elastic, distributed, drive, make_parameters
 from simulated_device import DeviceTensor
 
 from hvd_sparse.schedule import WarmUp
-from hvd_sparse.torch import Compression, device_scope
+from hvd_sparse.torch import Compression, device
 
 SHAPES = {"body": (60, 40), "middle": (700,), "bias": (40,), "scale": ()}
 FROM_DENSE = WarmUp(0.05, steps=2, initial=1.0)
@@ -45,7 +45,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @pytest.fixture(autouse=True)
 def without_cuda(monkeypatch):
     """Have every method fall back, however hvd_sparse was built."""
-    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
+    monkeypatch.setattr(device, "has_cuda", lambda framework: False)
 
 
 def build(parameters, method, process_set=None):
@@ -204,7 +204,7 @@ def warnings_of(make, elastic=True):
     ],
 )
 def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built, advice):
-    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: built)
+    monkeypatch.setattr(device, "has_cuda", lambda framework: built)
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
     here = make_parameters(SHAPES)
     there, make = on_device(here), getattr(Compression, method)

@@ -28,16 +28,16 @@ def first_threshold():
 
 def listen(compression):
     """Return a function that tells how many elements this rank chose in the last step."""
-    scope, named = compression._scope, []
-    if not hasattr(scope, "_name_elements"):  # what it chose is what it sent
+    selection, named = getattr(compression._step.codec, "selection", None), []
+    if selection is None:  # what it chose is what it sent
         return lambda: round(compression.stats()["step"]["density"] * N)
-    original = scope._name_elements
+    original = selection.indices
 
-    def name_elements(*arguments):
+    def indices(*arguments):
         named.append(original(*arguments))
         return named[-1]
 
-    scope._name_elements = name_elements
+    selection.indices = indices
     return lambda: len(named[-1])
 
 

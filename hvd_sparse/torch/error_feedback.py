@@ -1,4 +1,4 @@
-"""What a worker remembers of a tensor: residual and momentum; when they change, and by which rule.
+"""The error feedback of one tensor: residual and velocity, when they change, and by which rule.
 
 All buffers are flat float32, whatever the gradient's type, and made when first needed; they are in units of a rank's
 gradient without its loss scale (`hvd_sparse.units`). Names follow Deep Gradient Compression: the velocity is its u, the
@@ -28,8 +28,8 @@ class Dense(NamedTuple):
     commit: Callable[[], None]  # changes the memory
 
 
-class ResidualMemory:
-    """Gradient Dropping's memory of one tensor: r <- r + g; what is sent leaves it (section 3)."""
+class ErrorFeedback:
+    """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3)."""
 
     BUFFERS = ("residual",)
     kept = 0.0  # what part of a value stays in the residual when it is sent
@@ -92,6 +92,14 @@ class ResidualMemory:
     def rule(self) -> dict:
         """Return how to accumulate, but for the weight decay, as `ops.accumulate` takes it."""
         return {}
+
+    def keep_excess(self, total: torch.Tensor, dtype: torch.dtype, part: float) -> torch.Tensor:
+        """Return what 16 bits hold of a sum, float32[n]; add the rest, times `part`, to the residual."""
+        most = torch.finfo(dtype).max
+        total = total.view(-1)
+        held = total.clamp(-most, most).to(dtype)
+        self.residual.add_((total - held).mul_(part))
+        return held
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16.
@@ -163,8 +171,8 @@ class ResidualMemory:
             self.residual.index_copy_(0, indices, left)
 
 
-class MomentumMemory(ResidualMemory):
-    """Deep Gradient Compression's memory of one tensor (Algorithms 3 and 4).
+class MomentumCorrection(ErrorFeedback):
+    """Deep Gradient Compression's: momentum correction and momentum factor masking (Algorithms 3 and 4).
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
@@ -224,8 +232,8 @@ class MomentumMemory(ResidualMemory):
             self.velocity.index_fill_(0, indices, 0.0)
 
 
-class SparsificationAwareMemory(ResidualMemory):
-    """SAMomentum's memory of one tensor: m * u of DGS, Algorithm 3, to which the next gradient is added.
+class SparsificationAware(ErrorFeedback):
+    """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
 
     What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
     """
@@ -263,24 +271,24 @@ class SparsificationAwareMemory(ResidualMemory):
         return Dense(sent, finite, commit)
 
 
-MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
+KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentum: SparsificationAware}
 
 
-def make_memory(
+def make_error_feedback(
     algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float = 0.0
-) -> ResidualMemory:
-    """Return the memory, on a device, that an algorithm keeps of a tensor."""
-    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, parameter, device, weight_decay)
+) -> ErrorFeedback:
+    """Return the error feedback of a tensor by a method, on a device."""
+    return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, parameter, device, weight_decay)
 
 
-def destinations(memories: Iterable[ResidualMemory]) -> list[list[torch.Tensor]]:
+def destinations(memories: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
     """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a memory, or none."""
     columns = zip(*(memory.destination() for memory in memories), strict=True)
     lists = [[UNREAD if one is None else one for one in column] for column in columns] or [[], [], []]
     return [[] if all(one is UNREAD for one in column) else column for column in lists]
 
 
-def decays(memories: Iterable[ResidualMemory], units: Units) -> list[float]:
+def decays(memories: Iterable[ErrorFeedback], units: Units) -> list[float]:
     """Return the weight decays, as `ops.accumulate_bucket` takes them."""
     return [units.decay(memory.weight_decay) for memory in memories]
 

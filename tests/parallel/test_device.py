@@ -1,4 +1,4 @@
-"""The scopes of parameters on a CUDA device, driven on the CPU: memories and sums are those of the CPU, to the bit."""
+"""A step of parameters on a CUDA device, driven on the CPU: residuals and sums are those of the CPU, to the bit."""
 
 import horovod.torch as hvd
 import numpy as np
@@ -8,7 +8,7 @@ from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
 from hvd_sparse.algorithms import Settings
-from hvd_sparse.torch import Compression, compression, device_scope
+from hvd_sparse.torch import Compression, device, ops, step
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 STEPS = 5
@@ -28,8 +28,13 @@ class Decoder:
 @pytest.fixture(autouse=True)
 def decoder(monkeypatch):
     decoder = Decoder()
-    monkeypatch.setattr(device_scope.ops, "take_decode_status", decoder.take)
+    monkeypatch.setattr(ops, "take_decode_status", decoder.take)
     return decoder
+
+
+def as_on_a_device(monkeypatch):
+    for module in (device, step):
+        monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
 
 
 def trained(values, spoilt_step, **settings):
@@ -38,9 +43,9 @@ def trained(values, spoilt_step, **settings):
         parameters.items(), density=0.01, warmup=2, values=values, bucket_bytes=300, **settings
     )
     sums = []
-    for step in range(STEPS):
-        gradients = {name: values.copy() for name, values in draw(SHAPES, step, hvd.rank()).items()}
-        if step == spoilt_step and hvd.rank() == hvd.size() - 1:
+    for t in range(STEPS):
+        gradients = {name: values.copy() for name, values in draw(SHAPES, t, hvd.rank()).items()}
+        if t == spoilt_step and hvd.rank() == hvd.size() - 1:
             gradients["small"].flat[5] = np.inf
             gradients["big"].flat[7] = np.nan
         sums.append(drive(compressor, parameters, gradients))
@@ -54,10 +59,10 @@ def trained(values, spoilt_step, **settings):
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int2"])
 @pytest.mark.parametrize("spoilt_step", [None, 0, 3])
 @pytest.mark.parametrize(("scope", "min_numel"), [("tensor", 0), ("model", 0), ("model", 1000), ("model", 10_000)])
-def test_it_does_what_the_scope_of_the_cpu_does(monkeypatch, values, spoilt_step, scope, min_numel):
+def test_it_does_what_it_does_on_the_cpu(monkeypatch, values, spoilt_step, scope, min_numel):
     settings = {"scope": scope, "min_numel": min_numel}
     expected = trained(values, spoilt_step, **settings)
-    monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
+    as_on_a_device(monkeypatch)
     found = trained(values, spoilt_step, **settings)
     # Small tensors travel by Horovod's own allreduce, which from three ranks on adds in an order that varies.
     rounding = 0.0 if hvd.size() <= 2 or min_numel == 0 else 1e-5
@@ -79,10 +84,10 @@ def filtered(name, spoilt_step, frozen):
     make = Compression.hard_threshold if "value" in THRESHOLDS[name] else Compression.dct
     compressor = make(parameters.items(), bucket_bytes=600, min_numel=0, **THRESHOLDS[name])
     sums = []
-    for step in range(STEPS):
-        gradients = {name: values.copy() for name, values in draw(SHAPES, step, hvd.rank()).items()}
-        parameters["middle"].requires_grad_(not (frozen and step == 2))
-        if step == spoilt_step and hvd.rank() == hvd.size() - 1:
+    for t in range(STEPS):
+        gradients = {name: values.copy() for name, values in draw(SHAPES, t, hvd.rank()).items()}
+        parameters["middle"].requires_grad_(not (frozen and t == 2))
+        if t == spoilt_step and hvd.rank() == hvd.size() - 1:
             gradients["big"].flat[7] = np.nan
         sums.append(drive(compressor, parameters, gradients))
     stats = compressor.stats()["total"]
@@ -94,7 +99,7 @@ def filtered(name, spoilt_step, frozen):
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_thresholds_do_what_they_do_on_the_cpu(monkeypatch, name, spoilt_step, frozen):
     expected = filtered(name, spoilt_step, frozen)
-    monkeypatch.setitem(compression.SCOPES, "threshold", device_scope.DeviceVaryingScope)
+    as_on_a_device(monkeypatch)
     found = filtered(name, spoilt_step, frozen)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -103,13 +108,13 @@ def test_thresholds_do_what_they_do_on_the_cpu(monkeypatch, name, spoilt_step, f
 @pytest.mark.parametrize("who", ["the last rank", "all"])
 def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, decoder, scope, who):
     """Also where one rank alone received damaged bytes; then training goes on, and nothing is told twice."""
-    monkeypatch.setitem(compression.SCOPES, scope, device_scope.LAYOUTS[scope])
+    as_on_a_device(monkeypatch)
     parameters = make_parameters(SHAPES)
     compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope=scope)
     last = hvd.size() - 1
 
-    def train(step):
-        drive(compressor, parameters, draw(SHAPES, step, hvd.rank()))
+    def train(t):
+        drive(compressor, parameters, draw(SHAPES, t, hvd.rank()))
 
     train(0)
     train(1)
@@ -124,18 +129,20 @@ def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, d
 
 
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):
-    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: True)
+    monkeypatch.setattr(device, "has_cuda", lambda framework: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
-    assert device_scope.device_layout(Settings.dgc(None)) is device_scope.DeviceTensorScope
-    assert device_scope.device_layout(Settings.topk(None)) is device_scope.DeviceModelScope
-    assert device_scope.device_layout(Settings.dgc(None, values="int1")) is device_scope.DeviceTensorScope
-    assert device_scope.device_layout(Settings.hard_threshold(None, 1.0)) is device_scope.DeviceVaryingScope
-    assert device_scope.device_layout(Settings.sidco(None)) is device_scope.device_layout(Settings.micro(None)) is None
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    there = [Settings.dgc(None), Settings.topk(None), Settings.dgc(None, values="int1")]
+    for settings in (*there, Settings.hard_threshold(None, 1.0), Settings.dct(None)):
+        assert device.device_of(settings, cuda) == cuda
+        assert device.device_of(settings, cpu) == cpu
+    for settings in (Settings.sidco(None), Settings.micro(None), Settings.cltk(None), Settings.random_k(None)):
+        assert device.device_of(settings, cuda) == cpu
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
-    assert device_scope.device_layout(Settings.dgc(None)) is None
+    assert device.device_of(Settings.dgc(None), cuda) == cpu
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
-    monkeypatch.setattr(device_scope, "has_cuda", lambda framework: False)
-    assert device_scope.device_layout(Settings.dgc(None)) is None
+    monkeypatch.setattr(device, "has_cuda", lambda framework: False)
+    assert device.device_of(Settings.dgc(None), cuda) == cpu
 
 
 def test_parameters_on_two_devices_are_refused():

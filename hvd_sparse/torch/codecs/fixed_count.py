@@ -1,0 +1,128 @@
+"""Exactly k elements of each tensor, or of all together: payloads of the same size on all ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hvd_sparse.plan import plan_buckets
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Payload, Round, in_training, place_of
+from hvd_sparse.torch.error_feedback import ErrorFeedback, decays, destinations
+from hvd_sparse.wire import top_k_count
+
+
+class FixedCount(Codec):
+    """A selection of exactly k in each tensor, during backward; or with scope="model" one in all, after it."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        names = [*self.parameters]
+        self._hints = dict(zip(names, ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
+        self._joint_hints = ops.new_hints(1, self.device)
+        self._payloads: dict[str, Payload] = {}
+        self._density = 0.0
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the selection is one in all tensors."""
+        return self.algorithm.layout == "model"
+
+    def begin(self, now: Round) -> None:
+        """Begin a step."""
+        super().begin(now)
+        if self._density != now.density:
+            self._payloads, self._density = {}, now.density
+
+    def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
+        """Return the buckets of these tensors."""
+        if not names:
+            return []
+        if self.is_joint:
+            bucket = plan_joint(self, names, prefix)
+            bucket.hints = self._joint_hints
+            return [bucket]
+        sizes = {name: self._payload(name).size for name in names}
+        buckets = []
+        for planned in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix):
+            payloads = [self._payload(name) for name in planned.offsets]
+            bucket = Bucket(planned.name, planned.offsets, payloads, False, self._hints_of(planned.offsets))
+            self._hints.update(zip(planned.offsets, bucket.hints, strict=True))
+            buckets.append(bucket)
+        return buckets
+
+    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+        """Accumulate, select and pack in one call into the core; those that take no part send nothing."""
+        if bucket.message is None:
+            bucket.message = torch.zeros(bucket.size, dtype=torch.uint8, device=self.device)
+        training = in_training(entries)
+        if not training or not bucket.is_joint:
+            self._pack_absent(bucket, training)
+        if not training:
+            return
+        is_whole = bucket.is_joint or len(training) == len(bucket.offsets)
+        hints = bucket.hints if is_whole else self._hints_of(training)
+        feedback, units = [self.feedback[name] for name in training], self.now.units
+        layout = bucket.layout(training)
+        _, finite = ops.accumulate_bucket_hinted(
+            [entry.gradient for entry in training.values()],
+            *destinations(feedback),
+            layout=layout,
+            out=bucket.message,
+            factors=[entry.factor for entry in training.values()],
+            weight_decay=decays(feedback, units),
+            hints=hints,
+            seed=self.now.seed,
+            centre=self.algorithm.centre,
+            **self._form(),
+            **feedback[0].rule(),
+        )
+        self.finite.append(finite)
+        if not is_whole:
+            for name, learned in zip(training, hints, strict=True):
+                self._hints[name].copy_(learned)
+        self.traffic.count(sent=sum(layout.ks))
+
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+        """Clear what was sent, and sum the payloads of all ranks."""
+        training = in_training(entries)
+        if training:
+            feedback = [self.feedback[name] for name in training]
+            form = {**self._form(), "kept": feedback[0].kept}
+            ops.clear_bucket(bucket.message, *cleared(feedback), layout=bucket.layout(training), **form)
+        bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
+        ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
+        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout(entries), **self._form())
+
+    def _pack_absent(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+        """Write empty payloads for the members that take no part; for all of a joint selection without any."""
+        offset = 0
+        for name, payload in zip(bucket.offsets, bucket.payloads, strict=not bucket.is_joint):
+            if name not in training:
+                self._pack_nothing(payload, bucket.message.narrow(0, offset, payload.size))
+            offset += payload.size
+
+    def _hints_of(self, names) -> torch.Tensor:
+        """Return a copy of what the selections in these tensors have learned, float64[tensors, 3]."""
+        return torch.stack([self._hints[name] for name in names])
+
+    def _payload(self, name: str) -> Payload:
+        if name not in self._payloads:
+            n = self.parameters[name].numel()
+            self._payloads[name] = self.payload_of((name,), n, top_k_count(n, self.now.density))
+        return self._payloads[name]
+
+
+def plan_joint(codec: Codec, names: Sequence[str], name: str) -> Bucket:
+    """Return the one bucket of tensors that share a selection, in the order of names."""
+    offsets, n = {}, 0
+    for member in names:
+        offsets[member] = n
+        n += codec.parameters[member].numel()
+    payload = codec.payload_of(tuple(names), n, top_k_count(n, codec.now.density))
+    return Bucket(name, offsets, [payload], True)
+
+
+def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the residuals, and the velocities, that what was sent leaves."""
+    buffers = [one.cleared() for one in feedback]
+    return [own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]]

@@ -1,0 +1,173 @@
+"""What reaches a threshold in each tensor: the sizes of the payloads differ between ranks and steps."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from hvd_sparse.centres import columns_of
+from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
+from hvd_sparse.torch import device, ops
+from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of
+from hvd_sparse.torch.codecs.fixed_count import FixedCount, cleared
+from hvd_sparse.torch.error_feedback import decays, destinations
+from hvd_sparse.wire import LOW_BITS, largest_payload
+
+
+@dataclass
+class Filtered:
+    """The payloads of some members, one after the other."""
+
+    payloads: torch.Tensor  # uint8[bytes]
+    thresholds: list[float]
+    counts: list[int]
+    offsets: list[int]  # in bytes
+
+    def split(self) -> tuple[torch.Tensor, ...]:
+        """Return the payloads."""
+        bounds = itertools.pairwise([*self.offsets, self.payloads.numel()])
+        return self.payloads.split([end - begin for begin, end in bounds])
+
+
+class Threshold(FixedCount):
+    """What reaches a threshold in each tensor, in buckets that are cut as if exactly k were sent."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        names = sorted(self.parameters)
+        self._thresholds = {
+            name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
+        }
+        self._own: dict[str, Filtered] = {}  # by bucket: what this rank sends of those that take part
+
+    @property
+    def thresholds(self) -> Mapping:
+        """Those that are kept, by tensor."""
+        return self._thresholds
+
+    def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
+        """Return the buckets of these tensors."""
+        buckets = super().plan(names, prefix)
+        for bucket in buckets:
+            bucket.most_bytes = sum(map(self._largest_payload, bucket.offsets))
+        return buckets
+
+    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+        """Accumulate and select in the members that take part; pack these, and nothing for the others."""
+        training = in_training(entries)
+        if training:
+            self._own[bucket.name] = own = self._filter(training)
+            for name, threshold, count in zip(training, own.thresholds, own.counts, strict=True):
+                self._thresholds[name].learn(self._payload(name).k, threshold, count)
+            self.traffic.count(sent=sum(own.counts))
+            bucket.message = own.payloads
+        if len(training) < len(bucket.offsets):
+            payloads = dict(zip(training, own.split(), strict=True)) if training else {}
+            whole = [payloads[name] if name in payloads else self._nothing(name) for name in bucket.offsets]
+            bucket.message = torch.cat(whole)
+
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+        """Clear what was sent, and sum the payloads of all ranks, whose sizes stand in them."""
+        feedback = [self.feedback[name] for name in in_training(entries)]
+        if feedback:
+            own = self._own.pop(bucket.name)
+            layout = self._layout_of(list(in_training(entries)), own)
+            ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
+        names = list(bucket.offsets)
+        places = [place for place, name in enumerate(names) if name in entries]
+        bucket.sums = {names[place]: place_of(entries[names[place]].gradient) for place in places}
+        self._sum(gathered, names, places, list(bucket.sums.values()), scale)
+
+    def _filter(self, entries: Mapping[str, Entry]) -> Filtered:
+        if device.is_asynchronous(self.device):
+            return self._filter_on_device(entries)
+        gradients = [entry.gradient for entry in entries.values()]
+        feedback, units = [self.feedback[name] for name in entries], self.now.units
+        reads = self._thresholds[next(iter(entries))].reads
+        if reads:  # the plan needs the accumulated residual
+            self._accumulate(entries)
+        plans = [self._plan_of(name) for name in entries]
+        payloads, info, finite = ops.filter_bucket(
+            gradients,
+            *destinations(feedback),
+            factors=[entry.factor for entry in entries.values()],
+            weight_decay=decays(feedback, units),
+            thresholds=[plan.threshold for plan in plans],
+            ks=[plan.k for plan in plans],
+            is_active=not reads,
+            centre=self.algorithm.centre,
+            columns=self._columns(entries),
+            **self._form(),
+            **feedback[0].rule(),
+        )
+        self.finite.append(finite)
+        thresholds, counts, offsets = info.t().tolist()
+        return Filtered(payloads, thresholds, [int(count) for count in counts], [int(offset) for offset in offsets])
+
+    def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
+        """Do the same tensor by tensor: how much is sent, the host has to know, and waits for it."""
+        payloads, thresholds, counts = [], [], []
+        self._accumulate(entries)
+        for name in entries:
+            residual = self.feedback[name].residual
+            threshold, k = astuple(self._plan_of(name))
+            if k > 0:
+                threshold = max(ops.select_threshold(residual, k).item(), SMALLEST)
+            indices, values = ops.filter_threshold(residual, threshold)
+            payloads.append(self._packed(name, indices, values))
+            thresholds.append(threshold)
+            counts.append(len(indices))
+        sizes = [payload.numel() for payload in payloads]
+        return Filtered(torch.cat(payloads), thresholds, counts, [0, *itertools.accumulate(sizes[:-1])])
+
+    def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        algorithm, n = self.algorithm, self.parameters[name].numel()
+        payload = self.payload_of((name,), n, max(1, len(indices)))
+        if algorithm.values != "float32":
+            values = ops.quantize(values, algorithm.values, algorithm.centre, indices, payload.segments)
+        out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
+        ops.pack(indices, values, n, payload.k, out, segments=payload.segments, **self._form())
+        return out
+
+    def _plan_of(self, name: str) -> Plan:
+        return self._thresholds[name].plan(self.now.step, self._payload(name).k, self.feedback[name].values)
+
+    def _layout_of(self, names: list[str], own: Filtered) -> ops.Layout:
+        return ops.Layout(
+            ns=[self._payload(name).n for name in names],
+            ks=[max(1, count) for count in own.counts],
+            offsets=own.offsets,
+            segments=[self._payload(name).segments for name in names],
+            selections=list(range(len(names))),
+            begins=[0] * len(names),
+        )
+
+    def _nothing(self, name: str) -> torch.Tensor:
+        """Return the payload of a tensor that takes no part in this step."""
+        payload = self.payload_of((name,), self.parameters[name].numel(), 1)
+        out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
+        self._pack_nothing(payload, out)
+        return out
+
+    def _largest_payload(self, name: str) -> int:
+        n = self.parameters[name].numel()
+        return largest_payload(n, n, self.algorithm.coding, self.algorithm.values, self._payload(name).segments)
+
+    def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
+        """Sum the payloads of all ranks for the members at these places."""
+        sizes, form = [self.parameters[name].numel() for name in names], self._form()
+        columns, ranks = self._columns(names), self.now.world_size
+        if not device.is_asynchronous(self.device):
+            ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, columns=columns)
+            return
+        found = ops.locate_payloads(gathered, sizes, ranks, **form, columns=columns)
+        for place, out in zip(places, outs, strict=True):
+            own, segments = found[:, :, place].contiguous(), self._segments_of((names[place],))
+            ops.reduce_located(gathered, own, out.numel(), out, scale, **form, segments=segments)
+
+    def _columns(self, names) -> list[int]:
+        """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""
+        if self.algorithm.values not in LOW_BITS:
+            return []
+        return [columns_of(self.parameters[name].shape, self.algorithm) for name in names]

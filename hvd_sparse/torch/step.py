@@ -1,0 +1,394 @@
+"""The life cycle of one optimizer step: which gradients are expected, which have come, what is sent when.
+
+A step is a list of buckets. A codec turns the gradients of a bucket into a message, the exchange sends it, and the
+codec turns the messages of all ranks into sums. The step before tells which tensors to expect: a bucket is sent when
+its last member is there, or with a joint selection, when all tensors are. Tensors that come unexpectedly (all in the
+first step) go in late buckets at the step's first decompress: by then every compress of the step has happened, on every
+rank. Small tensors, and all while the density is 1, are sent dense.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.half import largest_sent, rest_of
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.codecs import CODECS
+from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, place_of
+from hvd_sparse.torch.device import device_of, is_asynchronous
+from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
+from hvd_sparse.traffic import Traffic
+from hvd_sparse.units import Units, loss_scales_differ
+
+MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
+
+
+class DenseBucket:
+    """Dense tensors in one all-reduce: those that Horovod's own does not carry."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[torch.Tensor], pending: Pending):
+        self._sizes = dict(zip(names, map(torch.numel, parts), strict=True))
+        self._pending = pending
+        self._sums: dict[str, torch.Tensor] | None = None
+
+    def sum_of(self, name: str, scale: float) -> torch.Tensor:
+        """Return the sum of a member over all ranks, times a scale."""
+        if self._sums is None:
+            parts = self._pending.wait().mul_(scale).split(list(self._sizes.values()))
+            self._sums = dict(zip(self._sizes, parts, strict=True))
+        return self._sums[name]
+
+
+class Step:
+    """One optimizer step after the other, of one compressor."""
+
+    def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
+        self.algorithm = algorithm
+        self.parameters = parameters
+        self.exchange = exchange
+        self.traffic = traffic
+        self.device = device_of(algorithm, parameters.device)  # where gradients are handed to it, and all is kept
+        weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
+        self.feedback: dict[str, ErrorFeedback] = {
+            name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
+            for name in parameters
+        }
+        self.codec = CODECS[algorithm.layout](algorithm, parameters, self.feedback, exchange, traffic, self.device)
+        least = max(algorithm.min_numel, 1)
+        self._small = [name for name in parameters if parameters[name].numel() < least]
+        self.expected: tuple[str, ...] = ()
+        self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
+        self._nowhere: frozenset[str] = frozenset()  # the same of this step
+        self.entries: dict[str, Entry] = {}
+        self._awaited: set[str] = set()
+        self._plan: list[Bucket] = []
+        self._plan_key: tuple | None = None
+        self._bucket_of: dict[str, Bucket | DenseBucket] = {}
+        self._deferred: list[Bucket] = []
+        self._collectives: list[Pending] = []
+        self._votes: list[Pending] = []
+        self._is_sealed = self._is_under_way = False
+        self._tokens = Tokens()
+        self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
+        self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
+
+    def forget(self) -> None:
+        """Expect nothing of the next step, as in the first one; keep the error feedback."""
+        self.expected, self._idle = (), frozenset()
+        self.restart()
+
+    def restart(self) -> None:
+        """Take every threshold anew: they outlive a step."""
+        for threshold in self.codec.thresholds.values():
+            threshold.forget()
+
+    def describe(self) -> list[str]:
+        """Return one line a parameter that decays, for the configuration check across ranks."""
+        decays = {name: feedback.weight_decay for name, feedback in sorted(self.feedback.items())}
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+
+    def begin(self, number: int, units: Units) -> None:
+        """Begin an optimizer step, counted from 0; cut the expected tensors into buckets."""
+        density = self.algorithm.schedule.density(number)
+        self.number, self.units, self.rank = number, units, self.exchange.rank()
+        self.codec.begin(Round(number, density, (self.algorithm.seed << 32) + number, units, self.rank))
+        self.entries = {}
+        self._awaited = set(self.expected)
+        self._deferred, self._votes, self._is_sealed = [], [], False
+        self._dense = frozenset(self.parameters if density >= 1.0 else self._small)
+        if self._is_under_way:
+            for feedback in self.feedback.values():
+                feedback.forget_spare()
+        self._is_under_way = True
+        self._tokens.begin(self.rank, len(self.expected))
+        if self._plan_key != (self.expected, density):
+            self._plan_key = (self.expected, density)
+            self._plan = self.codec.plan([name for name in self.expected if name not in self._dense], self._prefix())
+        self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.offsets}
+        for bucket in self._plan:
+            bucket.restart()
+        self._ask_who_is_there()
+
+    def _prefix(self) -> str:
+        return "model" if self.codec.is_joint else "bucket"
+
+    def _ask_who_is_there(self) -> None:
+        """Start the sum over ranks that tells who takes part in this step, and whether any parameter is frozen."""
+        came = [*self.expected, *self._idle] or list(self.parameters)
+        freezes = any(not self.parameters[name].requires_grad for name in came)
+        self._presence = self.exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
+        self._collectives = [self._presence]
+        self.traffic.count(payload_bytes=4)
+
+    def add(self, entry: Entry) -> torch.Tensor:
+        """Take a gradient in; return what Horovod's own all-reduce is to carry: a token, or the dense tensor."""
+        name = entry.name
+        self.entries[name] = entry
+        if name in self._dense and name not in self._idle and not self.codec.is_joint:
+            entry.carries_token = False
+            carried = self._take_dense(entry)
+            self.traffic.count(payload_bytes=carried.nbytes)
+        else:
+            carried = self._tokens.take()
+            bucket = self._bucket_of.get(name)
+            if bucket is not None and not self.codec.is_joint:
+                bucket.missing.discard(name)
+                if not bucket.missing:
+                    self._start(bucket)
+        self._awaited.discard(name)
+        if not self._awaited and not self._is_sealed and self.expected:
+            self._seal()
+        if self._deferred:
+            self._release(wait=False)
+        return carried
+
+    def finish(self) -> None:
+        """Start everything that has not been started: no compress follows in this step."""
+        self._nowhere = self._trained_nowhere()
+        known = {*self.expected, *self._nowhere}
+        if not self._is_sealed and self.expected and self.codec.is_joint:
+            self._bucket_of, self._is_sealed = (
+                {},
+                True,
+            )  # a tensor is missing: the others share a selection of their own
+            known = set(self._nowhere)
+        if not self._is_sealed:
+            self._seal()
+        late = [self.entries[name] for name in sorted(self.entries) if name not in known]
+        if late:
+            self._start_late(late)
+        self._release(wait=True)
+        self._count()
+
+    def end(self) -> None:
+        """End a step that is complete: what it saw is what the next one expects.
+
+        Lets go of its gradients, and waits for what a skipped step left unread: Horovod keeps those tensors until then.
+        """
+        for collective in self._collectives:
+            collective.wait()
+        self._tokens.end()
+        self.codec.end()
+        self._is_under_way = False
+        self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
+        self._idle = self._nowhere
+        self.entries, self._bucket_of = {}, {}
+        for bucket in self._plan:
+            bucket.restart()
+
+    def overflowed(self) -> bool:
+        """Return whether any gradient of any rank was not finite: then the step is skipped. Waits for the votes.
+
+        RuntimeError on every rank if they are not at the same step, or if one met a damaged payload in the last one.
+        """
+        overflow = False
+        for vote in self._votes:
+            bad, damaged, steps, squares, scales, scale_squares = vote.wait().tolist()
+            if damaged > 0:
+                self._refuse_damage()
+            ranks = self.units.world_size
+            if steps**2 != squares * ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
+                raise RuntimeError(
+                    f"hvd_sparse: this rank is at step {self.number}, the mean is {steps / ranks:g}. "
+                    "Load the compression's state on every rank, or on none"
+                )
+            if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal, but for rounding
+                raise RuntimeError(loss_scales_differ(self.units.loss_scale, scales / ranks))
+            overflow |= bad > 0
+        return overflow
+
+    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the reduced gradient, float32[n] or in the entry's own shape and dtype.
+
+        carried: what Horovod reduced. scale: what a sum over ranks is to be multiplied with.
+        """
+        bucket = self._bucket_of.get(entry.name)
+        if not entry.carries_token:
+            result = self._own(entry, carried)
+        elif isinstance(bucket, DenseBucket):
+            with self.traffic.timed("exchange"):
+                result = bucket.sum_of(entry.name, scale)
+        elif bucket is not None:
+            return self._sum_of(bucket, entry, scale)
+        else:  # it trains nowhere
+            return entry.gradient.new_zeros(entry.gradient.numel())
+        if entry.commit is not None:
+            entry.commit()
+        return result
+
+    def _sum_of(self, bucket: Bucket, entry: Entry, scale: float) -> torch.Tensor:
+        """Take a sum out of its bucket; the first to ask has the codec decode it, and clear what was sent."""
+        if entry.name not in bucket.sums:
+            gathered = None
+            if bucket.pending is not None:
+                with self.traffic.timed("exchange"):
+                    gathered = bucket.pending.wait()
+            bucket.scale = scale
+            with torch.no_grad():
+                self.codec.decode(bucket, gathered, self._members(bucket), self.units.outgoing(scale))
+        if scale != bucket.scale:
+            raise ValueError(
+                f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
+                f"{bucket.scale}: reduce all gradients of an optimizer alike"
+            )
+        total = bucket.sums[entry.name]
+        if entry.gradient.dtype in (torch.float16, torch.bfloat16):
+            part = rest_of(self.rank, self.units.world_size) / self.units.outgoing(scale)
+            return self.feedback[entry.name].keep_excess(total, entry.gradient.dtype, part)
+        return total
+
+    def _own(self, entry: Entry, carried: torch.Tensor) -> torch.Tensor:
+        """Return a reduced gradient in a place of its own: error feedback takes back its scratch buffer."""
+        if not self.feedback[entry.name].is_spare(carried):
+            return carried
+        place = place_of(entry.gradient)
+        place.view(-1).copy_(carried.view(-1))
+        return place
+
+    def _members(self, bucket: Bucket) -> dict[str, Entry]:
+        """Return the entries of a bucket that have come."""
+        return {name: self.entries[name] for name in bucket.offsets if name in self.entries}
+
+    def _seal(self) -> None:
+        """Start what was expected and has not been started: all of it is there, or no more will come."""
+        self._is_sealed = True
+        entries = [self.entries[name] for name in self.expected if name in self.entries]
+        if self.expected:
+            self._start_all(entries, [bucket for bucket in self._plan if not bucket.is_started], "")
+
+    def _start_late(self, entries: list[Entry]) -> None:
+        sparse = [entry.name for entry in entries if entry.name not in self._dense]
+        buckets = self.codec.plan(sparse, "late")
+        for bucket in buckets:
+            bucket.restart()
+            self._bucket_of.update(dict.fromkeys(bucket.offsets, bucket))
+        self._start_all(entries, buckets, "late.")
+
+    def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:
+        """Send the buckets, and what is dense among the entries and Horovod does not carry; vote on all."""
+        if self._clips_model():
+            training = [entry.gradient for entry in entries if not entry.frozen]
+            self._whole_factor = whole_clip_factor(self.algorithm, self.units, training)
+        for bucket in buckets:
+            self._start(bucket)
+        dense = [entry for entry in entries if entry.carries_token and entry.name in self._dense]
+        parts = [self._take_dense(entry).reshape(-1) for entry in dense]
+        self._vote(f"{prefix}vote")
+        if dense:
+            whole = torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
+            self.traffic.count(payload_bytes=whole.nbytes)
+            names = [entry.name for entry in dense]
+            bucket = DenseBucket(names, parts, self.exchange.allreduce(f"{prefix}dense", whole))
+            self._collectives.append(bucket._pending)
+            self._bucket_of.update(dict.fromkeys(names, bucket))
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.is_started = True
+        entries = self._members(bucket)
+        for entry in entries.values():
+            self._scale(entry)
+        self.codec.encode(bucket, entries)
+        if bucket.message is not None:
+            self._deferred.append(bucket)
+            self.traffic.count(payload_bytes=bucket.message.numel())
+
+    def _scale(self, entry: Entry) -> None:
+        """Say what a gradient is scaled with: to units of its error feedback, clipped by its own norm or by all."""
+        if not entry.frozen:
+            feedback = self.feedback[entry.name]
+            entry.factor = self._whole_factor if self._clips_model() else feedback.factor(entry.gradient, self.units)
+
+    def _clips_model(self) -> bool:
+        algorithm = self.algorithm
+        return getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
+
+    def _take_dense(self, entry: Entry) -> torch.Tensor:
+        """Return what a tensor sends dense, and note what then becomes of its error feedback."""
+        feedback, gradient, units = self.feedback[entry.name], entry.gradient, self.units
+        self.traffic.count(sent=gradient.numel())
+        if entry.frozen:
+            return gradient.new_zeros(gradient.numel(), dtype=feedback.dense_dtype(gradient))
+        self._scale(entry)
+        averages = units.reduction is not None and units.reduction * units.world_size <= 1.0
+        most = largest_sent(units.world_size, averages) if gradient.dtype == torch.float16 else math.inf
+        sent, finite, entry.commit = feedback.take_all(gradient, entry.factor, units, most)
+        self.codec.finite.append(finite)
+        return sent
+
+    def _trained_nowhere(self) -> frozenset[str]:
+        """Return which parameters of this step are frozen on every rank; asks the others if any is frozen here."""
+        with self.traffic.timed("exchange"):
+            if self._presence.wait() < MOST_RANKS:
+                return frozenset()
+            names = sorted(self.entries)
+            trains = torch.tensor([float(not self.entries[name].frozen) for name in names])
+            self.traffic.count(payload_bytes=trains.nbytes)
+            ranks = self.exchange.allreduce("trains", trains).wait().tolist()
+        return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
+
+    def _count(self) -> None:
+        """Count what Horovod alone would have sent, and the tokens."""
+        gradients = [entry.gradient for entry in self.entries.values()]
+        self.traffic.count(
+            elements=sum(gradient.numel() for gradient in gradients),
+            dense_bytes=sum(gradient.nbytes for gradient in gradients),
+            payload_bytes=TOKEN_BYTES * sum(entry.carries_token for entry in self.entries.values()),
+        )
+
+    def _release(self, wait: bool) -> None:
+        """Start the deferred all-gathers once it is known that every rank takes part in this step.
+
+        An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for
+        ever: it must not be submitted. A sum of ones, started with the step, tells; it is there before a bucket fills.
+        """
+        if not wait and not (self._deferred and self._presence.is_done()):
+            return
+        with self.traffic.timed("exchange"):
+            present, ranks = int(self._presence.wait()) % MOST_RANKS, self.units.world_size
+        if present < ranks:
+            raise RuntimeError(
+                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
+                "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
+            )
+        deferred, self._deferred = self._deferred, []
+        for bucket in deferred:
+            bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)
+            self._collectives.append(bucket.pending)
+
+    def _vote(self, name: str) -> None:
+        """Start the vote on all that was accumulated since the last one. Nothing waits for the device."""
+        flags, self.codec.finite = [flag.view(-1) for flag in self.codec.finite], []
+        vote = torch.zeros(6, dtype=torch.float64, device=self.device)
+        if flags:
+            vote[0] = torch.cat(flags).logical_not().sum()
+        if is_asynchronous(self.device):
+            if not self._votes:  # nothing is decoded between the votes of a step
+                self.damage = ops.take_decode_status(vote)
+            vote[1] = self.damage[0]
+        # Each with its square: the sums of both tell whether it is the same on every rank.
+        step, loss_scale = self.number, self.units.loss_scale
+        for place, number in enumerate((step, step**2, loss_scale, loss_scale**2), 2):
+            vote[place].fill_(number)  # not a copy from the host, which would wait for the device
+        self._votes.append(self.exchange.allreduce(name, vote))
+        self._collectives.append(self._votes[-1])
+        self.traffic.count(payload_bytes=vote.nbytes)
+
+    def _refuse_damage(self) -> None:
+        """Raise what all ranks recorded of damaged payloads: a rank that decodes on the CPU raised it at once."""
+        damage = self.damage.view(torch.uint8)
+        gathered = self.exchange.allgather("damage", damage).wait().view(torch.int64).view(-1, 2).tolist()
+        met = [
+            f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "
+            f"{ops.FAILED_CHECKS[first % 256 - 1]}"
+            for rank, (count, first) in enumerate(gathered)
+            if count > 0
+        ]
+        raise RuntimeError(
+            f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
+            "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
+        )
