@@ -9,7 +9,7 @@ import tensorflow as tf
 from entries import draw_entries
 
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.memory import make_memory
+from hvd_sparse.tensorflow.error_feedback import make_error_feedback
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.units import Units
 from hvd_sparse.wire import top_k_count
@@ -44,7 +44,7 @@ class Worker:
     def __init__(self, algorithm, n: int):
         self.momentum = algorithm.local_momentum
         self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
-        self.memory = make_memory(algorithm, tf.Variable(tf.zeros([n])), "benchmark")
+        self.memory = make_error_feedback(algorithm, tf.Variable(tf.zeros([n])), "benchmark")
         self.hints = ThresholdHints(["benchmark"])
         self._compress = tf.function(self._compress_once)
         self._compress_with_topk = tf.function(self._compress_with_topk_once)

@@ -23,51 +23,38 @@ from hvd_sparse.tensorflow.calls import (
     is_stand_in,
     refuse_keras_3,
 )
+from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange
-from hvd_sparse.tensorflow.memory import ResidualMemory, make_memory, make_variable
-from hvd_sparse.tensorflow.model_scope import ModelScope
-from hvd_sparse.tensorflow.scope import Scope
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
-from hvd_sparse.tensorflow.tensor_scope import TensorScope
+from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
-from hvd_sparse.tensorflow.union_scope import LeaderScope, PartitionScope, RandomScope
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
-from hvd_sparse.tensorflow.varying_scope import VaryingScope
 from hvd_sparse.units import checked_loss_scale
 
-SCOPES: dict[str, type[Scope]] = {  # how a method lays out a step
-    "tensor": TensorScope,
-    "model": ModelScope,
-    "threshold": VaryingScope,
-    "leader": LeaderScope,
-    "partition": PartitionScope,
-    "random": RandomScope,
-}
 untraced = tf.autograph.experimental.do_not_convert
 
 
 class SparseCompressor(tf.Module):
-    """A compressor with a memory, for one optimizer or tape.
+    """A compressor with error feedback, for one optimizer or tape.
 
     algorithm: one of `hvd_sparse.algorithms`. variables: those that are trained: a list, the model, or a function that
     returns them. process_set: the optimizer's. Build it once, outside the training step.
     Its own variables (step, residuals, velocities) are tracked: `tf.train.Checkpoint(compression=...)` saves them.
     Errors: ValueError and TypeError for wrong arguments, for models or settings that differ between ranks, and for
     reductions other than Sum and Average, on every rank; tf.errors.InvalidArgumentError from within a step. A gradient
-    that is not finite on any rank voids the step: every gradient becomes NaN on every rank (a LossScaleOptimizer then
-    skips the step), what is not finite counts as zero in the memory, and
-    nothing that was to be sent is lost.
+    that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a LossScaleOptimizer then
+    skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
     """
 
     def __init__(self, algorithm: Algorithm, variables, process_set=None):
         super().__init__(name="hvd_sparse")
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
-        self.memories: dict[str, ResidualMemory] = {}
+        self.feedback: dict[str, ErrorFeedback] = {}
         self.kept: list[tf.Variable] = []  # thresholds that outlive a step
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
-            self._make_memories()
+            self._make_error_feedback()
         exchange = self._parts.exchange
         if algorithm.local_momentum > 0.0 and hvd.is_initialized() and not exchange.is_used():
             warnings.warn(
@@ -139,7 +126,7 @@ class SparseCompressor(tf.Module):
         """Return the reduced gradient, of the variable's shape and the gradient's type."""
         if ctx is None:
             return tensor
-        return self._parts.scope.result(ctx.entry, ctx.step, tensor)
+        return self._parts.step.result(ctx.entry, ctx.step, tensor)
 
     def stats(self, session=None) -> dict:
         """Return what travelled from this rank; in a graph of TensorFlow 1, give the session.
@@ -149,7 +136,7 @@ class SparseCompressor(tf.Module):
         collectives were handed: payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks),
         ratio, density (elements sent over all), and no seconds: the operations of a graph run side by side.
         """
-        residuals = [memory.residual for memory in self.memories.values() if "residual" in memory.buffers]
+        residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
         norm = tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
         *counted, norm = evaluate([*self._parts.traffic.variables, norm], session)
@@ -176,12 +163,12 @@ class SparseCompressor(tf.Module):
         restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)
 
     def reset(self, session=None) -> None:
-        """Start anew, on every rank: no memory, step 0. The loss scale stays."""
+        """Start anew, on every rank: no residual, step 0. The loss scale stays."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.kept]
         self._change([(variable, tf.zeros_like) for variable in own], session)
 
     def _buffers(self) -> list[tf.Variable]:
-        return [buffer for memory in self.memories.values() for buffer in memory.buffers.values()]
+        return [buffer for feedback in self.feedback.values() for buffer in feedback.buffers.values()]
 
     @staticmethod
     def _change(changes, session) -> None:
@@ -189,20 +176,19 @@ class SparseCompressor(tf.Module):
 
     def _load(self) -> None:
         self._parts.variables.load()
-        if not self.memories:
-            self._make_memories()
+        if not self.feedback:
+            self._make_error_feedback()
 
-    def _make_memories(self) -> None:
+    def _make_error_feedback(self) -> None:
         parts = self._parts
         decays = parts.algorithm.weight_decays((name, parts.variables[name]) for name in parts.variables)
-        memories = {
-            name: make_memory(parts.algorithm, parts.variables[name], name, decays[name]) for name in parts.variables
+        feedback = {
+            name: make_error_feedback(parts.algorithm, parts.variables[name], name, decays[name])
+            for name in parts.variables
         }
-        self.memories = memories
-        parts.scope = SCOPES[parts.algorithm.layout](
-            parts.algorithm, memories, self.step, parts.loss_scale, parts.exchange, parts.traffic
-        )
-        self.kept, parts.kept_rows = parts.scope.kept, parts.scope.kept_rows
+        self.feedback = feedback
+        parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic)
+        self.kept, parts.kept_rows = parts.step.codec.kept, parts.step.codec.kept_rows
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -220,7 +206,7 @@ class SparseCompressor(tf.Module):
         self._load()
         check_call(call, parts.algorithm, parts.exchange)
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
-        description += parts.scope.describe()
+        description += parts.step.describe()
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
             parts.exchange.agree(description)
             parts.agreed = True
@@ -235,7 +221,7 @@ class SparseCompressor(tf.Module):
         parts.calls_in[outer] = number + 1
         with outer.as_default(), tf.control_dependencies(None):
             suffix = f".{number}" if number else ""
-            entries, step = parts.scope.build(gradients, self._reduction(call), suffix, description)
+            entries, step = parts.step.build(gradients, self._reduction(call), suffix, description)
         parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
         return parts.call
 
@@ -246,7 +232,7 @@ class SparseCompressor(tf.Module):
 class Parts:
     """What a compressor is made of and TensorFlow need not track."""
 
-    scope: Scope  # once the variables are known
+    step: Step  # once the variables are known
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A compressor's memory as a checkpoint, of one rank or summed over all: NumPy arrays in plain dicts.
+"""A compressor's error feedback as a checkpoint, of one rank or summed over all: NumPy arrays in plain dicts.
 
 The twin of `hvd_sparse.torch.state`, with the same layout; which buffers stand in it is fixed here, where they are
 made at once.
@@ -14,8 +14,8 @@ from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused
 
 def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
     """Return a state as `hvd_sparse.checkpoint` has it; collective if summed. rows: those of the kept thresholds."""
-    keys = [(name, kind) for name, memory in compressor.memories.items() for kind in memory.buffers]
-    buffers = [compressor.memories[name].buffers[kind] for name, kind in keys]
+    keys = [(name, kind) for name, memory in compressor.feedback.items() for kind in memory.buffers]
+    buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
         buffers = [
             exchange.allreduce(f"state.{name}.{kind}", buffer.read_value())
@@ -23,7 +23,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
         ]
     step, *values = evaluate([compressor.step, *compressor.kept, *buffers], session)
     kept, values = values[: len(compressor.kept)], values[len(compressor.kept) :]
-    memory: dict[str, dict] = {name: {} for name in compressor.memories}
+    memory: dict[str, dict] = {name: {} for name in compressor.feedback}
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
@@ -33,12 +33,12 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
 
 def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
     """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
-    memories = compressor.memories
+    feedback = compressor.feedback
     thresholds = dict.fromkeys(rows, len(compressor.kept))
-    exchange.refuse_together(refused(lambda: _check(memories, thresholds, state, exchange.size())), session)
+    exchange.refuse_together(refused(lambda: _check(feedback, thresholds, state, exchange.size())), session)
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     changes = [compressor.step.assign(state["step"])]
-    for name, memory in memories.items():
+    for name, memory in feedback.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
             value = on_host(saved[kind]) if kind in saved else np.zeros(memory.size)
@@ -51,11 +51,11 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     evaluate(changes, session)
 
 
-def _check(memories, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
-    """Raise ValueError unless a state fits the memories, and as many numbers of each threshold."""
-    sizes, kinds = {n: m.size for n, m in memories.items()}, {n: m.BUFFERS for n, m in memories.items()}
+def _check(feedback, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
+    """Raise ValueError unless a state fits the feedback, and as many numbers of each threshold."""
+    sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     check_state(state, sizes, kinds, thresholds, ranks)
-    for name, memory in memories.items():
+    for name, memory in feedback.items():
         for kind, saved in state["memory"][name].items():
             if kind not in memory.buffers and np.any(on_host(saved)):
                 raise ValueError(

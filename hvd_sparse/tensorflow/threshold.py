@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
-from hvd_sparse.tensorflow.memory import make_variable
+from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
 

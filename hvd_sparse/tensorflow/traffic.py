@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import tensorflow as tf
 
-from hvd_sparse.tensorflow.memory import make_variable
+from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.traffic import report
 
 COUNTERS = ("dense_bytes", "payload_bytes", "surplus_bytes", "elements", "sent")

@@ -34,7 +34,7 @@ _checks_lock = threading.Lock()  # over the starts of configuration checks, of a
 
 
 class SparseCompressor:
-    """A compressor with a memory, for one optimizer.
+    """A compressor with error feedback, for one optimizer.
 
     algorithm: one of `hvd_sparse.algorithms`. named_parameters: those of the optimizer. process_set: the optimizer's.
     Errors: ValueError and TypeError for wrong arguments, models or settings that differ between ranks, and reductions
@@ -164,7 +164,7 @@ class SparseCompressor:
             self._drop()
 
     def reset(self) -> None:
-        """Start anew, on every rank: no memory, step 0, nothing pending, nothing agreed. The loss scale stays."""
+        """Start anew, on every rank: no residual, step 0, nothing pending, nothing agreed. The loss scale stays."""
         with self._lock:
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():

@@ -25,7 +25,7 @@ class Dense(NamedTuple):
 
     sent: torch.Tensor  # [n], in `dense_dtype` and the gradient's units, contiguous; it may be the gradient itself
     finite: torch.Tensor  # bool: were the gradient, and what is sent, finite everywhere?
-    commit: Callable[[], None]  # changes the memory
+    commit: Callable[[], None]  # changes the buffers
 
 
 class ErrorFeedback:
@@ -71,14 +71,14 @@ class ErrorFeedback:
         self.buffers[name] = storage
 
     def factor(self, gradient: torch.Tensor, units: Units) -> float:
-        """Return what to scale this tensor's gradient with when it is accumulated: to units of the memory, clipped."""
+        """Return what to scale this tensor's gradient with when it is accumulated: to units of the residual, clipped."""
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
             return units.incoming
         return clip_factor(algorithm.clip_norm, units, _norm(gradient))
 
     def accumulate(self, gradient: torch.Tensor, factor: float, units: Units) -> torch.Tensor:
-        """Bring a gradient, scaled by `factor`, into the memory; return, as bool, whether it was finite everywhere.
+        """Bring a gradient, scaled by `factor`, into residual and velocity; return, as bool, whether it was finite everywhere.
 
         What is not finite counts as zero.
         """
@@ -281,16 +281,16 @@ def make_error_feedback(
     return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, parameter, device, weight_decay)
 
 
-def destinations(memories: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
-    """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a memory, or none."""
-    columns = zip(*(memory.destination() for memory in memories), strict=True)
+def destinations(feedback: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
+    """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a tensor, or none."""
+    columns = zip(*(one.destination() for one in feedback), strict=True)
     lists = [[UNREAD if one is None else one for one in column] for column in columns] or [[], [], []]
     return [[] if all(one is UNREAD for one in column) else column for column in lists]
 
 
-def decays(memories: Iterable[ErrorFeedback], units: Units) -> list[float]:
+def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
     """Return the weight decays, as `ops.accumulate_bucket` takes them."""
-    return [units.decay(memory.weight_decay) for memory in memories]
+    return [units.decay(one.weight_decay) for one in feedback]
 
 
 def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
@@ -300,13 +300,13 @@ def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[to
 
 
 def clip_factor(clip_norm: float, units: Units, norm: float) -> float:
-    """Return what brings a gradient of this L2 norm to units of the memory, and down to the bound."""
+    """Return what brings a gradient of this L2 norm to units of the residual, and down to the bound."""
     bound = units.clip_bound(clip_norm)
     return (bound / norm if norm > bound else 1.0) * units.incoming
 
 
 def _enlarge(sent: torch.Tensor, units: Units) -> torch.Tensor | bool:
-    """Bring what a memory sends to units of the gradient, in place; return whether it is finite there."""
+    """Bring what is sent to units of the gradient, in place; return whether it is finite there."""
     return True if units.loss_scale == 1.0 else ops.all_finite(sent.mul_(units.loss_scale))
 
 

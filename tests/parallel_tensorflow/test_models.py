@@ -50,7 +50,7 @@ def test_sparse_and_missing_gradients(sparse_as_dense):
             fed[i] += tf.convert_to_tensor(dense[i]).numpy().astype(np.float64)
             out[i] += tf.convert_to_tensor(reduced[i]).numpy().astype(np.float64)
     assert isinstance(reduced[0], tf.IndexedSlices) != sparse_as_dense
-    for i, name in enumerate(list(compression.memories)[:2]):
+    for i, name in enumerate(list(compression.feedback)[:2]):
         left = total(residual_of(compression, name)).reshape(out[i].shape)
         np.testing.assert_array_equal(out[i] + left, fed[i])
 
@@ -75,7 +75,7 @@ def test_groups(groups, scope):
     for _ in range(3):
         for i, reduced in enumerate(reduce()):
             out[i] += reduced.numpy()
-    for i, name in enumerate(compression.memories):
+    for i, name in enumerate(compression.feedback):
         fed = 3 * np.arange(100 + 10 * i) * sum(rank + 1 for rank in range(hvd.size()))
         np.testing.assert_array_equal(out[i] + total(residual_of(compression, name)), fed)
     if scope == "tensor":  # three times its own k of each variable, so none was taken for another
@@ -115,7 +115,7 @@ def test_retracing_and_several_traces_share_the_memory():
         fed += total(np.repeat(batch.sum(0)[:, None], 10, axis=1))
         out += reduce(tf.constant(batch)).numpy().astype(np.float64)
     assert reduce.experimental_get_tracing_count() == 3
-    left = total(residual_of(compression, next(iter(compression.memories)))).reshape(30, 10)
+    left = total(residual_of(compression, next(iter(compression.feedback)))).reshape(30, 10)
     np.testing.assert_array_equal(out + left, fed)
     assert compression.stats()["steps"] == 5
 

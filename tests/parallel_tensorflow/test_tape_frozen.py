@@ -24,10 +24,10 @@ def test_what_has_no_gradient_does_not_count():
     compression = Compression.topk(list(variables.values()), density=0.01, min_numel=100)
     reduce = Reducer(variables, compression, op=hvd.Sum)
     for t, (names, k) in enumerate([("ab", 40), ("a", 10), ("ab", 40)]):
-        before = compression.memories["b"].residual.numpy()
+        before = compression.feedback["b"].residual.numpy()
         reduced = reduce({name: draw(SHAPES, t, hvd.rank())[name] for name in names})
         sent = compression.stats()["step"]["density"] * sum(SHAPES[name][0] for name in names)
         assert round(sent) == k
         assert all(np.isfinite(one).all() for one in reduced.values())
         if "b" not in names:
-            np.testing.assert_array_equal(before, compression.memories["b"].residual.numpy())
+            np.testing.assert_array_equal(before, compression.feedback["b"].residual.numpy())

@@ -42,7 +42,7 @@ def spoilt(gradients, name, value):
 
 
 def assert_nothing_entered(compression):
-    for name, memory in compression.memories.items():
+    for name, memory in compression.feedback.items():
         for kind, buffer in memory.buffers.items():
             assert np.isfinite(buffer.numpy()).all(), (name, kind)
 

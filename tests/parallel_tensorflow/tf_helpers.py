@@ -60,7 +60,7 @@ def total(array):
 
 def memory_of(compression, name, kind="residual"):
     """Return a buffer of this rank, float64[n]; zeros where a variable has none."""
-    memory = compression.memories[name]
+    memory = compression.feedback[name]
     found = memory.buffers.get(kind)
     return np.zeros(memory.size) if found is None else found.numpy().astype(np.float64)
 

@@ -1,8 +1,8 @@
-"""What a worker remembers of a variable: residual and momentum; when they change, and by which rule.
+"""The error feedback of one variable: residual and velocity, when they change, and by which rule.
 
-The twin of `hvd_sparse.torch.memory`, with the same names and the same arithmetic, rounding for rounding: payloads of
-the two frameworks are equal bit for bit. What differs is that a buffer is a tf.Variable, made before any tracing, and
-that a change of it is an operation in a graph, which has to be tied to what follows.
+The twin of `hvd_sparse.torch.error_feedback`, with the same names and the same arithmetic, rounding for rounding:
+payloads of the two frameworks are equal bit for bit. What differs is that a buffer is a tf.Variable, made before any
+tracing, and that a change of it is an operation in a graph, which has to be tied to what follows.
 """
 
 import math
@@ -15,8 +15,8 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.units import Units
 
 
-class ResidualMemory(tf.Module):
-    """Gradient Dropping's memory of one variable: r <- r + g; what is sent leaves it (section 3).
+class ErrorFeedback(tf.Module):
+    """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3).
 
     Buffers are flat float32. A variable that always travels dense has no residual.
     """
@@ -44,7 +44,7 @@ class ResidualMemory(tf.Module):
         return self.buffers["residual"]
 
     def factor(self, gradient: tf.Tensor, units: Units) -> tf.Tensor:
-        """Return what to scale this variable's gradient with when it is accumulated: to units of the memory, clipped.
+        """Return what to scale this variable's gradient with when it is accumulated: to units of the residual, clipped.
 
         A float32 scalar.
         """
@@ -56,7 +56,7 @@ class ResidualMemory(tf.Module):
     def accumulate(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, is_active: bool | tf.Tensor
     ) -> tf.Tensor:
-        """Bring a gradient, scaled by `factor`, into the memory if active; return whether it was finite everywhere.
+        """Bring a gradient, scaled by `factor`, into residual and velocity if active; return whether it was finite everywhere.
 
         What is not finite counts as zero.
         """
@@ -115,7 +115,7 @@ class ResidualMemory(tf.Module):
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
 
     def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what is sent of all that waits, in units of the memory, and what is left: `most` is the gradient's."""
+        """Return what is sent of all that waits, in units of the residual, and what is left: `most` is the gradient's."""
         return (whole, tf.zeros([self.size])) if most == math.inf else self._cut(whole, most * units.incoming)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -123,7 +123,7 @@ class ResidualMemory(tf.Module):
         return {"residual": left}
 
     def _local(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tf.Tensor:
-        """Return the gradient, float32[n], in units of the memory, clipped and with weight decay."""
+        """Return the gradient, float32[n], in units of the residual, clipped and with weight decay."""
         local = tf.reshape(tf.cast(gradient, tf.float32), [-1]) * factor
         if self.weight_decay:
             local += self._decaying() * units.decay(self.weight_decay)
@@ -136,8 +136,8 @@ class ResidualMemory(tf.Module):
         return tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1])
 
 
-class MomentumMemory(ResidualMemory):
-    """Deep Gradient Compression's memory of one variable (Algorithms 3 and 4).
+class MomentumCorrection(ErrorFeedback):
+    """Deep Gradient Compression's: momentum correction and momentum factor masking (Algorithms 3 and 4).
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
@@ -203,8 +203,8 @@ class MomentumMemory(ResidualMemory):
         return velocity, [velocity]
 
 
-class SparsificationAwareMemory(ResidualMemory):
-    """SAMomentum's memory of one variable: m * u of DGS, Algorithm 3, to which the next gradient is added.
+class SparsificationAware(ErrorFeedback):
+    """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
 
     What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
     """
@@ -236,16 +236,31 @@ class SparsificationAwareMemory(ResidualMemory):
         return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
 
 
-MEMORIES = {DeepGradientCompression: MomentumMemory, SparsificationAwareMomentum: SparsificationAwareMemory}
+KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentum: SparsificationAware}
 
 
-def make_memory(algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0) -> ResidualMemory:
-    """Return the memory that an algorithm keeps of a variable."""
-    return MEMORIES.get(type(algorithm), ResidualMemory)(algorithm, variable, name, weight_decay)
+def make_error_feedback(
+    algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0
+) -> ErrorFeedback:
+    """Return the error feedback of a variable by a method."""
+    return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, variable, name, weight_decay)
+
+
+def destinations(feedback: list[ErrorFeedback]) -> list[list]:
+    """Return residuals, velocities and parameters, each as many as there are members, or none."""
+    columns = list(zip(*(one.destination() for one in feedback), strict=True))
+    unread = tf.zeros([0])  # in place of a parameter that does not decay
+    lists = [[unread if one is None else one for one in column] for column in columns]
+    return [[] if all(one is unread for one in column) else column for column in lists]
+
+
+def decays(feedback: list[ErrorFeedback], units: Units) -> list[float]:
+    """Return the weight decays, as `ops.accumulate_bucket` takes them."""
+    return [units.decay(one.weight_decay) for one in feedback]
 
 
 def enlarged(sent: tf.Tensor, units: Units) -> tf.Tensor:
-    """Return what a memory sends, float32, in units of the gradient."""
+    """Return what is sent, float32, in units of the gradient."""
     return sent * tf.cast(units.loss_scale, tf.float32)
 
 
@@ -272,7 +287,7 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
 
 
 def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) -> tf.Tensor:
-    """Return, as a float32 scalar, what brings gradients to units of the memory, and their joint L2 norm to the bound.
+    """Return, as a float32 scalar, what brings gradients to units of the residual, and their joint L2 norm to the bound.
 
     What is not finite counts as zero.
     """

@@ -1,0 +1,123 @@
+"""What all codecs share: the entries of a step, and what a codec does with them."""
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.centres import segments_of
+from hvd_sparse.half import HALF, rest_of
+from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
+from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.traffic import Counted
+from hvd_sparse.units import Units
+from hvd_sparse.wire import largest_payload, top_k_count
+
+
+@dataclass
+class Entry:
+    """One gradient of a step."""
+
+    name: str
+    gradient: tf.Tensor
+    feedback: ErrorFeedback
+    is_sparse: bool  # whether it ever travels as a payload
+    factor: tf.Tensor | None = None  # what the gradient is scaled with when it is accumulated
+    carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
+    taken: tuple | None = None  # what it sends dense, and what becomes of its buffers, if it is never sent otherwise
+    decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
+
+
+@dataclass
+class Round:
+    """What all entries of a step share."""
+
+    number: tf.Tensor  # int64, from 0
+    seed: tf.Tensor  # int64
+    density: tf.Tensor | float
+    is_dense: tf.Tensor | None  # whether everything travels dense at present; None if the schedule never gets there
+    units: Units  # the loss scale in it is a tensor
+    suffix: str  # tells several calls in one graph apart
+    is_active: tf.Tensor | bool = True  # whether the gradients are accumulated: not where all is sent dense
+    present: tf.Operation | None = None
+    token: tf.Tensor | None = None  # what travels in place of a gradient; its sum tells how Horovod reduces
+    finite: list[tf.Tensor] = field(default_factory=list)  # bool, of any shape: was each gradient finite everywhere?
+    overflow: tf.Tensor | None = None
+    void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all travels dense
+    counted: Counted = field(default_factory=Counted)
+
+
+class Codec(abc.ABC):
+    """Turns the gradients of a step into messages, and the messages of all ranks into sums."""
+
+    def __init__(self, algorithm: Algorithm, feedback: Mapping[str, ErrorFeedback], exchange: Exchange):
+        self.algorithm = algorithm
+        self.feedback = feedback
+        self.exchange = exchange
+        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
+        self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
+
+    @abc.abstractmethod
+    def encode(self, entries: list[Entry], now: Round) -> Any:
+        """Accumulate and select; tell the step which gradients were finite; return what `decode` is to be given."""
+
+    @abc.abstractmethod
+    def decode(self, entries: list[Entry], chosen: Any, now: Round) -> list[tf.Operation]:
+        """Gather what was selected; give each entry its `decode`; return what the step has to have done."""
+
+    def _accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
+        """Accumulate each gradient, and return the residuals."""
+        residuals = []
+        for entry in entries:
+            finite = entry.feedback.accumulate(entry.gradient, entry.factor, now.units, now.is_active)
+            now.finite.append(finite)
+            residuals.append(read_after(entry.feedback.residual, finite))
+        return residuals
+
+    def _counts(self, sizes: list[int], now: Round) -> tf.Tensor:
+        """Return k of every selection, int64[selections]; 1 when its payload does not count."""
+        sizes = tf.constant(sizes, tf.float64)
+        counts = tf.clip_by_value(tf.floor(now.density * sizes + 0.5), 1.0, sizes)
+        if now.is_dense is not None:
+            counts = tf.where(now.is_dense, tf.ones_like(counts), counts)
+        return tf.cast(counts, tf.int64)
+
+    def _gather(self, name: str, message: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:
+        gathered = self.exchange.allgather(f"{name}{now.suffix}", once(now.present, message), most_bytes)
+        now.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(message, tf.int64))
+        return gathered
+
+    def _held(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
+        """Give an entry its sum, float32[n], or what a gradient of 16 bits holds of it.
+
+        The rest goes back to the ranks' residuals, once these are `cleared` of what was sent. Returns that change.
+        """
+        dtype = entry.gradient.dtype
+        if dtype.name not in HALF:
+            entry.decode = lambda: total
+            return []
+        held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
+        entry.decode = lambda: held
+        part = tf.cast(rest_of(self.exchange.rank(), now.units.world_size) / now.units.outgoing(), tf.float32)
+        rest = tf.where(now.void, tf.zeros_like(total), (total - held) * part)
+        with tf.control_dependencies(cleared):
+            return [entry.feedback.residual.assign_add(rest)]
+
+    def _largest_payload(self, entries: list[Entry], density: float) -> int:
+        """Return what one selection in all of these takes at most, in bytes."""
+        n, form = sum(entry.feedback.size for entry in entries), (self.algorithm.coding, self.algorithm.values)
+        return largest_payload(n, top_k_count(n, density), *form, self._segments(entries))
+
+    def _segments(self, entries: list[Entry]) -> np.ndarray | None:
+        """Return what shares the centres of low-bit values."""
+        return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
+
+
+def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor, once the operation has run."""
+    with tf.control_dependencies([operation]):
+        return tf.identity(tensor)

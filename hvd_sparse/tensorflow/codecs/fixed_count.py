@@ -1,0 +1,142 @@
+"""Exactly k elements of each variable, or of all together: payloads of the same size on all ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from hvd_sparse.centres import columns_of
+from hvd_sparse.plan import plan_buckets
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Round
+from hvd_sparse.tensorflow.error_feedback import decays, destinations
+from hvd_sparse.tensorflow.threshold import ThresholdHints
+from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
+
+LATE = 10**9  # a step by which a schedule has settled
+
+
+@dataclass
+class Message:
+    """What this rank sends of a bucket."""
+
+    name: str
+    entries: list[Entry]
+    counts: tf.Tensor  # k of each selection, int64[selections]
+    form: dict  # how the operators of buckets lay it out
+    most_bytes: int  # of its payloads, at any density of the schedule
+    payloads: tf.Tensor | None = None  # uint8[bytes]
+    info: tf.Tensor | None = None  # of `ops.accumulate_bucket`
+
+
+class FixedCount(Codec):
+    """A selection of exactly k in each variable; or with scope="model" one in all, in the order of the variables.
+
+    A bucket is worked on as a whole, in one call into the core for all of its members: an operation in a graph costs
+    more than the selection in a small variable.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._hints = ThresholdHints(["model"] if self.is_joint else sorted(self.feedback))
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the selection is one in all variables."""
+        return self.algorithm.layout == "model"
+
+    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+        """Accumulate, select and pack, bucket by bucket."""
+        names = self._selected(entries)
+        if self.is_joint:
+            counts = self._counts([sum(entry.feedback.size for entry in entries)], now)
+            return [self._fill("model", entries, counts, self._hints.values(names, counts), now)]
+        counts = self._counts([self.feedback[name].size for name in names], now)
+        hints = self._hints.values(names, counts)
+        return [
+            self._fill(name, members, counts[part], hints[part], now) for name, members, part in self._buckets(entries)
+        ]
+
+    def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Message:
+        """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
+        feedback = [entry.feedback for entry in entries]
+        message = Message(name, entries, counts, self._form(entries, joint=self.is_joint), self._most_bytes(entries))
+        message.payloads, finite, message.info = ops.accumulate_bucket(
+            [entry.gradient for entry in entries],
+            *destinations(feedback),
+            factors=tf.stack([entry.factor for entry in entries]),
+            weight_decay=decays(feedback, now.units),
+            is_active=now.is_active,
+            ks=counts,
+            seed=now.seed,
+            threshold_hints=hints,
+            centre=self.algorithm.centre,
+            **message.form,
+            **feedback[0].rule(),
+        )
+        now.finite.append(finite)
+        sent = tf.reduce_sum(counts)
+        now.counted.add(payload_bytes=tf.size(message.payloads, tf.int64))
+        now.counted.add(sent=sent if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(sent), sent))
+        return message
+
+    def decode(self, entries: list[Entry], messages: list[Message], now: Round) -> list[tf.Operation]:
+        """Gather, sum, and clear what was sent."""
+        counts = tf.concat([message.counts for message in messages], 0)
+        infos = tf.concat([message.info for message in messages], 0)
+        done = self._hints.update(self._selected(entries), counts, infos)
+        for message in messages:
+            gathered = self._gather(message.name, message.payloads, message.most_bytes, now)
+            sizes = [entry.feedback.size for entry in message.entries]
+            ranks, scale = now.units.world_size, now.units.outgoing()
+            sums = ops.reduce_bucket(gathered, sizes, ranks, message.counts, scale, **message.form)
+            cleared = self._cleared(message.payloads, message.counts, message.entries, now, message.form)
+            done += self._delivered(message.entries, sums, now, cleared)
+        return done
+
+    def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
+        """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
+        entries, begin = sorted(entries, key=lambda entry: entry.name), 0
+        for bucket in plan_buckets(self._settled_sizes(entries), self.algorithm.bucket_bytes, "bucket"):
+            members = slice(begin, begin + len(bucket.offsets))
+            yield bucket.name, entries[members], members
+            begin = members.stop
+
+    def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
+        """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""
+        density = self.algorithm.schedule.density(LATE)
+        form, sizes = (self.algorithm.coding, self.algorithm.values), {}
+        for entry in entries:
+            n = entry.feedback.size
+            sizes[entry.name] = payload_size(n, top_k_count(n, density), *form, self._segments([entry]))
+        return sizes
+
+    def _selected(self, entries: list[Entry]) -> list[str]:
+        """Return the names of the selections in these, in the order of their messages."""
+        return ["model"] if self.is_joint else sorted(entry.name for entry in entries)
+
+    def _form(self, entries: list[Entry], **options) -> dict:
+        """Return how payloads are coded, as the operators of buckets take it."""
+        algorithm = self.algorithm
+        has_centres = algorithm.values in LOW_BITS
+        columns = [columns_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_centres else []
+        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns, **options}
+
+    def _delivered(self, entries: list[Entry], sums: list[tf.Tensor], now: Round, cleared: tf.Operation) -> list:
+        """Give the entries their sums; return what the step has to have done."""
+        done = [cleared]
+        for entry, total in zip(entries, sums, strict=True):
+            done += self._held(entry, total, now, [cleared])
+        return done
+
+    def _most_bytes(self, entries: list[Entry]) -> int:
+        selections = [entries] if self.is_joint else [[entry] for entry in entries]
+        return sum(self._largest_payload(selection, self.algorithm.schedule.highest) for selection in selections)
+
+    def _cleared(
+        self, payloads: tf.Tensor, ks: tf.Tensor, entries: list[Entry], now: Round, form: dict
+    ) -> tf.Operation:
+        """Clear what was sent, unless the step is skipped."""
+        cleared = [entry.feedback.cleared() for entry in entries]
+        buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
+        return ops.clear_bucket(payloads, ks, now.void, *buffers, **form, kept=entries[0].feedback.kept)

@@ -1,0 +1,219 @@
+"""The life cycle of one optimizer step, as a graph: what is started, in which order.
+
+Horovod traces compress, all-reduce and decompress of a gradient into a branch of its own. Nothing can be shared between
+branches, so a whole step is laid out in the graph around them, when the first gradient of a call is seen. A codec turns
+the gradients of a bucket into a message, the exchange sends it, and the codec turns the messages of all ranks into
+sums. A branch then takes its part out of it.
+
+    present   a sum over ranks, started with the step: do all take part, at the same step, with the same settings?
+              All other collectives wait for it: one that not every rank starts would never end
+    encode    each gradient is accumulated, what to send is selected and packed
+    vote      how many gradients were not finite on any rank: if there are, the step is skipped
+    decode    payloads are gathered and summed, and what was sent is cleared, unless the step is skipped
+    carry     Horovod's own all-reduce gets a token for each gradient, or the tensor where that is sent dense
+"""
+
+import math
+
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.half import largest_sent
+from hvd_sparse.members import is_elastic
+from hvd_sparse.schedule import Constant
+from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.codecs import CODECS
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
+from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
+from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.units import Units
+
+TOKEN_ELEMENTS = 2  # of `ops.token`
+
+
+class Step:
+    """One optimizer step after the other, of one compressor."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        feedback: dict[str, ErrorFeedback],
+        number: tf.Variable,
+        loss_scale: tf.Variable,
+        exchange: Exchange,
+        traffic: Traffic,
+    ):
+        self.algorithm = algorithm
+        self.feedback = feedback
+        self.exchange = exchange
+        self._number = number
+        self._loss_scale = loss_scale
+        self._traffic = traffic
+        self.codec = CODECS[algorithm.layout](algorithm, feedback, exchange)
+
+    def describe(self) -> list[str]:
+        """Return one line a variable that decays, for the configuration check across ranks."""
+        decays = {name: feedback.weight_decay for name, feedback in self.feedback.items()}
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+
+    def build(
+        self, gradients: dict[str, tf.Tensor], reduction: float, suffix: str, lines: list[str]
+    ) -> tuple[dict[str, Entry], Round]:
+        """Lay out a step for these gradients in the current graph; return an entry for each, and what they share.
+
+        reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
+        settings, which must be the same on every rank.
+        """
+        entries = [
+            Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait)
+            for name, gradient in gradients.items()
+        ]
+        now = self._begin(reduction, suffix, [*lines, *gradients])
+        self._scale(entries, now.units)
+        sparse = [entry for entry in entries if entry.is_sparse]
+        chosen = self.codec.encode(sparse, now) if sparse else None
+        self._vote(now, entries)
+        sent = self.codec.decode(sparse, chosen, now) if sparse else []
+        done = list(sent)
+        for entry in entries:
+            done += self._carry(entry, now, sent if entry.is_sparse else [])
+            now.counted.add(dense_bytes=entry.feedback.size * entry.gradient.dtype.size, elements=entry.feedback.size)
+        with tf.control_dependencies(done):
+            done = [self._number.assign(now.number + 1), *self._traffic.end_step(now.counted)]
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            # A graph of TensorFlow 1 runs what the results depend on, and no more.
+            with tf.control_dependencies(done):
+                now.overflow = tf.identity(now.overflow)
+        return {entry.name: entry for entry in entries}, now
+
+    def result(self, entry: Entry, now: Round, reduced: tf.Tensor) -> tf.Tensor:
+        """Return a reduced gradient in its own type and shape, from what Horovod made of what was carried."""
+        gradient = entry.gradient
+        shape, dtype = entry.feedback.variable.shape, gradient.dtype
+
+        def dense() -> tf.Tensor:
+            """Take what Horovod reduced."""
+            return tf.where(now.overflow, tf.constant(float("nan"), dtype), tf.cast(tf.reshape(reduced, shape), dtype))
+
+        def decoded() -> tf.Tensor:
+            """Take the payloads' sum."""
+            token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
+            return tf.cast(ops.take_sum(entry.decode(), token, expected, now.overflow, shape), dtype)
+
+        if not entry.is_sparse:
+            return dense()
+        return decoded() if now.is_dense is None else tf.cond(now.is_dense, dense, decoded)
+
+    def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Round:
+        schedule, number = self.algorithm.schedule, self._number.read_value()
+        if is_elastic():
+            number = self.exchange.furthest(f"furthest{suffix}", number)
+        density, is_dense = None, None
+        if isinstance(schedule, Constant):
+            density = schedule.value
+        else:
+            density = tf.numpy_function(lambda n: schedule.density(int(n)), [number], tf.float64, stateful=False)
+            density.set_shape([])
+            if schedule.highest >= 1.0:
+                is_dense = density >= 1.0
+        base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
+        units = Units(self.exchange.size(), reduction, self._loss_scale.read_value())
+        now = Round(number, number + base, density, is_dense, units, suffix)
+        if is_dense is not None:
+            now.is_active = tf.logical_not(is_dense)
+        now.present = self._check_presence(now, lines)
+        now.token = once(now.present, ops.token(self.exchange.rank()))
+        return now
+
+    def _check_presence(self, now: Round, lines: list[str]) -> tf.Operation:
+        """Compare step, loss scale and settings with all ranks; what needs all of them has to wait for it.
+
+        The sums S of x and Q of x^2 over N ranks tell whether all x are equal: S^2 = N * Q (Cauchy and Schwarz); for
+        whole numbers exactly, for a loss scale but for rounding.
+        """
+        digests = tf.constant(digest_numbers(lines), tf.float64)
+        loss_scale = now.units.loss_scale
+        numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
+        own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
+        now.counted.add(payload_bytes=8 * own.shape[0])
+        ranks = self.exchange.size()
+        sums = self.exchange.allreduce(f"present{now.suffix}", own)
+        total, squares = tf.split(sums[1:], 2)
+        equal = tf.equal(tf.square(total), squares * ranks)
+        scales_equal = tf.abs(tf.square(total[1]) - squares[1] * ranks) <= 1e-9 * tf.square(total[1])
+        joined = "hvd_sparse does not work with hvd.join(), Horovod cannot gather from ranks that joined; present:"
+        apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
+        other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
+        scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])]):
+            checks = [
+                tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
+                tf.debugging.Assert(scales_equal & (loss_scale > 0.0), [scaled, loss_scale, total[1] / ranks]),
+                tf.debugging.Assert(tf.reduce_all(equal[2:]), [other, total[2:]]),
+            ]
+        return tf.group(*checks)
+
+    def _vote(self, now: Round, entries: list[Entry]) -> None:
+        dense = [self._dense_is_finite(entry, now) for entry in entries]
+        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *dense)], 0)
+        bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
+        # With the step in it no vote is a constant, which TensorFlow would send once and never again.
+        own = tf.stack([bad, tf.cast(now.number, tf.float64)])
+        now.overflow = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))[0] > 0.0
+        now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
+        now.counted.add(payload_bytes=16)
+
+    def _dense_is_finite(self, entry: Entry, now: Round) -> tf.Tensor:
+        """Return whether what an entry sends dense, if it does so in this step, is finite everywhere."""
+        if not entry.is_sparse:
+            *entry.taken, finite = self._take_all(entry, now)
+            return finite
+        if now.is_dense is None:
+            return tf.constant(True)
+        return tf.cond(now.is_dense, lambda: self._take_all(entry, now)[-1], lambda: tf.constant(True))
+
+    def _take_all(self, entry: Entry, now: Round) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
+        """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
+        units = now.units
+        averages = units.reduction * units.world_size <= 1.0
+        most = largest_sent(units.world_size, averages) if entry.gradient.dtype == tf.float16 else math.inf
+        return entry.feedback.take_all(entry.gradient, entry.factor, units, most)
+
+    def _scale(self, entries: list[Entry], units: Units) -> None:
+        """Give each entry its factor: to units of the error feedback, and clipped."""
+        whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
+        if whole:
+            factor = clip_factor(self.algorithm, units, [entry.gradient for entry in entries])
+        for entry in entries:
+            entry.factor = factor if whole else entry.feedback.factor(entry.gradient, units)
+
+    def _carry(self, entry: Entry, now: Round, before: list[tf.Operation]) -> list[tf.Operation]:
+        """Give Horovod what it is to all-reduce; return how what is sent dense changes its error feedback.
+
+        before: what else changes it. A graph of TensorFlow 1 orders nothing by itself.
+        """
+        if entry.is_sparse and now.is_dense is None:
+            entry.carried = now.token
+            now.counted.add(payload_bytes=8)
+            return []
+        with tf.control_dependencies(before):
+            sent, after = entry.taken or self._take_all(entry, now)[:2]
+        keep = now.overflow
+        if not entry.is_sparse:
+            entry.carried = once(now.present, sent)
+            now.counted.add(payload_bytes=entry.feedback.size * sent.dtype.size, sent=entry.feedback.size)
+        else:
+            keep = tf.logical_or(keep, tf.logical_not(now.is_dense))
+            token = tf.cast(now.token, sent.dtype)
+            carried = tf.cond(now.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
+            entry.carried = once(now.present, carried)
+            # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
+            elements = tf.where(now.is_dense, entry.feedback.size, TOKEN_ELEMENTS)
+            now.counted.add(payload_bytes=elements * sent.dtype.size)
+            now.counted.add(sent=tf.where(now.is_dense, entry.feedback.size, 0))
+        buffers = entry.feedback.buffers
+        with tf.control_dependencies([sent]):
+            return [
+                buffers[kind].assign(tf.where(keep, buffers[kind].read_value(), new)) for kind, new in after.items()
+            ]
