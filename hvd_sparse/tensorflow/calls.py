@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.members import two_momenta
+from hvd_sparse.tensorflow.codecs.base import Entry, Round
 from hvd_sparse.tensorflow.exchange import Exchange
-from hvd_sparse.tensorflow.scope import Entry, Step
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
@@ -76,7 +76,7 @@ def _holds(gradients, tensor) -> bool:
 class Traced:
     """A gradient between its compress and its decompress, in a trace."""
 
-    def __init__(self, entry: Entry, step: Step):
+    def __init__(self, entry: Entry, step: Round):
         self.entry = entry
         self.step = step
 

@@ -56,7 +56,7 @@ class ErrorFeedback(tf.Module):
     def accumulate(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, is_active: bool | tf.Tensor
     ) -> tf.Tensor:
-        """Bring a gradient, scaled by `factor`, into residual and velocity if active; return whether it was finite everywhere.
+        """Accumulate a gradient, scaled by `factor`, if active; return whether it was finite everywhere.
 
         What is not finite counts as zero.
         """
@@ -115,7 +115,7 @@ class ErrorFeedback(tf.Module):
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
 
     def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what is sent of all that waits, in units of the residual, and what is left: `most` is the gradient's."""
+        """Return what is sent, in units of the residual, and what is left: `most` is in units of the gradient."""
         return (whole, tf.zeros([self.size])) if most == math.inf else self._cut(whole, most * units.incoming)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -287,7 +287,7 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
 
 
 def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) -> tf.Tensor:
-    """Return, as a float32 scalar, what brings gradients to units of the residual, and their joint L2 norm to the bound.
+    """Return, as a float32 scalar, what scales gradients to units of the residual, clipped by their joint L2 norm.
 
     What is not finite counts as zero.
     """

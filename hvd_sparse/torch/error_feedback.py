@@ -71,14 +71,14 @@ class ErrorFeedback:
         self.buffers[name] = storage
 
     def factor(self, gradient: torch.Tensor, units: Units) -> float:
-        """Return what to scale this tensor's gradient with when it is accumulated: to units of the residual, clipped."""
+        """Return what this tensor's gradient is scaled with: to units of the residual, clipped."""
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
             return units.incoming
         return clip_factor(algorithm.clip_norm, units, _norm(gradient))
 
     def accumulate(self, gradient: torch.Tensor, factor: float, units: Units) -> torch.Tensor:
-        """Bring a gradient, scaled by `factor`, into residual and velocity; return, as bool, whether it was finite everywhere.
+        """Accumulate a gradient, scaled by `factor`; return, as bool, whether it was finite everywhere.
 
         What is not finite counts as zero.
         """

@@ -161,7 +161,7 @@ class Leader(Selection):
         self._hints = ThresholdHints(["model"])
 
     def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step\'s hint learns from."""
+        """Return those, and what the next step's hint learns from."""
         hint = self._hints.values(["model"], k[None])[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
 
@@ -191,7 +191,7 @@ class Partition(Selection):
             self.kept, self.kept_rows = self._scaled.variables, self._scaled.rows
 
     def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step\'s hint learns from."""
+        """Return those, and what the next step's hint learns from."""
         n, rank, ranks = residual.shape[0], self._codec.exchange.rank(), now.units.world_size
         number = (now.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
@@ -239,10 +239,12 @@ class Partition(Selection):
 
 
 class Random(Selection):
-    """Random-k: every rank draws the same elements from the seed and the now, so that none has to be named."""
+    """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
+
+    is_named = False
 
     def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step\'s hint learns from."""
+        """Return those, and what the next step's hint learns from."""
         n = residual.shape[0]
         indices = tf.numpy_function(
             lambda k, seed: stratified_sample(n, int(k), int(seed)), [k, now.seed], tf.int64, stateful=False
