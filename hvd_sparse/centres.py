@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.reference import group_of
-from hvd_sparse.wire import LOW_BITS
+from hvd_sparse.wire import LOW_BITS, Segments
 
 
 def columns_of(shape: Sequence[int], algorithm: Algorithm) -> int:
@@ -21,6 +20,16 @@ def segments_of(shapes: Sequence[Sequence[int]], algorithm: Algorithm) -> np.nda
         return None
     sizes = np.array([np.prod(shape, dtype=np.int64) for shape in shapes])
     return np.stack([np.cumsum(sizes) - sizes, columns], axis=1).astype(np.int64)
+
+
+def group_of(indices, segments: Segments) -> np.ndarray:
+    """Return the group, int64[k], of elements at ascending indices: all 0 without segments, else a column's number."""
+    indices = np.asarray(indices, np.int64).reshape(-1)
+    if segments is None or len(segments) == 0:
+        return np.zeros(indices.size, np.int64)
+    begins, columns = np.asarray(segments, np.int64).reshape(-1, 2).T
+    at = np.searchsorted(begins, indices, side="right") - 1
+    return (np.cumsum(columns) - columns)[at] + (indices - begins[at]) % columns[at]
 
 
 def by_group(indices: np.ndarray, segments: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
-from hvd_sparse.reference import hash_index, stratified_sample
+from hvd_sparse.sampling import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
 HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more

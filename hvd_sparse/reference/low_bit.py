@@ -2,20 +2,11 @@
 
 import numpy as np
 
+from hvd_sparse.centres import group_of
 from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import CENTRE_BYTES, CENTRES, LOW_BITS, Segments, group_count
 
 MOST_ELEMENTS = 1 << 48
-
-
-def group_of(indices, segments: Segments) -> np.ndarray:
-    """Return the group, int64[k], of elements at ascending indices: all 0 without segments, else a column's number."""
-    indices = np.asarray(indices, np.int64).reshape(-1)
-    if segments is None or len(segments) == 0:
-        return np.zeros(indices.size, np.int64)
-    begins, columns = np.asarray(segments, np.int64).reshape(-1, 2).T
-    at = np.searchsorted(begins, indices, side="right") - 1
-    return (np.cumsum(columns) - columns)[at] + (indices - begins[at]) % columns[at]
 
 
 def slots_of(indices, segments: Segments) -> tuple[np.ndarray, int]:

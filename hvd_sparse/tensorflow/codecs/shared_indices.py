@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.centres import by_group
-from hvd_sparse.reference import hash_index, stratified_sample
+from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback

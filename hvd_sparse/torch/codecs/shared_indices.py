@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hvd_sparse.centres import by_group
-from hvd_sparse.reference import hash_index, stratified_sample
+from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.threshold import (
     ScaledThreshold,
     ThresholdHint,
