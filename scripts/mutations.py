@@ -316,7 +316,7 @@ PYTHON = [
     ),
     (
         "boundary lets the wrong half through",
-        "hvd_sparse/torch/boundary.py",
+        "hvd_sparse/model_parallel/torch/boundary.py",
         "return torch.where(mask, activations, activations.new_zeros(()))",
         "return torch.where(~mask, activations, activations.new_zeros(()))",
         "single test_torch_boundary",

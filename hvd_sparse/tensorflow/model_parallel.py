@@ -1,26 +1,4 @@
-"""Model-parallel training for TensorFlow with sparse activations (DCT-MP), alone or hybrid: `docs/model-parallel.md`.
+"""Model-parallel training for TensorFlow, where training scripts import it from; it is in `hvd_sparse.model_parallel.tensorflow`."""
 
-    stage = tf.keras.Sequential(first_half) if rank == 0 else tf.keras.Sequential(second_half)
-    pipeline = Pipeline(stage, boundary=ThresholdBoundary(0.05), micro_batches=4, loss=cross_entropy)
-    loss = pipeline.step(inputs, targets)
-    optimizer.apply_gradients(zip(pipeline.gradients(), stage.trainable_variables))
-
-Import this before loading a saved model that has a `ThresholdBoundary`: it registers layer and operators.
-"""
-
-from hvd_sparse.library import require_horovod
-from hvd_sparse.model_parallel import Layout, PipelineError
-from hvd_sparse.model_parallel import hybrid as _hybrid
-from hvd_sparse.model_parallel.hybrid import Hybrid
-from hvd_sparse.tensorflow.boundary import ThresholdBoundary
-from hvd_sparse.tensorflow.pipeline import Pipeline
-
-__all__ = ["Hybrid", "Layout", "Pipeline", "PipelineError", "ThresholdBoundary", "hybrid"]
-
-
-def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
-    """Start Horovod with a process set a stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
-    require_horovod("tensorflow")
-    import horovod.tensorflow as hvd
-
-    return _hybrid.hybrid(hvd, stages, order)
+from hvd_sparse.model_parallel.tensorflow import *  # noqa: F403
+from hvd_sparse.model_parallel.tensorflow import __all__ as __all__

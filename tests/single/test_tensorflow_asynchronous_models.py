@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_sparse.parameter_server import METHODS
+from hvd_sparse.parameter_server.session import SHARE_EVERY
 from hvd_sparse.tensorflow import asynchronous
 
 MPI = pytest.importorskip("mpi4py.MPI")
@@ -76,7 +77,7 @@ def test_buffers_are_shared_now_and_then(keras):
     with asynchronous.connect(model, ASGD, **OPTIONS) as session:
         optimizer = session.optimizer(0.01)
         start = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
-        train(model, optimizer, asynchronous.SHARE_EVERY - 1)
+        train(model, optimizer, SHARE_EVERY - 1)
         np.testing.assert_array_equal(session.averages(), start)  # the server's own
         train(model, optimizer, 1)
         expected = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
@@ -87,7 +88,7 @@ def test_buffers_are_restored(keras, tmp_path):
     """Into workers too, or these would pull the average back to where they begin."""
     model, other = make_model(keras), make_model(keras)
     with asynchronous.connect(model, ASGD, **OPTIONS) as session:
-        train(model, session.optimizer(0.01), asynchronous.SHARE_EVERY)
+        train(model, session.optimizer(0.01), SHARE_EVERY)
         session.save(str(tmp_path / "saved.npz"))
         expected = {name: variable.numpy() for name, variable in {**session.tensors, **session.buffers}.items()}
     with asynchronous.connect(other, ASGD, restore=str(tmp_path / "saved.npz"), **OPTIONS) as session:

@@ -8,7 +8,7 @@ import torch
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as stages
 from hvd_sparse.model_parallel.message import Tensor
-from hvd_sparse.torch.boundary import ThresholdBoundary
+from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
 
 DTYPES = {getattr(torch, name): name for name in message.DTYPES if hasattr(torch, name)}
 Boundary = ThresholdBoundary | float | None

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as stages
 from hvd_sparse.model_parallel.message import Tensor
-from hvd_sparse.tensorflow.boundary import ThresholdBoundary
+from hvd_sparse.model_parallel.tensorflow.boundary import ThresholdBoundary
 from hvd_sparse.tensorflow.variables import has_variables, unwrapped
 
 DTYPES = {getattr(tf, name): name for name in message.DTYPES if hasattr(tf, name)}

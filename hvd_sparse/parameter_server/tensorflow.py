@@ -1,0 +1,367 @@
+"""Asynchronous training for TensorFlow (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
+
+    session = connect(model, DGS(density=0.01, momentum=0.7))
+    if session.is_server:
+        session.serve()
+    else:
+        optimizer = session.optimizer(learning_rate=0.1)
+        ...                                      # an ordinary loop, with tape.gradient and optimizer.apply_gradients
+        session.close()
+
+The model is one of Keras 3, of Keras 2 (tf_keras) that is built, a tf.Module, or a list of variables. Steps run eagerly
+or in a `tf.function`; not under jit_compile, nor in Keras' own `fit`.
+
+Buffers, weights of real numbers that are not trained such as the moving statistics of batch normalisation, are each
+worker's own; the first server keeps their average, moved towards a worker's by 1 / workers whenever that shares them,
+and `global_variables` has it. Frozen layers are left alone.
+
+Difference from the PyTorch twin: variables do not share memory with the worker, which keeps float32 arrays; those that
+an answer changed are assigned. So variables of 16 bits lose nothing over the steps.
+"""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
+from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
+from hvd_sparse.weight_decay import WeightDecay, weight_decays
+
+__all__ = [
+    "ASGD",
+    "DGS",
+    "METHODS",
+    "MSGD",
+    "AsynchronousOptimizer",
+    "DGCAsync",
+    "GradientDroppingAsync",
+    "Method",
+    "TensorFlowSession",
+    "connect",
+]
+
+untraced = tf.autograph.experimental.do_not_convert
+
+
+def connect(
+    model: Any,
+    method: Method,
+    *,
+    servers: int | str = 1,
+    overlap: bool = False,
+    restore: str | None = None,
+    timeout: float = TIMEOUT,
+    silence: float | None = SILENCE,
+    communicator: Any = None,
+) -> "TensorFlowSession":
+    """Take part in an asynchronous run with this rank's model; call it on every rank.
+
+    Workers wait here until the servers have sent them the parameters.
+
+    Args:
+        model: A model of Keras 3, a built one of Keras 2, a `tf.Module`, or a list of variables, in the same order on
+            all ranks. Variables are known by path (Keras 3) or name, with a number where several have the same name.
+            Those that are not trainable are left alone.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
+            ranks.
+        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+            serves a part of the model.
+        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
+            more stale.
+        restore: A file that `save` wrote; the servers begin with its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to come.
+        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        communicator: An mpi4py communicator; None: the world.
+
+    Returns:
+        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+
+    Raises:
+        ValueError: The ranks differ in model or method.
+        TypeError: `method` is none of these, or a variable is not of real numbers.
+        TimeoutError: The servers do not answer.
+    """
+    return TensorFlowSession(
+        model,
+        method,
+        servers=servers,
+        overlap=overlap,
+        restore=restore,
+        timeout=timeout,
+        silence=silence,
+        communicator=communicator,
+    )
+
+
+class TensorFlowSession(Session):
+    """A rank's part in a run; see `connect`. `tensors`: {name: tf.Variable}, those that are trained."""
+
+    def __init__(self, model, method: Method, **options):
+        self.tensors, self.buffers = trained_and_buffers(model)
+        arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
+        buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
+        super().__init__(arrays, method, buffers, **options)
+        if self.is_worker:
+            self.join({name: array.reshape(-1) for name, array in arrays.items()})
+            self.synchronize()
+            if buffers:
+                self._assign_buffers(self.averages())
+
+    def optimizer(self, learning_rate, weight_decay: WeightDecay = 0.0) -> "AsynchronousOptimizer":
+        """Return the optimizer of a worker. learning_rate, weight_decay: see `AsynchronousOptimizer`."""
+        return AsynchronousOptimizer(self, learning_rate, weight_decay)
+
+    def updated(self, names: set[str]) -> None:
+        """Assign what has changed."""
+        for name in names:
+            self.tensors[name].assign(_like(self.tensors[name], self.worker.parameters[name]))
+
+    def share_buffers(self) -> None:
+        """Send this worker's buffers into the average over workers."""
+        if self.buffers:
+            self.share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
+
+    def global_variables(self) -> dict[str, np.ndarray]:
+        """Return the servers' parameters as they are now, by name, of the variables' types and shapes.
+
+        Of a model, the average of its buffers too.
+        """
+        self.share_buffers()
+        arrays, averages = self.state()
+        arrays |= self._split(averages)
+        variables = {**self.tensors, **self.buffers}
+        return {name: _like(variables[name], array) for name, array in arrays.items()}
+
+    def load_global(self, model=None) -> None:
+        """Assign the servers' model as it is now to a model, or variables, like the one that was connected: by order.
+
+        None: to this worker's own, to evaluate or save it: its parameters come back with the next step, its buffers
+        stay the average. What is neither trained nor a buffer is left as it is. Raises ValueError where the variables
+        differ.
+        """
+        arrays = self.global_variables()
+        ours = {**self.tensors, **self.buffers}
+        theirs = ours
+        if model is not None:
+            tensors, buffers = trained_and_buffers(model)
+            theirs = {**tensors, **buffers}
+        shapes, others = ([tuple(v.shape) for v in variables.values()] for variables in (ours, theirs))
+        if shapes != others:
+            raise ValueError(f"model must be like the one that was connected, with shapes {shapes}; got {others}")
+        for name, variable in zip(ours, theirs.values(), strict=True):
+            variable.assign(arrays[name])
+            if variable is self.tensors.get(name):
+                self.worker.changed.add(name)
+
+    def _assign_buffers(self, averages: np.ndarray) -> None:
+        for name, array in self._split(averages).items():
+            self.buffers[name].assign(_like(self.buffers[name], array))
+
+    def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the buffers of a flat vector, by name; none of an empty one, before any worker has shared."""
+        if averages.size == 0 or not self.buffers:
+            return {}
+        ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])
+        if ends[-1] != averages.size:
+            raise ValueError(f"buffers must have {averages.size} elements, as on the server; got {ends[-1]}")
+        return dict(zip(self.buffers, np.split(averages, ends[:-1]), strict=True))
+
+
+class WorkerMemory(tf.train.experimental.PythonState):
+    """What a worker remembers, residual and velocity, as a part of a `tf.train.Checkpoint`."""
+
+    def __init__(self, session: TensorFlowSession):
+        self._session = session
+
+    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return {variable: {"residual": float32[n], "velocity": float32[n]}}, the latter if the method has one."""
+        worker = self._session.worker
+        return {
+            name: {kind: flat[worker.part(name)].copy() for kind, flat in worker.memory().items()}
+            for name in self._session.tensors
+        }
+
+    def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+        """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
+        expected = {(name, kind): part.size for name, kinds in self.arrays().items() for kind, part in kinds.items()}
+        found = {(name, kind): np.size(part) for name, kinds in arrays.items() for kind, part in kinds.items()}
+        differing = sorted(" of ".join(key[::-1]) for key in {*expected, *found} if expected.get(key) != found.get(key))
+        if differing:
+            raise ValueError(
+                f"the state must be of a worker of the same model and method; missing there or here, or of another "
+                f"size: {', '.join(differing)}"
+            )
+        for name, kinds in arrays.items():
+            for kind, part in kinds.items():
+                if not np.isfinite(part).all():
+                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
+        worker = self._session.worker
+        for name, kinds in arrays.items():
+            for kind, part in kinds.items():
+                worker.memory()[kind][worker.part(name)] = np.reshape(part, -1)
+
+    def serialize(self) -> bytes:
+        """Return the memory as the bytes of an .npz file."""
+        file = io.BytesIO()
+        arrays = self.arrays().items()
+        named: dict[str, Any] = {f"{kind}/{name}": part for name, kinds in arrays for kind, part in kinds.items()}
+        np.savez(file, **named)
+        return file.getvalue()
+
+    def deserialize(self, value: bytes) -> None:
+        """Take over what `serialize` returned."""
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        with np.load(io.BytesIO(value), allow_pickle=False) as file:
+            for key in file.files:
+                kind, name = key.split("/", 1)
+                arrays.setdefault(name, {})[kind] = file[key]
+        self.load(arrays)
+
+
+class AsynchronousOptimizer(tf.Module):
+    """Pushes an update in `apply_gradients`, and takes the servers' answer. Momentum is the method's.
+
+    learning_rate: a number; a variable; a schedule of Keras, called with `iterations`; or any function of them, an int.
+    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: that times the variable
+    is added to its gradient: a number; or a mapping of names to numbers, where the others do not decay; or a function
+    of name and variable that returns a number. It may be set anew. `iterations`: int64, the steps of this worker.
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
+    `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
+    tf.errors.OpError that quotes it. The density's schedule goes by `iterations` too.
+    """
+
+    def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
+        super().__init__(name="asynchronous_optimizer")
+        self.session, self.memory = session, WorkerMemory(session)
+        self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self._names = {id(session.tensors[name]): name for name in session.worker.parameters}
+
+    @property
+    def learning_rate(self):
+        """What was set."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value) -> None:
+        """Set a number of at least 0, a variable, a schedule, or a function of the step."""
+        if not callable(value) and not isinstance(unwrapped(value), tf.Variable):
+            value = _checked_number("learning_rate", value)
+        self._learning_rate = value
+
+    @property
+    def weight_decay(self) -> WeightDecay:
+        """What was set."""
+        return self._weight_decay
+
+    @weight_decay.setter
+    def weight_decay(self, value: WeightDecay) -> None:
+        """Set it for all variables; TypeError or ValueError, naming what is wrong."""
+        self._decays = weight_decays(value, self.session.tensors.items())
+        self._weight_decay = value
+
+    @untraced
+    def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> tf.Variable:
+        """Push the gradients' update, and apply the servers' answer, or with overlap the one before.
+
+        grads_and_vars: pairs of a gradient, Tensor or IndexedSlices of real numbers, or None, and its variable. One
+        that is not finite somewhere counts as zero there, see `Session.stats`. Returns `iterations`. Raises ValueError
+        for variables that were not connected, or twice, for other shapes, and where there is no gradient at all;
+        TypeError for integers.
+        """
+        gradients = {}
+        for gradient, variable in grads_and_vars:
+            name = self._name_of(variable)
+            if name in gradients:
+                raise ValueError(f"grads_and_vars must have a variable once, got {name} again: add its gradients")
+            if gradient is not None:
+                gradients[name] = _dense(name, gradient, self.session.tensors[name])
+        if not gradients:
+            raise ValueError("grads_and_vars must have a gradient, got none: does the loss depend on the variables?")
+        if tf.executing_eagerly():
+            self._step(list(gradients), *gradients.values())
+            return self.iterations
+        if not tf.inside_function():
+            raise RuntimeError("apply_gradients must be called eagerly or in a tf.function, not in a graph of TF 1")
+        handles = [variable.handle for variable in self._touched()]
+        # The handles are for the order: what reads or writes these variables before in the graph is done before.
+        tf.py_function(
+            lambda *values: self._step(list(gradients), *values[len(handles) :]), [*handles, *gradients.values()], []
+        )
+        return self.iterations
+
+    def state_dict(self) -> dict:
+        """Return {"iterations": int, "memory": {variable: {"residual": float32[n], ...}}}, copies."""
+        return {"iterations": int(self.iterations.numpy()), "memory": self.memory.arrays()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict` returned; ValueError if it is of another model or method."""
+        self.memory.load(state["memory"])
+        self.iterations.assign(state["iterations"])
+
+    def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
+        step, session = int(self.iterations.numpy()), self.session
+        lr = dict.fromkeys(session.tensors, self._rate(step))
+        session.worker.step = step
+        session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
+        self.iterations.assign_add(1)
+        if (step + 1) % SHARE_EVERY == 0:
+            session.share_buffers()
+
+    def _rate(self, step: int) -> float:
+        rate = self._learning_rate
+        if callable(rate):
+            rate = rate(tf.constant(step, tf.int64) if hasattr(rate, "get_config") else step)
+        return _checked_number(f"learning_rate, at step {step},", np.asarray(unwrapped(rate)).tolist())
+
+    def _touched(self) -> list[tf.Variable]:
+        """Return the variables that a step reads or writes."""
+        rate = unwrapped(self._learning_rate)
+        rates = [rate] if isinstance(rate, tf.Variable) else []
+        return [self.iterations, *rates, *self.session.tensors.values(), *self.session.buffers.values()]
+
+    def _name_of(self, variable) -> str:
+        name = self._names.get(id(unwrapped(variable)))
+        if name is None:
+            known = ", ".join(self.session.tensors)
+            raise ValueError(
+                f"{getattr(variable, 'name', variable)!r} is none of the variables that were connected: {known}"
+            )
+        return name
+
+
+def _dense(name: str, gradient, variable: tf.Variable) -> tf.Tensor:
+    """Return a gradient as float32[n]; TypeError, ValueError if it cannot be that of the variable."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+    if not values.dtype.is_floating:
+        raise TypeError(f"the gradient of {name} must be of real numbers, got {values.dtype.name}")
+    values = tf.cast(values, tf.float32)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
+    if not values.shape.is_compatible_with(variable.shape):
+        raise ValueError(f"the gradient of {name} must have shape {variable.shape}, got {values.shape}")
+    return tf.reshape(values, [-1])
+
+
+def _like(variable: tf.Variable, array: np.ndarray) -> np.ndarray:
+    """Return a copy in the variable's type and shape; TensorFlow may keep the memory of what it is given."""
+    return array.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape)
+
+
+def _as_array(variable: tf.Variable) -> np.ndarray:
+    """Return a copy of a variable, float32."""
+    return np.array(variable.numpy(), np.float32)
+
+
+def _checked_number(name: str, value) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not 0.0 <= number < np.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    return number

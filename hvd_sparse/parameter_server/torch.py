@@ -1,0 +1,256 @@
+"""Asynchronous training for PyTorch (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
+
+    session = connect(model, DGS(density=0.01, momentum=0.7))
+    if session.is_server:
+        session.serve()
+    else:
+        optimizer = session.optimizer(lr=0.1)
+        ...                                      # an ordinary loop
+        session.close()
+
+Buffers, such as the running statistics of batch normalisation, are each worker's own; the first server keeps their
+average, moved towards a worker's by 1 / workers whenever that shares them, and `global_state_dict` has it. Buffers of
+integers, such as batch counts, are those of the worker that asks.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
+
+__all__ = [
+    "ASGD",
+    "DGS",
+    "METHODS",
+    "MSGD",
+    "AsynchronousOptimizer",
+    "DGCAsync",
+    "GradientDroppingAsync",
+    "Method",
+    "TorchSession",
+    "connect",
+]
+
+Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def connect(
+    model: torch.nn.Module | Named,
+    method: Method,
+    *,
+    servers: int | str = 1,
+    overlap: bool = False,
+    restore: str | None = None,
+    timeout: float = TIMEOUT,
+    silence: float | None = SILENCE,
+    communicator: Any = None,
+) -> "TorchSession":
+    """Take part in an asynchronous run with this rank's model; call it on every rank.
+
+    Workers wait here until the servers have sent them the parameters.
+
+    Args:
+        model: A module, or its named parameters. Parameters that need no gradient are left alone.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
+            ranks.
+        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+            serves a part of the model.
+        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
+            more stale.
+        restore: A file that `save` wrote; the servers begin with its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to come.
+        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        communicator: An mpi4py communicator; None: the world.
+
+    Returns:
+        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+
+    Raises:
+        ValueError: The ranks differ in model or method.
+        TypeError: `method` is none of these.
+        TimeoutError: The servers do not answer.
+    """
+    return TorchSession(
+        model,
+        method,
+        servers=servers,
+        overlap=overlap,
+        restore=restore,
+        timeout=timeout,
+        silence=silence,
+        communicator=communicator,
+    )
+
+
+class TorchSession(Session):
+    """A rank's part in a run; see `connect`."""
+
+    def __init__(self, model: torch.nn.Module | Named, method: Method, **options):
+        self.model = model if isinstance(model, torch.nn.Module) else None
+        named = model if self.model is None else self.model.named_parameters()
+        self.tensors = {name: parameter for name, parameter in named if parameter.requires_grad}
+        for name, parameter in self.tensors.items():
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
+        arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())
+        super().__init__(arrays, method, buffers, **options)
+        if self.is_worker:
+            self.join({name: array.reshape(-1) for name, array in arrays.items()})
+            self.synchronize()
+            with torch.no_grad():
+                for name, average in self._averages(self.averages() if buffers else np.empty(0)).items():
+                    self._buffers()[name].copy_(average)
+
+    def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
+        """Return the optimizer of a worker. params: parameters or groups of them, as of `torch.optim`; None: all."""
+        return AsynchronousOptimizer(self, params, lr, weight_decay)
+
+    def updated(self, names: set[str]) -> None:
+        """Copy what has changed into the parameters that do not share memory with the worker."""
+        with torch.no_grad():
+            for name in names:
+                parameter, array = self.tensors[name], self.worker.parameters[name]
+                if parameter.data_ptr() != array.ctypes.data:
+                    parameter.copy_(torch.from_numpy(array).view(parameter.shape))
+
+    def share_buffers(self) -> None:
+        """Send this worker's buffers of real numbers into the average over workers."""
+        buffers = self._buffers()
+        if buffers:
+            self.share(flattened(_as_arrays(buffers)))
+
+    def global_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the servers' model as it is now: for a checkpoint, or to be loaded into another model for evaluation.
+
+        Not into the one that trains: what a worker has must be what it was sent, until `close`.
+        Of a module, all that its `state_dict` has, the average of buffers among it; of parameters, these.
+        """
+        if self.model is not None:
+            self.share_buffers()
+        arrays, averages = self.state()
+        tensors = {name: torch.from_numpy(array).to(self.tensors[name].dtype) for name, array in arrays.items()}
+        if self.model is None:
+            return tensors
+        buffers = self._buffers()
+        tensors |= self._averages(averages)
+        by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **buffers}.items()}
+        whole = self.model.state_dict(keep_vars=True)  # a shared parameter has several names there
+        return {
+            name: by_tensor[id(value)] if id(value) in by_tensor else value.detach().clone()
+            for name, value in whole.items()
+        }
+
+    def _averages(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the buffers of a flat vector, by name, of their types and shapes."""
+        buffers = self._buffers()
+        sizes = [buffer.numel() for buffer in buffers.values()]
+        if sum(sizes) != averages.size:
+            raise ValueError(f"buffers must have {averages.size} elements, as the first server's; got {sum(sizes)}")
+        parts = np.split(averages, np.cumsum(sizes)[:-1])
+        return {
+            name: torch.from_numpy(part.copy()).to(buffer.dtype).view(buffer.shape)
+            for (name, buffer), part in zip(buffers.items(), parts, strict=bool(buffers))
+        }
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        if self.model is None:
+            return {}
+        return {name: buffer for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
+
+
+class AsynchronousOptimizer(torch.optim.Optimizer):
+    """Pushes an update in `step`, and takes the servers' answer; learning-rate schedulers work on it as on any other.
+
+    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has what
+    the worker remembers, residual and velocity, and its step, for the density's schedule. Gradients of any type and
+    device are brought to float32 on the CPU; one that is not finite somewhere counts as zero there, see
+    `TorchSession.stats`. A `torch.amp.GradScaler` works as with any optimizer: what it skips is not pushed.
+    """
+
+    def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0.0 <= float(value):
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
+        self.session = session
+        self._names = {id(parameter): name for name, parameter in session.tensors.items()}
+        super().__init__(
+            list(session.tensors.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
+        )
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer` does; ValueError unless all were connected."""
+        super().add_param_group(param_group)
+        strange = [tuple(p.shape) for p in self.param_groups[-1]["params"] if id(p) not in self._names]
+        if strange:
+            del self.param_groups[-1]
+            raise ValueError(f"params must be among those that were connected; of others, the shapes are {strange}")
+        self._expose()
+
+    def step(self, closure: Callable | None = None):
+        """Push the gradients' update, and apply the servers' answer, or with overlap the one before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients, lr, weight_decay = {}, dict.fromkeys(self.session.tensors, 0.0), {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
+                if parameter.grad is not None:
+                    gradients[name] = _as_array(parameter.grad).reshape(-1)
+        self.session.exchange(gradients, lr, weight_decay)
+        if self.session.worker.step % SHARE_EVERY == 0:
+            self.session.share_buffers()
+        return loss
+
+    def state_dict(self) -> dict:
+        """Return groups, and what the worker remembers."""
+        return {**super().state_dict(), "step": self.session.worker.step}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over groups, and what a worker remembered; ValueError if it had another method or model."""
+        worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
+        kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
+        for name, memory in zip(names, kept, strict=False):
+            part = worker.part(name)
+            expected = dict.fromkeys(worker.memory(), part.stop - part.start)
+            found = {kind: tensor.numel() for kind, tensor in memory.items()}
+            if found not in ({}, expected):
+                raise ValueError(f"the state of {name} must have {expected} elements, got {found}: of another method?")
+            for kind, tensor in memory.items():
+                if not bool(tensor.isfinite().all()):
+                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
+        super().load_state_dict(state_dict)
+        for name, memory in zip(names, kept, strict=True):
+            for kind, flat in worker.memory().items():
+                flat[worker.part(name)] = _as_array(memory[kind]).reshape(-1) if memory else 0.0
+        worker.step = state_dict.get("step", 0)
+        self._expose()
+
+    def _expose(self) -> None:
+        """Show the worker's memory as the state of the parameters, in place."""
+        worker = self.session.worker
+        for parameter in self._parameters():
+            part = worker.part(self._names[id(parameter)])
+            self.state[parameter] = {kind: torch.from_numpy(flat[part]) for kind, flat in worker.memory().items()}
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return tensors as `_as_array` does."""
+    return {name: _as_array(tensor) for name, tensor in tensors.items()}
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as float32 on the CPU, in row-major order: its own memory where it is that already."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor.to("cpu", torch.float32).contiguous().numpy()
