@@ -1,4 +1,4 @@
-"""Asynchronous training for PyTorch, where training scripts import it from; it is in `hvd_sparse.parameter_server.torch`."""
+"""Asynchronous training for PyTorch: `hvd_sparse.parameter_server.torch`, as training scripts import it."""
 
 from hvd_sparse.parameter_server.torch import *  # noqa: F403
 from hvd_sparse.parameter_server.torch import __all__ as __all__
