@@ -82,4 +82,6 @@ def test_every_method_does_the_same_in_pieces(monkeypatch, gathered_words, layou
     # Dense sums are Horovod's own, which from three ranks on adds in an order that varies.
     rounding = 0.0 if hvd.size() <= 2 else 1e-5
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
-    assert cut["payload_bytes"] > whole["payload_bytes"] and cut["received_bytes"] > whole["received_bytes"]
+    assert cut["payload_bytes"] > whole["payload_bytes"]
+    if hvd.size() > 1:
+        assert cut["received_bytes"] > whole["received_bytes"]
