@@ -22,7 +22,7 @@ import numpy as np
 import reporting
 from mpi4py import MPI
 
-from hvd_sparse.model_parallel import SCHEDULES, THRESHOLDS, Layout
+from hvd_sparse.model_parallel import SCHEDULES, THRESHOLDS, ProcessGrid
 
 SETTINGS = (
     "boundaries density threshold micro_batches schedule steps batch_size sequence_length width blocks heads lr seed"
@@ -70,15 +70,15 @@ def parse_arguments(description, add_arguments=None):
     return args
 
 
-def place(args, layout):
-    """Fill in what depends on where this rank is: layout, size, rank, verbose, and the stages of the network."""
-    args.layout, args.rank, args.size = layout, layout.rank, layout.size
+def place(args, grid):
+    """Fill in what depends on where this rank is: grid, size, rank, verbose, and the stages of the network."""
+    args.grid, args.rank, args.size = grid, grid.rank, grid.size
     args.verbose = args.rank == 0 and not args.quiet
     if args.boundaries is None:
-        args.boundaries = layout.stages - 1
-    if layout.stages not in (1, args.boundaries + 1):
+        args.boundaries = grid.stages - 1
+    if grid.stages not in (1, args.boundaries + 1):
         needed = args.boundaries + 1
-        raise SystemExit(f"--boundaries {args.boundaries} needs {needed} ranks a replica, or one; got {layout.stages}")
+        raise SystemExit(f"--boundaries {args.boundaries} needs {needed} ranks a replica, or one; got {grid.stages}")
     if args.blocks <= args.boundaries:
         raise SystemExit(f"--blocks must be more than there are boundaries, {args.boundaries}; got {args.blocks}")
     args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)
@@ -86,7 +86,7 @@ def place(args, layout):
 
 def stages_here(args):
     """Return the numbers of the stages that this rank has: one, or where there is one rank a replica, all."""
-    return range(args.boundaries + 1) if args.layout.stages == 1 else [args.layout.stage]
+    return range(args.boundaries + 1) if args.grid.stages == 1 else [args.grid.stage]
 
 
 def blocks_of(stage, args):
@@ -113,7 +113,7 @@ class Text:
 
     def batches(self):
         """Yield a batch after the other, for ever: drawn by seed and replica, the same on all stages of a replica."""
-        random = np.random.default_rng([self.args.seed, self.args.layout.replica])
+        random = np.random.default_rng([self.args.seed, self.args.grid.replica])
         while True:
             yield self._windows(self.train_text, random, self.args.batch_size)
 
@@ -164,7 +164,7 @@ def report(example, rows, everyone, seconds, args):
         reporting.plot_curves(rows, "step", [["train_loss", "loss"], ["perplexity"]], title, args.plot)
     settings = {name: getattr(args, name) for name in SETTINGS}
     results = {name: rows[-1][name] for name in ("loss", "perplexity")} | summary(everyone)
-    places = {"world_size": args.size, "stages": args.layout.stages, "replicas": args.layout.replicas}
+    places = {"world_size": args.size, "stages": args.grid.stages, "replicas": args.grid.replicas}
     record = {"example": example, **results, "seconds": seconds, **settings, **places}
     record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     print(json.dumps(record, allow_nan=False), flush=True)
@@ -172,9 +172,9 @@ def report(example, rows, everyone, seconds, args):
 
 def describe(trainer, args):
     """Return what a rank says of itself."""
-    layout = args.layout
+    grid = args.grid
     occupancies = [one["mean_occupancy"] for one in trainer.boundaries()]
-    places = {"rank": layout.rank, "stage": layout.stage, "replica": layout.replica, "stages": layout.stages}
+    places = {"rank": grid.rank, "stage": grid.stage, "replica": grid.replica, "stages": grid.stages}
     return {**places, **trainer.stats(), "inside": occupancies, "dp_ratio": trainer.dp_ratio()}
 
 
@@ -208,16 +208,16 @@ def run(example, description, make_trainer, *, prepare=None, connect=None, add_a
     """Run an example on every rank.
 
     make_trainer(args, communicator): see above. prepare(args): sets the framework up. connect(args): starts Horovod and
-    returns layout and communicator; without it all ranks are stages of one pipeline. add_arguments: see
+    returns grid and communicator; without it all ranks are stages of one pipeline. add_arguments: see
     `parse_arguments`.
     """
     args = parse_arguments(description, add_arguments)
     if connect is None:
         world = MPI.COMM_WORLD
-        layout, communicator = Layout(world.Get_rank(), world.Get_size(), world.Get_size()), world
+        grid, communicator = ProcessGrid(world.Get_rank(), world.Get_size(), world.Get_size()), world
     else:
-        layout, communicator = connect(args)
-    place(args, layout)
+        grid, communicator = connect(args)
+    place(args, grid)
     if prepare is not None:
         prepare(args)
     trainer = make_trainer(args, communicator)

@@ -61,7 +61,7 @@ def parse_arguments():
     if args.batch_size < args.micro_batches:
         parser.error(f"--batch-size {args.batch_size} is less than --micro-batches {args.micro_batches}")
     where = hybrid(args.stages, args.order)
-    args.rank, args.layout = where.layout.rank, where.layout
+    args.rank, args.grid = where.grid.rank, where.grid
     args.verbose = args.rank == 0 and not args.quiet
     return args, where
 
@@ -70,8 +70,8 @@ class Trainer:
     """This rank's stage, its pipeline, and Horovod's optimizer of its replicas."""
 
     def __init__(self, args, where):
-        layout = where.layout
-        self.stage = model.make_stages(args.stages, args.seed)[layout.stage]
+        grid = where.grid
+        self.stage = model.make_stages(args.stages, args.seed)[grid.stage]
         self.pipeline = Pipeline(
             self.stage,
             boundary=model.boundary_of(self.stage, ThresholdBoundary(args.density, args.threshold)),
@@ -83,7 +83,7 @@ class Trainer:
         named = list(self.stage.named_parameters())
         self.compression = hvd.Compression.none
         self.dense_bytes = 4 * sum(parameter.numel() for _, parameter in named)
-        if args.dp_density < 1.0 and layout.replicas > 1:
+        if args.dp_density < 1.0 and grid.replicas > 1:
             self.compression = Compression.dct(
                 named, density=args.dp_density, lifespan=args.lifespan, process_set=where.process_set
             )
@@ -118,10 +118,10 @@ class Trainer:
         if hasattr(self.compression, "stats"):
             total = self.compression.stats()["total"]
             gradients = {"dense_bytes": total["dense_bytes"], "sent_bytes": total["payload_bytes"]}
-        if args.layout.replicas == 1:
+        if args.grid.replicas == 1:
             gradients = {"dense_bytes": 0, "sent_bytes": 0}
         stats = self.pipeline.stats()
-        place = {"rank": args.rank, "stage": args.layout.stage, "replica": args.layout.replica}
+        place = {"rank": args.rank, "stage": args.grid.stage, "replica": args.grid.replica}
         return {**place, **{name: stats[name] for name in ("forward", "backward", "occupancy")}, "replicas": gradients}
 
 
@@ -134,8 +134,8 @@ def data(clicks, rows):
 def train(trainer, args):
     """Train; return one dict of metrics an evaluation."""
     clicks, test = click_data.Clicks(args.rows, seed=0), click_data.Clicks(max(1, args.rows // 10), seed=1)
-    layout, rows, losses = args.layout, [], []
-    batches = click_data.batches(clicks, args.batch_size, args.seed, layout.replica, layout.replicas)
+    grid, rows, losses = args.grid, [], []
+    batches = click_data.batches(clicks, args.batch_size, args.seed, grid.replica, grid.replicas)
     interval = math.ceil(args.steps / args.evaluations)
     with reporting.Progress(args.steps, args) as bar:
         for number in range(1, args.steps + 1):
@@ -165,7 +165,7 @@ def report(rows, everyone, seconds, args):
     accuracy = float(np.mean([found for _, found in everyone if found is not None]))
     results = {"loss": rows[-1]["loss"], "accuracy": accuracy, "occupancy": float(np.mean(kept)) if kept else 1.0}
     settings = {name: getattr(args, name) for name in SETTINGS}
-    places = {"world_size": args.layout.size, "replicas": args.layout.replicas}
+    places = {"world_size": args.grid.size, "replicas": args.grid.replicas}
     record = {"example": "pytorch_dct_hybrid", **results, **ratios, "seconds": seconds, **settings, **places}
     print(json.dumps({**record, "data": "generated", "links": links}), flush=True)
 
@@ -182,7 +182,7 @@ def main():
     """Train on every rank; the first reports."""
     args, where = parse_arguments()
     torch.set_num_threads(1)
-    for line in MPI.COMM_WORLD.gather(args.layout.describe(), 0) or []:
+    for line in MPI.COMM_WORLD.gather(args.grid.describe(), 0) or []:
         if args.verbose:
             print(line)
     trainer = Trainer(args, where)

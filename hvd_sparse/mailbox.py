@@ -42,7 +42,7 @@ class Mailbox:
         self._begun: dict[tuple[int, int], list[np.ndarray]] = {}  # pieces of messages that are still to be completed
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
         if background and self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
-            threading.Thread(target=self._see_to_it, name="hvd_sparse mailbox", daemon=True).start()
+            threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:
         """Send bytes, uint8, without waiting; they must not change any more.
@@ -94,7 +94,7 @@ class Mailbox:
                 request.Free()
             self._pending.clear()
 
-    def _see_to_it(self) -> None:
+    def _progress(self) -> None:
         while not self._closed:
             self._posted.wait()
             self._posted.clear()

@@ -8,8 +8,8 @@ feedback). Source: Dynamic Communication Thresholding (Gupta et al., 2021), sect
 """
 
 from hvd_sparse.model_parallel.boundary import THRESHOLDS, BoundarySettings
-from hvd_sparse.model_parallel.layout import Layout
 from hvd_sparse.model_parallel.notices import PipelineError
+from hvd_sparse.model_parallel.process_grid import ProcessGrid
 from hvd_sparse.model_parallel.schedule import SCHEDULES
 
-__all__ = ["SCHEDULES", "THRESHOLDS", "BoundarySettings", "Layout", "PipelineError"]
+__all__ = ["SCHEDULES", "THRESHOLDS", "BoundarySettings", "PipelineError", "ProcessGrid"]

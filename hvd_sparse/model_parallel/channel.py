@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from hvd_sparse.mailbox import Mailbox, poll
-from hvd_sparse.model_parallel.notices import PATIENCE, Notices, PipelineError, wait_for
+from hvd_sparse.model_parallel.notices import SHUTDOWN_TIMEOUT, Notices, PipelineError, wait_for
 
 ENDED = 1  # tag of a stage's last message; others are kinds of messages
 
@@ -96,7 +96,7 @@ class Channel:
         """Get the last words out."""
         self._is_open = False
         atexit.unregister(self.close)
-        self._mailbox.close(PATIENCE)
+        self._mailbox.close(SHUTDOWN_TIMEOUT)
         if self._everyone is None:
             self._notices.close()
 

@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import poll
-from hvd_sparse.model_parallel.layout import Layout
 from hvd_sparse.model_parallel.notices import Notices
+from hvd_sparse.model_parallel.process_grid import ProcessGrid
 
-PATIENCE = 60.0  # seconds that a rank waits for the others at its end
+SHUTDOWN_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
 GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the word was sent first
 
 
 class Hybrid(NamedTuple):
     """What `hybrid` made: where this rank is, Horovod's process set of its stage, and its replica's communicator."""
 
-    layout: Layout
+    grid: ProcessGrid
     process_set: object
     communicator: object
 
@@ -25,36 +25,36 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     """Start Horovod with a process set a stage; return what this rank is. In place of `hvd.init()`, on every rank.
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
-    order: see `Layout`. Pass the communicator to `Pipeline`, the process set to `Compression` and Horovod's optimizer.
-    When they end, ranks wait for each other. An error that ends one of them is told to all: they raise PipelineError in
+    order: see `ProcessGrid`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's
+    optimizer. When they end, ranks wait for each other. An error that ends one of them is told to all: they raise PipelineError in
     their next or current step, or show the reason below the error that Horovod raises.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
     world = mpi().COMM_WORLD
-    layout = Layout(world.Get_rank(), world.Get_size(), stages, order).checked()
+    grid = ProcessGrid(world.Get_rank(), world.Get_size(), stages, order).checked()
     if hvd.is_initialized():
         raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
     if stages == 1:
         hvd.init()
         process_set = hvd.global_process_set
     else:
-        sets = [hvd.ProcessSet(layout.stage_ranks(stage)) for stage in range(stages)]
+        sets = [hvd.ProcessSet(grid.stage_ranks(stage)) for stage in range(stages)]
         hvd.init(process_sets=sets)
-        process_set = sets[layout.stage]
-    if hvd.size() != layout.size:
+        process_set = sets[grid.stage]
+    if hvd.size() != grid.size:
         raise RuntimeError(
-            f"MPI has {layout.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
+            f"MPI has {grid.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
             "a Horovod built with MPI"
         )
-    communicator = world.Split(layout.replica, layout.stage)
-    notices = Notices(world.Dup(), layout.name_of, GRACE)
+    communicator = world.Split(grid.replica, grid.stage)
+    notices = Notices(world.Dup(), grid.name_of, GRACE)
     notices.attach(communicator)
     sys.excepthook = notices.excepthook(sys.excepthook)
     atexit.register(leave_together, world.Dup(), notices)  # runs before Horovod's own shutdown, which came first
-    return Hybrid(layout, process_set, communicator)
+    return Hybrid(grid, process_set, communicator)
 
 
-def leave_together(communicator, notices: Notices, patience: float = PATIENCE) -> None:
+def leave_together(communicator, notices: Notices, timeout: float = SHUTDOWN_TIMEOUT) -> None:
     """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends one of them.
 
     The first rank to shut Horovod down does so for all, and the replicas of one stage may be done while those of
@@ -62,5 +62,5 @@ def leave_together(communicator, notices: Notices, patience: float = PATIENCE) -
     """
     notices.leave(getattr(sys, "last_value", None))
     request = communicator.Ibarrier()
-    poll(lambda: request.Test() or notices.heard() or None, patience)
+    poll(lambda: request.Test() or notices.heard() or None, timeout)
     notices.close()

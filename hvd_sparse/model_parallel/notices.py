@@ -12,7 +12,7 @@ from hvd_sparse.mailbox import Mailbox, poll
 
 FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
 GREETING_BYTES = 512
-PATIENCE = 5.0  # seconds to get the last word out
+SHUTDOWN_TIMEOUT = 5.0  # seconds to get the last word out
 
 
 class PipelineError(RuntimeError):
@@ -117,7 +117,7 @@ class Notices:
 
     def close(self) -> None:
         """Get the last word out."""
-        self._mailbox.close(PATIENCE)
+        self._mailbox.close(SHUTDOWN_TIMEOUT)
 
     def excepthook(self, hook: Callable) -> Callable:
         """Return what shows an uncaught error as `hook` does, and then the failure that it follows from, if any."""

@@ -3,7 +3,7 @@
 `hvd_sparse.torch.asynchronous` and `hvd_sparse.tensorflow.asynchronous` are what training scripts use.
 """
 
-from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.simulation import Simulation, by_speed, in_turn
@@ -17,10 +17,10 @@ __all__ = [
     "MSGD",
     "DGCAsync",
     "GradientDroppingAsync",
-    "Layout",
     "MPIEndpoint",
     "Method",
     "Network",
+    "ParameterLayout",
     "Server",
     "ServerRefused",
     "Simulation",

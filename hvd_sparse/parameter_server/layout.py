@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     is_dense: bool
 
 
-class Layout:
+class ParameterLayout:
     """Tensors one after the other in a flat vector: those of `min_numel` elements or more by name, then the others.
 
     So what is selected from is one part of it, and what is always sent whole another. `shapes`: {name: shape}. Raises

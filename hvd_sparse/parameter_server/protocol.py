@@ -20,8 +20,8 @@ n and values are float32; of WELCOME and BUFFERS, float32; of STATE, JSON and ar
 
 sequence: the number of a worker's push, from 1; its REPLY and its REFUSED have the same. clock: how many pushes a
 server has applied; in a PUSH, of the last REPLY that the worker has applied. incarnation: a worker that starts again
-says HELLO with another one, and what its former life sent no longer counts. k, but for payloads: of an ASK, a number
-that its STATE repeats; of a REFUSED by a server that has forgotten the worker, the last push that was applied.
+says HELLO with another one, and what its previous incarnation sent no longer counts. k, but for payloads: of an ASK, a
+number that its STATE repeats; of a REFUSED by a server that has forgotten the worker, the last push that was applied.
 
 Messages arrive in order. Nothing sends again what gets lost without a trace, which MPI does not do; what is damaged is
 sent again, and copies that come at any time do no harm.
@@ -61,7 +61,7 @@ class Reason(enum.IntEnum):
 
     NONE = 0
     DAMAGED = 1
-    STRANGER = 2
+    UNKNOWN_WORKER = 2
     WRONG = 3
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
@@ -52,7 +52,7 @@ class Server:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ParameterLayout,
         shard: tuple[int, int],
         method: Method,
         parameters: np.ndarray,
@@ -125,7 +125,7 @@ class Server:
         if record is None or record.incarnation != message.incarnation:
             if message.kind in (Kind.ALIVE, Kind.LEAVE):
                 return None
-            return self._refusal(Reason.STRANGER, message, "say HELLO first: this server does not know you")
+            return self._refusal(Reason.UNKNOWN_WORKER, message, "say HELLO first: this server does not know you")
         record.seen = self._now()
         if message.kind == Kind.PUSH:
             return self._push(message, record)
@@ -272,7 +272,7 @@ class Server:
         return description, {"parameters": self.parameters, "buffers": self.buffers}
 
 
-def introduction(layout: Layout, method: Method) -> list[str]:
+def introduction(layout: ParameterLayout, method: Method) -> list[str]:
     """Return one line for each thing that a worker and its servers must agree on."""
     model = [f"tensors = {len(layout.names)}", f"elements = {layout.numel}", f"layout = {layout.digest()}"]
     return [*model, *method.describe()]

@@ -15,7 +15,7 @@ import numpy as np
 from hvd_sparse.library import mpi
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
-from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
 from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server
@@ -78,7 +78,7 @@ class Session:
         self.communicator = communicator or mpi().COMM_WORLD
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers)
-        self.layout = Layout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
         self._server: Server | None = None
         self._connection: Connection | None = None
@@ -304,7 +304,7 @@ def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
     return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
-def restored(path: str, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray]:
     """Return the flat parameters and the buffers of a file of `save`; ValueError if it is of another model."""
     with np.load(path, allow_pickle=False) as file:
         arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvd_sparse.parameter_server.layout import Layout
+from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import Network
@@ -51,7 +51,7 @@ class Simulation:
         if method.most_workers is not None and workers > method.most_workers:
             raise ValueError(f"{method.name} has at most {method.most_workers} worker, got workers = {workers}")
         self.method = method
-        self.layout = Layout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
         self._flat = self.layout.flatten(parameters)
         self.network = Network()
         self._server_ends = [self.network.endpoint(rank, is_server=True) for rank in range(servers)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_sparse import native
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.layout import Layout, Piece
+from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason
 from hvd_sparse.parameter_server.server import introduction
@@ -28,7 +28,7 @@ class ServerRefused(RuntimeError):
 
 
 @dataclass
-class Traffic:
+class PushCounters:
     """Bytes and counts of a worker: messages with their headers."""
 
     pushes: int = 0
@@ -49,7 +49,7 @@ class Worker:
     def __init__(
         self,
         number: int,
-        layout: Layout,
+        layout: ParameterLayout,
         method: Method,
         parameters: Mapping[str, np.ndarray],
         servers: int = 1,
@@ -60,7 +60,7 @@ class Worker:
         self.shards = layout.shards(servers)
         self.residual = np.zeros(layout.numel, np.float32)
         self.velocity = np.zeros(layout.numel, np.float32) if method.has_velocity else None
-        self.traffic = Traffic()
+        self.traffic = PushCounters()
         self.sequence = 0  # of the last push in this incarnation
         self.step = 0  # what the density's schedule goes by; it stays when this worker joins again
         self.changed: set[str] = set()  # tensors that answers have written to; whoever copies them clears it
@@ -75,7 +75,7 @@ class Worker:
         self._sent: Messages = {}
         self._awaited = Kind.HELLO  # the kind of what was sent
         self._tries = self._rejoins = self._questions = 0
-        self._strangers: set[int] = set()  # servers that have forgotten this worker, and have not applied its push
+        self._unknown_to: set[int] = set()  # servers that have forgotten this worker, and have not applied its push
         # The last update, and the servers that it is for: after joining again, those that have not applied it.
         self._pushed: tuple[Update, set[int]] | None = None
         self.answers: dict[int, tuple[dict, dict[str, np.ndarray]]] = {}  # to the last question
@@ -106,7 +106,7 @@ class Worker:
         """Return what to say to each server first; its answer brings the parameters."""
         body = protocol.as_body("\n".join(introduction(self.layout, self.method)))
         self._joined.clear()
-        self._strangers.clear()
+        self._unknown_to.clear()
         self._clocks = [0] * len(self.shards)
         hello = self._encoded(Kind.HELLO, body=body)
         return self._send(Kind.HELLO, dict.fromkeys(range(len(self.shards)), hello))
@@ -149,7 +149,7 @@ class Worker:
             if message.kind == Kind.REFUSED and message.incarnation in (0, self.incarnation):
                 return self._refused(server, message)
             if message.incarnation != self.incarnation:
-                return {}  # an answer to a former life
+                return {}  # an answer to a previous incarnation
             if message.kind == Kind.WELCOME:
                 return self._welcomed(server, message)
             return self._replied(server, message) if message.kind == Kind.REPLY else {}
@@ -252,7 +252,7 @@ class Worker:
     def _refused(self, server: int, message: Message) -> Messages:
         if message.reason == Reason.DAMAGED:
             return self._again(server, message.text)
-        if message.reason == Reason.STRANGER:
+        if message.reason == Reason.UNKNOWN_WORKER:
             return self._forgotten(server, message)
         raise ServerRefused(f"server {server}: {message.text}")
 
@@ -265,17 +265,17 @@ class Worker:
             return {}  # to what needs no answer, or to what had one
         update, servers = self._pushed
         self._pushed = (update, servers - {server} if message.k == self.sequence else servers)
-        self._strangers.add(server)
+        self._unknown_to.add(server)
         return self._rejoin(message.text)
 
     def _rejoin(self, why: str) -> Messages:
         """Begin anew with all servers, if no answer is open; what was not applied yet is pushed again."""
-        if self._waiting != self._strangers:
+        if self._waiting != self._unknown_to:
             return {}
         self._rejoins += 1
         if self._rejoins > TRIES:
-            raise ServerRefused(f"servers {sorted(self._strangers)}, after {TRIES} attempts to join again: {why}")
-        self._pushed = (self._pushed[0], self._pushed[1] & self._strangers)
+            raise ServerRefused(f"servers {sorted(self._unknown_to)}, after {TRIES} attempts to join again: {why}")
+        self._pushed = (self._pushed[0], self._pushed[1] & self._unknown_to)
         self.incarnation += 1
         self.sequence = 0
         return self.hello()
@@ -313,7 +313,7 @@ class Worker:
         self._waiting.discard(server)
         if not self._waiting:
             self._rejoins = 0
-        return self._rejoin("forgotten") if self._strangers else {}
+        return self._rejoin("forgotten") if self._unknown_to else {}
 
     def _is_of_push(self, server: int, message: Message) -> bool:
         """Whether a message is the first answer to the push that is open."""

@@ -33,8 +33,8 @@ def torch_steps(rank, who):
     from hvd_sparse.torch.model_parallel import Pipeline, hybrid
 
     torch.set_num_threads(1)
-    layout, process_set, communicator = hybrid(STAGES)
-    stage = make_stages(SIZES)[layout.stage]
+    grid, process_set, communicator = hybrid(STAGES)
+    stage = make_stages(SIZES)[grid.stage]
     loss = torch.nn.functional.cross_entropy
     options = {"loss": loss, "communicator": communicator, "timeout": 60}
     pipeline = built(lambda number: Pipeline(stage, micro_batches=number, **options), rank, who)
@@ -63,8 +63,8 @@ def tensorflow_steps(rank, who):
     from hvd_sparse.tensorflow.model_parallel import Pipeline, hybrid
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    layout, process_set, communicator = hybrid(STAGES)
-    stage = make_stages(SIZES)[layout.stage]
+    grid, process_set, communicator = hybrid(STAGES)
+    stage = make_stages(SIZES)[grid.stage]
     options = {"loss": cross_entropy, "communicator": communicator, "timeout": 60}
     pipeline = built(lambda number: Pipeline(stage, micro_batches=number, **options), rank, who)
     compression = Compression.dct(stage.trainable_variables, density=0.2, min_numel=16, process_set=process_set)

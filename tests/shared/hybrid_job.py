@@ -36,12 +36,12 @@ def main():
     parser.add_argument("--late", action="store_true", help="the first stage reduces its last gradients late")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    layout, process_set, communicator = hybrid(args.stages, args.order)
+    grid, process_set, communicator = hybrid(args.stages, args.order)
     sizes = [*SIZES[: args.stages], SIZES[-1]]
     stages = make_stages(sizes)
     loss = torch.nn.functional.cross_entropy
     whole = copy.deepcopy(torch.nn.Sequential(*stages))
-    stage = stages[layout.stage]
+    stage = stages[grid.stage]
     pipeline = Pipeline(
         stage, boundary=args.density, micro_batches=args.micro_batches, loss=loss, communicator=communicator, timeout=60
     )
@@ -60,10 +60,10 @@ def main():
     reference = torch.optim.SGD(whole.parameters(), lr=LR)
     losses, expected = [], []
     for step in range(STEPS):
-        inputs, targets = batch(step, layout.replicas)
-        mine = slice(layout.replica * ROWS, (layout.replica + 1) * ROWS)
+        inputs, targets = batch(step, grid.replicas)
+        mine = slice(grid.replica * ROWS, (grid.replica + 1) * ROWS)
         optimizer.zero_grad()
-        if args.late and step == STEPS - 1 and layout.stage == 0:
+        if args.late and step == STEPS - 1 and grid.stage == 0:
             stage[0].weight.register_hook(lambda _: time.sleep(3.0))
         losses.append(pipeline.step(inputs[mine], targets[mine]))
         optimizer.step()
@@ -74,12 +74,12 @@ def main():
         expected.append(theirs.item())
     pipeline.close()
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in stage.parameters()])
-    theirs = torch.cat([parameter.detach().reshape(-1) for parameter in whole[layout.stage].parameters()])
+    theirs = torch.cat([parameter.detach().reshape(-1) for parameter in whole[grid.stage].parameters()])
     result = {
-        "rank": layout.rank,
-        "stage": layout.stage,
-        "replica": layout.replica,
-        "describe": layout.describe(),
+        "rank": grid.rank,
+        "stage": grid.stage,
+        "replica": grid.replica,
+        "describe": grid.describe(),
         "losses": losses,
         "expected": expected,
         "difference": float((flat - theirs).abs().max()),

@@ -33,9 +33,9 @@ def main():
     parser.add_argument("--micro-batches", type=int, default=2)
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    layout, process_set, communicator = hybrid(args.stages, args.order)
+    grid, process_set, communicator = hybrid(args.stages, args.order)
     sizes = [*SIZES[: args.stages], SIZES[-1]]
-    stage = make_stages(sizes)[layout.stage]
+    stage = make_stages(sizes)[grid.stage]
     pipeline = Pipeline(
         stage,
         boundary=args.density,
@@ -53,8 +53,8 @@ def main():
     optimizer, reference = (tf.keras.optimizers.SGD(LR) for _ in range(2))
     losses, expected = [], []
     for step in range(STEPS):
-        inputs, targets = batch(step, layout.replicas)
-        mine = slice(layout.replica * ROWS, (layout.replica + 1) * ROWS)
+        inputs, targets = batch(step, grid.replicas)
+        mine = slice(grid.replica * ROWS, (grid.replica + 1) * ROWS)
         losses.append(pipeline.step(inputs[mine], targets[mine]))
         gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
         optimizer.apply_gradients(zip(gradients, stage.trainable_variables, strict=True))
@@ -64,12 +64,12 @@ def main():
     pipeline.close()
     flat, theirs = (
         np.concatenate([variable.numpy().ravel() for variable in one.trainable_variables])
-        for one in (stage, whole.stages[layout.stage])
+        for one in (stage, whole.stages[grid.stage])
     )
     result = {
-        "rank": layout.rank,
-        "stage": layout.stage,
-        "replica": layout.replica,
+        "rank": grid.rank,
+        "stage": grid.stage,
+        "replica": grid.replica,
         "losses": losses,
         "expected": expected,
         "difference": float(np.abs(flat - theirs).max()),

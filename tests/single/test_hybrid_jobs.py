@@ -1,4 +1,4 @@
-"""Hybrid runs on MPI: layouts, replicas that agree to the bit, the same training as dense on one process."""
+"""Hybrid runs on MPI: grids, replicas that agree to the bit, the same training as dense on one process."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launching import launch, mpirun
 
-from hvd_sparse.model_parallel import Layout
+from hvd_sparse.model_parallel import ProcessGrid
 
 pytestmark = launching.MARKS
 JOB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared", "hybrid_job.py")
@@ -34,8 +34,8 @@ def run(ranks, *options):
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches, options):
     """Also where stages that are done must wait for one that is late."""
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches, *options)
-    layouts = [Layout(rank, ranks, stages, order) for rank in range(ranks)]
-    assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in layouts]
+    grids = [ProcessGrid(rank, ranks, stages, order) for rank in range(ranks)]
+    assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in grids]
     for one in found:
         assert one["difference"] < 1e-5
     mean = np.mean([one["losses"] for one in found if one["stage"] == 0], axis=0)
@@ -55,16 +55,16 @@ def test_sparse_on_every_link_learns_and_replicas_agree(compression):
 
 
 def test_the_layout_is_described():
-    layout = Layout(3, 4, 2)
-    assert (layout.stage, layout.replica, layout.replicas) == (1, 1, 2)
-    assert layout.describe() == (
+    grid = ProcessGrid(3, 4, 2)
+    assert (grid.stage, grid.replica, grid.replicas) == (1, 1, 2)
+    assert grid.describe() == (
         "rank 3 of 4: stage 1 of 2, replica 1 of 2; activations on ranks [2, 3], gradients on [1, 3]"
     )
     for order in ("pipeline", "replica"):
-        places = {(one.stage, one.replica): one for one in (Layout(rank, 6, 3, order) for rank in range(6))}
+        places = {(one.stage, one.replica): one for one in (ProcessGrid(rank, 6, 3, order) for rank in range(6))}
         assert len(places) == 6
         assert all(one.rank_of(stage, replica) == one.rank for (stage, replica), one in places.items())
-        assert sorted(rank for stage in range(3) for rank in Layout(0, 6, 3, order).stage_ranks(stage)) == list(
+        assert sorted(rank for stage in range(3) for rank in ProcessGrid(0, 6, 3, order).stage_ranks(stage)) == list(
             range(6)
         )
 
@@ -80,7 +80,7 @@ def test_the_layout_is_described():
 )
 def test_wrong_layouts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Layout(*arguments).checked()
+        ProcessGrid(*arguments).checked()
 
 
 def test_ranks_that_cannot_be_shared_out_end_all_ranks():

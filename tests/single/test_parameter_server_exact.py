@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hvd_sparse.parameter_server import METHODS, Layout, Server, ServerRefused, Simulation, by_speed, in_turn
+from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, ServerRefused, Simulation, by_speed, in_turn
 from hvd_sparse.parameter_server.tracker import MirrorTracker
 
 SHAPES = {"a": (20, 15), "b": (30,), "c": (101,), "one": (1,)}
@@ -261,7 +261,7 @@ def test_changes_tracked_by_time_are_those_tracked_by_mirrors(servers):
 def test_memory_of_a_server_of_many_workers():
     """ResNet-18's 11.7 million parameters and 32 workers: the paper keeps 32 mirrors beside M."""
     n, workers = 11_700_000, 32
-    layout = Layout({"w": (n,)})
+    layout = ParameterLayout({"w": (n,)})
     parameters = np.zeros(n, np.float32)
     server = Server(layout, (0, n), METHODS["dgs"](density=0.01), parameters, workers)
     paper = (workers + 1) * 4 * n

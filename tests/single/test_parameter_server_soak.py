@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hvd_sparse.parameter_server import METHODS, Layout, Server, ServerRefused, Worker
+from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, ServerRefused, Worker
 
 SHAPES = {"a": (23, 7), "b": (11,), "c": (90,), "scale": (1,)}
 WORKERS, PUSHES = 5, 10_000  # pushes of all cases together
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, method, servers, seed, harm):
         self.random, self.method, self.harm = np.random.default_rng(seed), method, harm
-        self.layout = Layout(SHAPES, method.min_numel)
+        self.layout = ParameterLayout(SHAPES, method.min_numel)
         self.start = self.random.standard_normal(self.layout.numel).astype(np.float32)
         self.time = 0.0
         options = {"silence": 1000.0, "now": lambda: self.time}

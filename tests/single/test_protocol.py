@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from hvd_sparse.parameter_server import METHODS, Layout, Server, Worker, protocol
+from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, Worker, protocol
 from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason, decode, encode
 from hvd_sparse.parameter_server.server import introduction
 from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
@@ -63,7 +63,7 @@ def pair(request):
 
 
 def make_pair(method):
-    layout, random = Layout(SHAPES, method.min_numel), np.random.default_rng(0)
+    layout, random = ParameterLayout(SHAPES, method.min_numel), np.random.default_rng(0)
     server = Server(layout, (0, layout.numel), method, random.standard_normal(layout.numel).astype(np.float32), 3)
     worker = Worker(1, layout, method, {name: np.zeros(np.prod(shape), np.float32) for name, shape in SHAPES.items()})
     exchange(server, worker, worker.hello()[0])
@@ -153,7 +153,7 @@ def test_any_bytes_are_damage(data, right_start):
 @pytest.mark.parametrize("coding", ["auto", "elias_fano", "run_length", "bitmap"])
 def test_updates_that_are_damaged_under_a_right_checksum(values, coding):
     """Every bit of a payload flipped, every count, every size: DamagedMessage, or an update that is in range."""
-    n, segments = 187, segments_of(Layout(SHAPES).tensors(), 0)
+    n, segments = 187, segments_of(ParameterLayout(SHAPES).tensors(), 0)
     random = np.random.default_rng(3)
     indices = np.sort(random.choice(n, 20, replace=False))
     numbers = np.sign(random.standard_normal(20)).astype(np.float32)
@@ -231,7 +231,7 @@ def test_hostile_messages_are_refused_and_change_nothing(pair, what):
     answer = decode(answer)
     assert rank == 1 and answer.kind == Kind.REFUSED and answer.text
     assert answer.reason == (
-        Reason.STRANGER
+        Reason.UNKNOWN_WORKER
         if what == "another life"
         else Reason.WRONG
         if "sequence" in what or "clock" in what or "HELLO" in what
@@ -242,7 +242,7 @@ def test_hostile_messages_are_refused_and_change_nothing(pair, what):
     assert decode(answer).kind == Kind.REPLY and server.clock == 3
 
 
-def test_old_pushes_and_messages_of_strangers_need_no_answer(pair):
+def test_old_pushes_and_messages_of_unknown_to_need_no_answer(pair):
     server, worker = pair
     good = decode(push(worker, np.random.default_rng(4)))
     before = snapshot(server)
@@ -280,8 +280,8 @@ def test_hello_of_another_model_or_method(pair):
             server.layout, METHODS["dgs"](density=0.5, min_numel=20, values="int2")
         ),
         "method = gd_async": introduction(server.layout, METHODS["gd_async"]()),
-        "layout = ": introduction(Layout({**SHAPES, "a": (4, 30)}, 20), server.method),
-        "elements = ": introduction(Layout({**SHAPES, "d": (1,)}, 20), server.method),
+        "layout = ": introduction(ParameterLayout({**SHAPES, "a": (4, 30)}, 20), server.method),
+        "elements = ": introduction(ParameterLayout({**SHAPES, "d": (1,)}, 20), server.method),
         "density = constant(0.1) here": ours[:-1],
         "more there": [*ours, "more"],
     }
@@ -357,7 +357,7 @@ IGNORED_ANSWERS = {
     "a welcome": lambda good: good._replace(kind=Kind.WELCOME, body=np.zeros(4 * 177, np.uint8)),
     "a state": lambda good: good._replace(kind=Kind.STATE),
     "a push": lambda good: good._replace(kind=Kind.PUSH),
-    "a refusal of no push": lambda good: good._replace(kind=Kind.REFUSED, reason=Reason.STRANGER, sequence=2),
+    "a refusal of no push": lambda good: good._replace(kind=Kind.REFUSED, reason=Reason.UNKNOWN_WORKER, sequence=2),
 }
 
 

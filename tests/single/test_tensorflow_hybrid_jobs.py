@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launching import launch, mpirun
 
-from hvd_sparse.model_parallel import Layout
+from hvd_sparse.model_parallel import ProcessGrid
 
 pytestmark = launching.MARKS
 JOB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared", "hybrid_tensorflow_job.py")
@@ -31,8 +31,8 @@ def run(ranks, *options):
 )
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches):
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches)
-    layouts = [Layout(rank, ranks, stages, order) for rank in range(ranks)]
-    assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in layouts]
+    grids = [ProcessGrid(rank, ranks, stages, order) for rank in range(ranks)]
+    assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in grids]
     for one in found:
         assert one["difference"] < 1e-5
     mean = np.mean([one["losses"] for one in found if one["stage"] == 0], axis=0)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 ORDERS = ("pipeline", "replica")
 
 
-class Layout(NamedTuple):
+class ProcessGrid(NamedTuple):
     """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
 
     Activations travel between stages of a replica, gradients between replicas of a stage: neighbours, which often
@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     stages: int
     order: str = "pipeline"
 
-    def checked(self) -> "Layout":
+    def checked(self) -> "ProcessGrid":
         """Return self; ValueError unless the ranks can be shared out so."""
         if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
             raise ValueError(f"stages must be a whole number of at least 1, got {self.stages!r}")
