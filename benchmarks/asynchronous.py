@@ -118,7 +118,7 @@ def train(job: tuple[dict, argparse.Namespace]) -> dict:
 
 
 def traffic(simulation) -> dict:
-    """Return what travelled, over what dense updates both ways would have taken, and how stale updates were."""
+    """Return what was sent, over what dense updates both ways would have taken, and how stale updates were."""
     own = [worker.traffic for worker in simulation.workers]
     dense = 4 * simulation.layout.numel * sum(one.pushes for one in own)
     hello = 4 * simulation.layout.numel * len(own)  # the parameters that each began with

@@ -77,7 +77,7 @@ def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
 
 
 def table(name: str, results: list[dict]) -> str:
-    """Return a Markdown table: each method's metric over the seeds, and what travelled."""
+    """Return a Markdown table: each method's metric over the seeds, and what was sent."""
     metric = EXPERIMENTS[name][2]
     lines = [f"| {name} | {metric}, mean | each seed | density | ratio, all steps |", "|---|---|---|---|---|"]
     for label in EXPERIMENTS[name][3]:

@@ -1,4 +1,4 @@
-"""What travelled in an asynchronous run, in words and as a plot: of `Session.stats()`, whatever the framework."""
+"""What was sent in an asynchronous run, in words and as a plot: of `Session.stats()`, whatever the framework."""
 
 BAR, ROWS = 40, 12  # characters of the longest bar of the histogram; rows, the last has all that is staler
 

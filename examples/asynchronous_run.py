@@ -211,7 +211,7 @@ def train(session, task, args, step, evaluate):
 
 
 def report(example, rows, stats, seconds, task, args):
-    """Print what travelled, and a JSON line; draw the plot."""
+    """Print what was sent, and a JSON line; draw the plot."""
     if args.verbose:
         print(asynchronous_report.report(stats))
     if args.plot:

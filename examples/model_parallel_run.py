@@ -179,7 +179,7 @@ def describe(trainer, args):
 
 
 def table_row(one):
-    """Return a rank's row of the table of what travelled."""
+    """Return a rank's row of the table of what was sent."""
     row = {name: one[name] for name in ("rank", "replica", "stage")}
     for name in ("forward", "backward"):
         dense, sent = (one[name][f"{what}_bytes"] / 1e6 for what in ("dense", "sent"))
@@ -188,7 +188,7 @@ def table_row(one):
 
 
 def summary(everyone):
-    """Return the JSON fields of what travelled: occupancy of all boundaries, bytes that were not sent as ratios."""
+    """Return the JSON fields of what was sent: occupancy of all boundaries, bytes that were not sent as ratios."""
     result = {"occupancy": occupancy(everyone)}
     for name in ("forward", "backward"):
         dense, sent = (sum(one[name][f"{what}_bytes"] for one in everyone) for what in ("dense", "sent"))

@@ -4,7 +4,7 @@
     mpirun -np 6 python examples/pytorch_dct_hybrid.py --stages 3 --density 0.1
 
 Clicks are generated, not collected: see `click_data.py`. The network is like DLRM, the splits are those of "Dynamic
-Communication Thresholding" (Gupta et al., 2021, section 3.1 and tables 1 to 3). Activations travel by MPI between the
+Communication Thresholding" (Gupta et al., 2021, section 3.1 and tables 1 to 3). Activations are sent by MPI between the
 stages of a replica, gradients by Horovod between the replicas of a stage, with `Compression.dct`.
 """
 
@@ -152,7 +152,7 @@ def train(trainer, args):
 
 
 def report(rows, everyone, seconds, args):
-    """Print what travelled on every link, and a JSON line; on rank 0."""
+    """Print what was sent on every link, and a JSON line; on rank 0."""
     links = [traffic for traffic, _ in everyone]
     if args.verbose:
         print("\nwhat each rank sent: MB dense would be, MB sent")

@@ -94,7 +94,7 @@ class Trainer:
         return self.pipeline.evaluate(torch.from_numpy(inputs), torch.from_numpy(targets))
 
     def stats(self):
-        """Return what travelled."""
+        """Return what was sent."""
         return self.pipeline.stats()
 
     def boundaries(self):

@@ -26,7 +26,7 @@ DEFAULT_DENSITY = {
 METHODS = tuple(DEFAULT_DENSITY)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the momentum is in the compressor: the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
-MIN_NUMEL = 1024  # of the plugin: smaller tensors travel dense
+MIN_NUMEL = 1024  # of the plugin: smaller tensors are sent dense
 
 
 def number(expected, holds, kind=float):

@@ -1,6 +1,6 @@
 """Sparse gradient compression for Horovod.
 
-A gradient travels one way through it:
+A gradient goes one way through it:
 
     gradient -> memory -> threshold -> select -> payload ==exchange==> payloads of all ranks -> sum -> gradient
 

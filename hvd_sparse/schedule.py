@@ -30,7 +30,7 @@ class Schedule(abc.ABC):
 
     @property
     def highest(self) -> float:
-        """A density that is never exceeded. Below 1.0 it spares TensorFlow's graph the case that all travels dense."""
+        """A density that is never exceeded. Below 1.0 it spares TensorFlow's graph the case that all is sent dense."""
         return 1.0
 
 
@@ -59,7 +59,7 @@ class Constant(Schedule):
 
 
 def is_always_dense(schedule: Schedule) -> bool:
-    """Return whether everything travels dense in every step."""
+    """Return whether everything is sent dense in every step."""
     return isinstance(schedule, Constant) and schedule.value >= 1.0
 
 

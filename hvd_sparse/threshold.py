@@ -149,7 +149,7 @@ class Turns:
         return step % lifespan == position * lifespan // self._count
 
     def drains(self, step: int, position: int) -> bool:
-        """Return whether a tensor sends all that it remembers in this step; the same on every rank."""
+        """Return whether a tensor sends its whole residual in this step; the same on every rank."""
         return self._drain is not None and int(hash_index(self._seed, step * self._count + position)) % self._drain == 0
 
 

@@ -1,4 +1,4 @@
-"""What travelled: bytes, elements and seconds, of the last step and in total."""
+"""What was sent: bytes, elements and seconds, of the last step and in total."""
 
 from collections import defaultdict
 from time import perf_counter
@@ -10,8 +10,8 @@ class Traffic:
     """Counters of one compressor on this rank.
 
     dense_bytes: what Horovod alone would have been handed. payload_bytes: what every collective of a step was handed
-    (payloads, tensors that travel dense, tokens, votes). surplus_bytes: how much more came from the other ranks; an
-    allreduce brings as much as it was handed. elements and sent: gradient elements, and how many of them travelled.
+    (payloads, tensors sent dense, tokens, votes). surplus_bytes: how much more came from the other ranks; an
+    allreduce brings as much as it was handed. elements and sent: gradient elements, and how many of them were sent.
     seconds: in compress, waiting for the exchange, in decompress.
     """
 

@@ -4,7 +4,7 @@ A rank is handed S * g_k, the gradient of its scaled loss; the optimizer is hand
 g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). What a user asks for, `clip_norm`, `weight_decay` and a
 constant threshold, is in units of result and g_k: it holds for every op and every loss scale.
 
-All that is remembered from step to step (residuals, velocities, thresholds, guesses at them) is in units of g_k. A
+All that is kept from step to step (residuals, velocities, thresholds, guesses at them) is in units of g_k. A
 gradient is divided by S on its way in, a sum is multiplied by S on its way out: nothing has to change when S does.
 """
 

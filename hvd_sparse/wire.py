@@ -16,7 +16,7 @@ Values start at a multiple of their item size, the payload ends at a multiple of
     "auto"        the smallest of these for (n, k), the last one where there are several; never in a header
 
 For run lengths the tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
-travel modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap. Bit i of any such
+are sent modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap. Bit i of any such
 section is bit i % 8 of byte i // 8. Elias-Fano: see `elias_fano_low_bits`.
 
 With the value dtype "none" there are no values: a payload is a set of indices. The values of "int2" and "int1" start at

@@ -1,4 +1,4 @@
-// What travels: header | positions | values. Its size is a pure function of (n, k, coding, dtype),
+// A payload: header | positions | values. Its size is a pure function of (n, k, coding, dtype),
 // so that equal settings on all ranks give equal sizes, and one collective without a size exchange.
 //
 // Little-endian. Header, 32 bytes:

@@ -3,7 +3,7 @@
 `hvd_sparse.torch.model_parallel` and `hvd_sparse.tensorflow.model_parallel` are what training scripts use.
 
 A stage's activations are a matrix B x f, a row a sample. Forward, a row keeps its largest d * f magnitudes; values and
-mask travel. Backward, the gradient travels at the same mask, as values alone. Nothing is remembered (no error
+mask are sent. Backward, the gradient is sent at the same mask, as values alone. There is no error feedback (no error
 feedback). Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2, algorithm 2.
 """
 

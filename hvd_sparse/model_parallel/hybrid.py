@@ -26,8 +26,8 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
     order: see `ProcessGrid`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's
-    optimizer. When they end, ranks wait for each other. An error that ends one of them is told to all: they raise PipelineError in
-    their next or current step, or show the reason below the error that Horovod raises.
+    optimizer. When they end, ranks wait for each other. An error that ends one of them is told to all: they raise
+    PipelineError in their next or current step, or show the reason below the error that Horovod raises.
     Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
     """
     world = mpi().COMM_WORLD

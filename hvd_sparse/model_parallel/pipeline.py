@@ -96,8 +96,8 @@ class Pipeline(abc.ABC):
         """Run a batch forward and backward, on every stage; return its loss, on every stage.
 
         inputs: on the first stage; a tensor, or a tuple or dict of them, whose first dimension counts samples. targets:
-        likewise, on the first stage, from where they travel to the last one, or on the last stage. Gradients are added
-        to what is there, as in any backward. Raises `PipelineError` on all other stages where one fails.
+        likewise, on the first stage, from where they are sent to the last one, or on the last stage. Gradients are
+        added to what is there, as in any backward. Raises `PipelineError` on all other stages where one fails.
         """
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
 
@@ -238,12 +238,12 @@ class Pipeline(abc.ABC):
             )
         (total,) = rows
         sizes = split_rows(total, self._micro_batches)
-        travels = targets is not None and not self.is_last
-        flags = (0 if batch.training else EVALUATING) | (TARGETS_FOLLOW if travels else 0)
+        follows = targets is not None and not self.is_last
+        flags = (0 if batch.training else EVALUATING) | (TARGETS_FOLLOW if follows else 0)
         place = {"micros": len(sizes), "total_rows": total, "flags": flags}
         batch.heads = [Head(Kind.FORWARD, batch.step, m, rows=size, **place) for m, size in enumerate(sizes)]
         batch.inputs = list(zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True))
-        if travels:
+        if follows:
             for head, part in zip(batch.heads, self._parts(targets, sizes), strict=True):
                 parts, structure = tree.flatten(part)
                 tensors = [self._to_wire("", leaf, batch.training) for leaf in parts]

@@ -8,7 +8,7 @@ ORDERS = ("pipeline", "replica")
 class ProcessGrid(NamedTuple):
     """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
 
-    Activations travel between stages of a replica, gradients between replicas of a stage: neighbours, which often
+    Activations are sent between stages of a replica, gradients between replicas of a stage: neighbours, which often
     share a node, should be those that exchange more. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
     """
 

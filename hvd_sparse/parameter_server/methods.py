@@ -1,4 +1,4 @@
-"""The asynchronous methods: what a worker remembers of its updates, how much of them travels, and of what comes back.
+"""The asynchronous methods: error feedback of the workers, and how much is sent in both directions.
 
 All are one frame, that of DGS (Yan et al., 2020, Algorithms 1 to 3): a worker pushes an update, a server applies it and
 answers with the model's difference from what the worker has. Updates contain the learning rate, so that servers know
@@ -22,7 +22,7 @@ class Method:
     density: part of an update's elements to push, in (0, 1], or a `Schedule` over the worker's steps; warmup: None, a
     number of steps, or a Schedule. pull_density: None, all that changed is sent back; or the part of the elements that
     is: the largest differences, what is left waits. scope: "tensor" selects in each tensor, "model" in all together,
-    both ways. min_numel: smaller tensors travel whole. coding, values, centre: of the payload (`hvd_sparse.wire`,
+    both ways. min_numel: smaller tensors are sent whole. coding, values, centre: of the payload (`hvd_sparse.wire`,
     centres are those of a tensor); what values of fewer bits lose stays behind, at worker or server. pull_values: of
     the answers. seed: breaks ties.
     Raises ValueError or TypeError that names the argument, what was received and what is expected.
@@ -74,7 +74,7 @@ class Method:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a server must remember what each worker has: answers then are differences, and not all of them."""
+        """Whether a server has to keep what each worker has: answers then are differences, and not all of them."""
         return self.pull_values != "float32" or (self.pull_density or 1.0) < 1.0
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class Method:
         return make_schedule(self.density, self.warmup)
 
     def describe(self) -> list[str]:
-        """Return one line a setting, for the comparison between ranks."""
+        """Return one line a setting, for the configuration check across ranks."""
         settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
         lines = [f"{name} = {getattr(self, name)!r}" for name in settings]
         return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}"]

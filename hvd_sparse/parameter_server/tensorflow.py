@@ -172,7 +172,7 @@ class TensorFlowSession(Session):
 
 
 class WorkerMemory(tf.train.experimental.PythonState):
-    """What a worker remembers, residual and velocity, as a part of a `tf.train.Checkpoint`."""
+    """A worker's residual and velocity, as a part of a `tf.train.Checkpoint`."""
 
     def __init__(self, session: TensorFlowSession):
         self._session = session
@@ -229,7 +229,7 @@ class AsynchronousOptimizer(tf.Module):
     It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: that times the variable
     is added to its gradient: a number; or a mapping of names to numbers, where the others do not decay; or a function
     of name and variable that returns a number. It may be set anew. `iterations`: int64, the steps of this worker.
-    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and what the worker remembers, `memory`; so do
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations, residual and velocity (`memory`); so do
     `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
     tf.errors.OpError that quotes it. The density's schedule goes by `iterations` too.
     """

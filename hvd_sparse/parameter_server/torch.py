@@ -166,7 +166,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     """Pushes an update in `step`, and takes the servers' answer; learning-rate schedulers work on it as on any other.
 
     Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has what
-    the worker remembers, residual and velocity, and its step, for the density's schedule. Gradients of any type and
+    the worker keeps, residual and velocity, and its step, for the density's schedule. Gradients of any type and
     device are brought to float32 on the CPU; one that is not finite somewhere counts as zero there, see
     `TorchSession.stats`. A `torch.amp.GradScaler` works as with any optimizer: what it skips is not pushed.
     """
@@ -209,11 +209,11 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict:
-        """Return groups, and what the worker remembers."""
+        """Return groups, and the worker's residual and velocity."""
         return {**super().state_dict(), "step": self.session.worker.step}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over groups, and what a worker remembered; ValueError if it had another method or model."""
+        """Take over groups, residual and velocity; ValueError if they are of another method or model."""
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         for name, memory in zip(names, kept, strict=False):

@@ -17,7 +17,7 @@ NO_CLOCK = 2**32 - 1
 
 
 class ChangeTracker:
-    """Remembers when each element changed last: float32 answers that hold all that changed."""
+    """Keeps when each element changed last: float32 answers that hold all that changed."""
 
     form = Form.VALUES
 
@@ -32,13 +32,13 @@ class ChangeTracker:
         return self._changed.nbytes
 
     def join(self, worker: int) -> None:
-        """There is nothing to remember of a worker."""
+        """There is nothing to keep of a worker."""
 
     def leave(self, worker: int) -> None:
         """There is nothing to forget."""
 
     def note(self, update: Update, clock: int) -> None:
-        """Remember that elements changed."""
+        """Note that elements changed."""
         if clock >= NO_CLOCK:
             raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
         if update.indices is None:

@@ -41,7 +41,7 @@ class Group:
         self._hint = ThresholdHint()
 
     def count(self, density: float) -> int:
-        """Return k; all elements of what always travels whole."""
+        """Return k; all elements of what is always sent whole."""
         size = self.end - self.begin
         return size if self._is_dense else top_k_count(size, density)
 

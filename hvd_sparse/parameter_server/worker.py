@@ -99,7 +99,7 @@ class Worker:
         return self._parts[name]
 
     def memory(self) -> dict[str, np.ndarray]:
-        """Return what this worker remembers, float32[numel] each: the residual, the velocity if it has one."""
+        """Return residual, and velocity if the method has one, float32[numel] each."""
         return {"residual": self.residual} | ({} if self.velocity is None else {"velocity": self.velocity})
 
     def hello(self) -> Messages:
@@ -119,7 +119,7 @@ class Worker:
     ) -> Messages:
         """Accumulate gradients, {name: float32[n]}, and return what to send to each server.
 
-        What a tensor without a gradient remembers stays as it is, and takes part in the selection. lr, weight_decay: of
+        The residual of a tensor without a gradient stays as it is, and takes part in the selection. lr, weight_decay: of
         each tensor. What is not finite counts as zero. Raises RuntimeError while an answer is missing.
         """
         if self._waiting or len(self._joined) < len(self.shards):

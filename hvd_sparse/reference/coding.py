@@ -69,16 +69,16 @@ def decode_run_length(counts, runs, n: int) -> np.ndarray:
         raise ValueError("counts: a count is above its block's length, or negative")
     if counts.sum() != steps.size:
         raise ValueError(f"counts must sum to the number of runs, {steps.size}; got {counts.sum()}")
-    travelled = np.cumsum(steps)
-    before_block = np.concatenate(([0], travelled))[np.cumsum(counts) - counts]
-    indices = travelled - 1 + np.repeat(start - before_block, counts)
+    steps_so_far = np.cumsum(steps)
+    before_block = np.concatenate(([0], steps_so_far))[np.cumsum(counts) - counts]
+    indices = steps_so_far - 1 + np.repeat(start - before_block, counts)
     if (indices >= np.repeat(end, counts)).any():
         raise ValueError("runs: a run leaves its block")
     return indices
 
 
 def encode_values(values, value_dtype: str) -> np.ndarray:
-    """Return values as they travel: little-endian float32, float64 or float16, or uint16 holding bfloat16 bits.
+    """Return values as they are sent: little-endian float32, float64 or float16, or uint16 holding bfloat16 bits.
 
     Values are converted to float32 first (not for float64), then rounded to nearest even. A finite value beyond the
     largest finite float16 or bfloat16 becomes that, with its sign; infinity stays what it is, and so does NaN, of whose

@@ -88,8 +88,8 @@ class SparseCompressor(tf.Module):
 
         Assign to it, in a `tf.function` too, before the gradients are reduced: `compression.loss_scale = scale`, with a
         number, a tensor or a variable. In a graph of TensorFlow 1, run `compression.loss_scale.assign(scale)`.
-        clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so is all that is
-        remembered: it stays as it is. See docs/mixed-precision.md.
+        clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so are residuals
+        and thresholds: they stay as they are. See docs/mixed-precision.md.
         """
         return self._parts.loss_scale
 
@@ -129,7 +129,7 @@ class SparseCompressor(tf.Module):
         return self._parts.step.result(ctx.entry, ctx.step, tensor)
 
     def stats(self, session=None) -> dict:
-        """Return what travelled from this rank; in a graph of TensorFlow 1, give the session.
+        """Return what was sent from this rank; in a graph of TensorFlow 1, give the session.
 
         {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
         step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the

@@ -18,7 +18,7 @@ from hvd_sparse.units import Units
 class ErrorFeedback(tf.Module):
     """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3).
 
-    Buffers are flat float32. A variable that always travels dense has no residual.
+    Buffers are flat float32. A variable that is always sent dense has no residual.
     """
 
     BUFFERS = ("residual",)
@@ -76,9 +76,9 @@ class ErrorFeedback(tf.Module):
         return (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient travels in: its own, but Horovod reduces no bfloat16.
+        """Return the type that a dense gradient is sent in: its own, but Horovod reduces no bfloat16.
 
-        A float16 one that has a residual in other steps travels as float32: float16 may not hold that.
+        A float16 one that has a residual in other steps is sent as float32: float16 may not hold that.
         """
         if gradient.dtype == tf.bfloat16 or (gradient.dtype == tf.float16 and self.may_wait):
             return tf.float32
@@ -91,10 +91,10 @@ class ErrorFeedback(tf.Module):
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that travels dense sends: the gradient itself, and any residual it still had.
+        """Return what a variable that is sent dense sends: the gradient itself, and any residual it still had.
 
         Of the gradient's shape, in `dense_dtype` and the gradient's units; with it, what its buffers become if the step
-        counts, and whether all was finite. What is larger than `most`, or than the type that it travels in holds, is
+        counts, and whether all was finite. What is larger than `most`, or than the type that it is sent in holds, is
         cut there; the rest waits.
         """
         dtype = self.dense_dtype(gradient)
@@ -109,7 +109,7 @@ class ErrorFeedback(tf.Module):
         return sent, {"residual": left * tf.cast(units.incoming, tf.float32)}, ops.all_finite(whole)
 
     def _cut(self, whole: tf.Tensor, most, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what travels of float32 values, at most `most`, and flat, what is left of them."""
+        """Return what is sent of float32 values, at most `most`, and flat, what is left of them."""
         most = tf.cast(most, tf.float32)
         sent = tf.cast(tf.clip_by_value(whole, -most, most), dtype)
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
@@ -165,7 +165,7 @@ class MomentumCorrection(ErrorFeedback):
         return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient travels in: that of the velocity."""
+        """Return the type that a dense gradient is sent in: that of the velocity."""
         return tf.float32
 
     def may_be_cut(self) -> bool:
@@ -175,7 +175,7 @@ class MomentumCorrection(ErrorFeedback):
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that travels dense sends: its velocity, for the momentum of dense training.
+        """Return what a variable that is sent dense sends: its velocity, for the momentum of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
@@ -221,13 +221,13 @@ class SparsificationAware(ErrorFeedback):
         return self.residual, None, self._decaying()
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient travels in: that of the residual."""
+        """Return the type that a dense gradient is sent in: that of the residual."""
         return tf.float32
 
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that travels dense sends: all it remembers, which is momentum SGD."""
+        """Return what a variable that is sent dense sends: all of the residual, which is momentum SGD."""
         sent, after = self._local(gradient, factor, units), {}
         if "residual" in self.buffers:
             sent, left = self._sent(sent + self.residual.read_value(), units, most)

@@ -32,7 +32,7 @@ class Exchange(Members):
         super().__init__(hvd, process_set, "hvd_sparse.tf")
 
     def describe(self) -> str:
-        """Return which compressor this is, for the comparison between ranks."""
+        """Return which compressor this is, for the configuration check across ranks."""
         return f"compressor = {self._prefix}"
 
     def is_used(self) -> bool:

@@ -59,7 +59,7 @@ def _check(feedback, thresholds: Mapping[str, int], state: dict, ranks: int) -> 
         for kind, saved in state["memory"][name].items():
             if kind not in memory.buffers and np.any(on_host(saved)):
                 raise ValueError(
-                    f"{name}: the state has a {kind} that would be lost, as the variable travels dense now: give the "
+                    f"{name}: the state has a {kind} that would be lost, as the variable is sent dense now: give the "
                     "compression the min_numel that it had"
                 )
 

@@ -202,7 +202,7 @@ class ScaledThreshold:
         return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k))
 
     def learn(self, k: tf.Tensor, count: tf.Tensor, void: tf.Tensor) -> list[tf.Operation]:
-        """Scale by how many were sent, of all ranks together, unless the step does not count."""
+        """Scale by how many were sent, of all ranks together, unless the step is skipped."""
         value, wanted = self.at(k), tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)

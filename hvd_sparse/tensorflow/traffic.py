@@ -1,4 +1,4 @@
-"""What travelled, counted in variables, as a graph counts."""
+"""What was sent, counted in variables, as a graph counts."""
 
 from collections import defaultdict
 

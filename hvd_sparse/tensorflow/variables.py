@@ -54,7 +54,7 @@ class Variables:
         return iter(self._by_name)
 
     def describe(self) -> list[str]:
-        """Return one line a variable, for the comparison between ranks."""
+        """Return one line a variable, for the configuration check across ranks."""
         return [f"{name}: {tuple(v.shape)} {v.dtype.name}" for name, v in self._by_name.items()]
 
     def name_of(self, variable) -> str:

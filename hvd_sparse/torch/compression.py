@@ -39,8 +39,8 @@ class SparseCompressor:
     algorithm: one of `hvd_sparse.algorithms`. named_parameters: those of the optimizer. process_set: the optimizer's.
     Errors: ValueError and TypeError for wrong arguments, models or settings that differ between ranks, and reductions
     other than Sum and Average, on every rank; RuntimeError for hvd.join(). A gradient that is not finite on any rank
-    voids the step: every gradient becomes NaN on every rank (a loss scaler then skips the step), what is not
-    finite counts as zero in the memory, and nothing that was to be sent is lost.
+    skips the step on all ranks: every gradient becomes NaN (a loss scaler then skips its update), what is not finite
+    counts as zero in the residual, and nothing else is lost.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SparseCompressor:
 
         Set it to `scaler.get_scale()` whenever that may have changed, before the next backward: a step reads it at its
         first gradient. clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so
-        is all that is remembered: it stays as it is. See docs/mixed-precision.md.
+        are residuals and thresholds: they stay as they are. See docs/mixed-precision.md.
         """
         return self._loss_scale
 
@@ -129,7 +129,7 @@ class SparseCompressor:
         self._loss_scale = checked_loss_scale(value)
 
     def stats(self) -> dict:
-        """Return what travelled from this rank.
+        """Return what was sent from this rank.
 
         {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
         step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the

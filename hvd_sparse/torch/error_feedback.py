@@ -21,7 +21,7 @@ UNREAD = torch.empty(0)  # in place of a parameter that does not decay
 
 
 class Dense(NamedTuple):
-    """What a tensor sends that travels dense. A step that does not count is as if it had not been."""
+    """What a tensor sends that is sent dense. A step that is skipped is as if it had not been."""
 
     sent: torch.Tensor  # [n], in `dense_dtype` and the gradient's units, contiguous; it may be the gradient itself
     finite: torch.Tensor  # bool: were the gradient, and what is sent, finite everywhere?
@@ -102,9 +102,9 @@ class ErrorFeedback:
         return held
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor travels in: its own, but Horovod reduces no bfloat16.
+        """Return the type that a dense tensor is sent in: its own, but Horovod reduces no bfloat16.
 
-        A float16 one that has a residual in other steps travels as float32: float16 may not hold that.
+        A float16 one that has a residual in other steps is sent as float32: float16 may not hold that.
         """
         may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.schedule)
         if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
@@ -112,9 +112,9 @@ class ErrorFeedback:
         return gradient.dtype
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that travels dense sends: the gradient itself, and any residual it still had.
+        """Return what a tensor that is sent dense sends: the gradient itself, and any residual it still had.
 
-        What is larger than `most`, or than the type that it travels in holds, is cut there; the rest waits.
+        What is larger than `most`, or than the type that it is sent in holds, is cut there; the rest waits.
         """
         if "residual" not in self.buffers:
             sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
@@ -136,7 +136,7 @@ class ErrorFeedback:
         return whole.sub_(sent.clamp_(-most, most))
 
     def spare(self) -> list[torch.Tensor]:
-        """Return two buffers, float32[n], for a step of a tensor that travels dense.
+        """Return two buffers, float32[n], for a step of a tensor that is sent dense.
 
         Those of a small one serve in every step: to make them takes longer than all else that is done with it.
         """
@@ -196,11 +196,11 @@ class MomentumCorrection(ErrorFeedback):
         return {"momentum": self.algorithm.momentum, "nesterov": self.algorithm.nesterov}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor travels in: that of the velocity."""
+        """Return the type that a dense tensor is sent in: that of the velocity."""
         return torch.float32
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that travels dense sends: its velocity, so that the momentum is that of dense training.
+        """Return what a tensor that is sent dense sends: its velocity, so that the momentum is that of dense training.
 
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
@@ -250,11 +250,11 @@ class SparsificationAware(ErrorFeedback):
         return self.residual, None, self.weights()
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor travels in: that of the residual."""
+        """Return the type that a dense tensor is sent in: that of the residual."""
         return torch.float32
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that travels dense sends: all it remembers, which is momentum SGD."""
+        """Return what a tensor that is sent dense sends: all of the residual, which is momentum SGD."""
         sent, decayed = self.spare()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
         finite = ops.accumulate(gradient, sent.copy_(self.residual), None, self.weights(), **rule)

@@ -42,7 +42,7 @@ class Parameters:
         return iter(self._names)
 
     def describe(self) -> list[str]:
-        """Return one line a parameter, for the comparison between ranks."""
+        """Return one line a parameter, for the configuration check across ranks."""
         return [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in sorted(self._by_name.items())]
 
     def restart(self) -> None:

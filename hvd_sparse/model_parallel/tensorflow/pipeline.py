@@ -59,7 +59,7 @@ class Pipeline(stages.Pipeline):
         """Run a batch forward and backward, on every stage; return its loss, on every stage.
 
         inputs: on the first stage; a tensor or array, or a tuple or dict of them, whose first dimension counts samples.
-        targets: likewise, on the first stage, from where they travel to the last one, or on the last stage.
+        targets: likewise, on the first stage, from where they are sent to the last one, or on the last stage.
         `gradients` are then those of this batch alone: there is nothing to set to zero. Raises `PipelineError` on all
         other stages where one fails.
         """

@@ -25,7 +25,7 @@ class Entry:
     name: str
     gradient: tf.Tensor
     feedback: ErrorFeedback
-    is_sparse: bool  # whether it ever travels as a payload
+    is_sparse: bool  # whether it is ever sent as a payload
     factor: tf.Tensor | None = None  # what the gradient is scaled with when it is accumulated
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
     taken: tuple | None = None  # what it sends dense, and what becomes of its buffers, if it is never sent otherwise
@@ -39,15 +39,15 @@ class Round:
     number: tf.Tensor  # int64, from 0
     seed: tf.Tensor  # int64
     density: tf.Tensor | float
-    is_dense: tf.Tensor | None  # whether everything travels dense at present; None if the schedule never gets there
+    is_dense: tf.Tensor | None  # whether everything is sent dense at present; None if the schedule never gets there
     units: Units  # the loss scale in it is a tensor
     suffix: str  # tells several calls in one graph apart
     is_active: tf.Tensor | bool = True  # whether the gradients are accumulated: not where all is sent dense
     present: tf.Operation | None = None
-    token: tf.Tensor | None = None  # what travels in place of a gradient; its sum tells how Horovod reduces
+    token: tf.Tensor | None = None  # what is sent in place of a gradient; its sum tells how Horovod reduces
     finite: list[tf.Tensor] = field(default_factory=list)  # bool, of any shape: was each gradient finite everywhere?
     overflow: tf.Tensor | None = None
-    void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all travels dense
+    void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all is sent dense
     counted: Counted = field(default_factory=Counted)
 
 
@@ -79,7 +79,7 @@ class Codec(abc.ABC):
         return residuals
 
     def _counts(self, sizes: list[int], now: Round) -> tf.Tensor:
-        """Return k of every selection, int64[selections]; 1 when its payload does not count."""
+        """Return k of every selection, int64[selections]; 1 when its payload is not used."""
         sizes = tf.constant(sizes, tf.float64)
         counts = tf.clip_by_value(tf.floor(now.density * sizes + 0.5), 1.0, sizes)
         if now.is_dense is not None:
