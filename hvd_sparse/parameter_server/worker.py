@@ -119,8 +119,8 @@ class Worker:
     ) -> Messages:
         """Accumulate gradients, {name: float32[n]}, and return what to send to each server.
 
-        The residual of a tensor without a gradient stays as it is, and takes part in the selection. lr, weight_decay: of
-        each tensor. What is not finite counts as zero. Raises RuntimeError while an answer is missing.
+        The residual of a tensor without a gradient stays as it is, and takes part in the selection. lr, weight_decay:
+        of each tensor. What is not finite counts as zero. Raises RuntimeError while an answer is missing.
         """
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
