@@ -25,8 +25,8 @@ NOTES = """`sent a rank` is the part of the elements that a rank sends, mean ove
 what the sum over all ranks holds, so the build-up, one over the other, is how much further the ranks' choices spread.
 Tensors below 1024 elements are sent dense and count in neither; nor do zeros that were sent. `local error` is the L2
 norm of rank 0's residual. `exchange` is the time that rank 0 waits for the others, of whom some may be slower, and for
-the collectives; `select` and `apply` are what the compressor itself takes. Times are medians. A graph's operations run side
-by side, so that TensorFlow's steps are not split."""
+the collectives; `select` and `apply` are what the compressor itself takes. Times are medians. A graph's operations run
+side by side, so that TensorFlow's steps are not split."""
 
 
 def summary(rows, epochs):
