@@ -33,13 +33,13 @@ class DenseBucket:
 
     def __init__(self, names: Sequence[str], parts: Sequence[torch.Tensor], pending: Pending):
         self._sizes = dict(zip(names, map(torch.numel, parts), strict=True))
-        self._pending = pending
+        self.pending = pending
         self._sums: dict[str, torch.Tensor] | None = None
 
     def sum_of(self, name: str, scale: float) -> torch.Tensor:
         """Return the sum of a member over all ranks, times a scale."""
         if self._sums is None:
-            parts = self._pending.wait().mul_(scale).split(list(self._sizes.values()))
+            parts = self.pending.wait().mul_(scale).split(list(self._sizes.values()))
             self._sums = dict(zip(self._sizes, parts, strict=True))
         return self._sums[name]
 
@@ -108,14 +108,12 @@ class Step:
         self._tokens.begin(self.rank, len(self.expected))
         if self._plan_key != (self.expected, density):
             self._plan_key = (self.expected, density)
-            self._plan = self.codec.plan([name for name in self.expected if name not in self._dense], self._prefix())
+            sparse = [name for name in self.expected if name not in self._dense]
+            self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.offsets}
         for bucket in self._plan:
             bucket.restart()
         self._ask_who_is_there()
-
-    def _prefix(self) -> str:
-        return "model" if self.codec.is_joint else "bucket"
 
     def _ask_who_is_there(self) -> None:
         """Start the sum over ranks that tells who takes part in this step, and whether any parameter is frozen."""
@@ -152,11 +150,8 @@ class Step:
         self._nowhere = self._trained_nowhere()
         known = {*self.expected, *self._nowhere}
         if not self._is_sealed and self.expected and self.codec.is_joint:
-            self._bucket_of, self._is_sealed = (
-                {},
-                True,
-            )  # a tensor is missing: the others share a selection of their own
-            known = set(self._nowhere)
+            self._bucket_of, known = {}, set(self._nowhere)  # a tensor is missing: all others share a late bucket
+            self._is_sealed = True
         if not self._is_sealed:
             self._seal()
         late = [self.entries[name] for name in sorted(self.entries) if name not in known]
@@ -283,9 +278,9 @@ class Step:
             whole = torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
             self.traffic.count(payload_bytes=whole.nbytes)
             names = [entry.name for entry in dense]
-            bucket = DenseBucket(names, parts, self.exchange.allreduce(f"{prefix}dense", whole))
-            self._collectives.append(bucket._pending)
-            self._bucket_of.update(dict.fromkeys(names, bucket))
+            together = DenseBucket(names, parts, self.exchange.allreduce(f"{prefix}dense", whole))
+            self._collectives.append(together.pending)
+            self._bucket_of.update(dict.fromkeys(names, together))
 
     def _start(self, bucket: Bucket) -> None:
         bucket.is_started = True
