@@ -36,7 +36,15 @@ class Schedule(abc.ABC):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same density at every step. Raises ValueError unless it is in (0, 1], TypeError unless it is a number."""
+    """The same density at every step.
+
+    Args:
+        value: The density, in (0, 1].
+
+    Raises:
+        ValueError: It is out of this range.
+        TypeError: It is no number.
+    """
 
     value: float
 
@@ -69,8 +77,17 @@ class WarmUp(Schedule):
 
     The stages are initial * factor**i while more than 5 % above `final`; they share `steps` evenly, and `final` holds
     from step `steps` on. A `final` of at least `initial` has no stage: it is constant. With fewer steps than stages,
-    stages are skipped. Raises ValueError unless final and initial are in (0, 1], factor in (0, 1) and steps >= 1;
-    TypeError for values that are not numbers. Source: Deep Gradient Compression, section 3.3.
+    stages are skipped. Source: Deep Gradient Compression, section 3.3.
+
+    Args:
+        final: Density after the warm-up, in (0, 1].
+        steps: Optimizer steps of the warm-up, at least 1.
+        initial: Density of the first stage, in (0, 1].
+        factor: From one stage's density to the next one's, in (0, 1).
+
+    Raises:
+        ValueError: A value is out of its range.
+        TypeError: A value is no number.
     """
 
     final: float
@@ -116,9 +133,16 @@ class WarmUp(Schedule):
 def make_schedule(density, warmup=None) -> Schedule:
     """Return the schedule that the arguments `density` and `warmup` of a compressor mean.
 
-    density: a number in (0, 1], or a Schedule (then warmup must be None). warmup: None or 0 for none; an int above 0,
-    the optimizer steps of a `WarmUp`; or a Schedule, which is returned as it is. Raises ValueError or TypeError
-    saying what to pass instead.
+    Args:
+        density: A number in (0, 1], or a Schedule (then warmup must be None).
+        warmup: None or 0: no warm-up; an int above 0: the optimizer steps of a `WarmUp`; a Schedule: returned as it is.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: A value is out of its range.
+        TypeError: A value is of another type.
     """
     if isinstance(density, Schedule):
         if warmup is not None:

@@ -93,11 +93,17 @@ class Pipeline(abc.ABC):
         return self.index == self.stages - 1
 
     def step(self, inputs=None, targets=None) -> float:
-        """Run a batch forward and backward, on every stage; return its loss, on every stage.
+        """Run a batch forward and backward; call it on every stage. Gradients are added to those that are there.
 
-        inputs: on the first stage; a tensor, or a tuple or dict of them, whose first dimension counts samples. targets:
-        likewise, on the first stage, from where they are sent to the last one, or on the last stage. Gradients are
-        added to what is there, as in any backward. Raises `PipelineError` on all other stages where one fails.
+        Args:
+            inputs: On the first stage: a tensor, or a tuple or dict of them, whose first dimension counts samples.
+            targets: Likewise, on the last stage; or on the first, which then sends them.
+
+        Returns:
+            The loss of the batch, on every stage.
+
+        Raises:
+            PipelineError: Another stage has failed.
         """
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
 
@@ -116,9 +122,10 @@ class Pipeline(abc.ABC):
     def stats(self) -> dict:
         """Return what this stage has sent since it was built.
 
-        {"forward": ..., "backward": ...} with messages, dense_bytes (the tensors as they are), sent_bytes (messages,
-        headers included), ratio; "targets_bytes"; "occupancy": part of the elements that was kept of what is masked.
-        Those of evaluation are counted apart, under "evaluation".
+        Returns:
+            {"forward": ..., "backward": ..., "evaluation": ...} with messages, dense_bytes (the tensors as they are),
+            sent_bytes (messages with their headers) and ratio; "targets_bytes"; "occupancy": part of the masked
+            elements that was kept; "steps".
         """
         count = self._traffic
         occupancy = count["kept"] / count["elements"] if count["elements"] else 1.0

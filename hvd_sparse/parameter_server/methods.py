@@ -17,15 +17,25 @@ from hvd_sparse.wire import CENTRES, checked_density, checked_integer
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What the methods share.
+    """The settings that all asynchronous methods share.
 
-    density: part of an update's elements to push, in (0, 1], or a `Schedule` over the worker's steps; warmup: None, a
-    number of steps, or a Schedule. pull_density: None, all that changed is sent back; or the part of the elements that
-    is: the largest differences, what is left waits. scope: "tensor" selects in each tensor, "model" in all together,
-    both ways. min_numel: smaller tensors are sent whole. coding, values, centre: of the payload (`hvd_sparse.wire`,
-    centres are those of a tensor); what values of fewer bits lose stays behind, at worker or server. pull_values: of
-    the answers. seed: breaks ties.
-    Raises ValueError or TypeError that names the argument, what was received and what is expected.
+    Args:
+        density: Part of an update's elements to push, in (0, 1], or a `Schedule` over the worker's steps.
+        warmup: None, a number of the worker's steps, or a `Schedule`.
+        pull_density: None: servers send back all that changed. Or the part of the elements that they send, the largest
+            differences; the rest is sent later (secondary compression, section 4.2.2).
+        scope: "tensor" selects in each tensor, "model" in all together, in both directions.
+        min_numel: Tensors of fewer elements are sent whole.
+        coding: Of positions: "run_length", "elias_fano", "bitmap", or "auto", the smallest.
+        values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". What rounding loses stays
+            in the residual.
+        pull_values: Type of the values that servers send back. What rounding loses is sent later.
+        centre: The magnitude that "int1" and "int2" send: "mean" or "min".
+        seed: Breaks ties.
+
+    Raises:
+        ValueError: A value is out of its range; the message names the argument, what was received, what is expected.
+        TypeError: A value is of another type.
     """
 
     density: float | Schedule = 0.01

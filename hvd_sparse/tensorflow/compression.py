@@ -35,15 +35,23 @@ untraced = tf.autograph.experimental.do_not_convert
 
 
 class SparseCompressor(tf.Module):
-    """A compressor with error feedback, for one optimizer or tape.
+    """A compressor with error feedback, for one optimizer or tape; made by the methods of `Compression`.
 
-    algorithm: one of `hvd_sparse.algorithms`. variables: those that are trained: a list, the model, or a function that
-    returns them. process_set: the optimizer's. Build it once, outside the training step.
-    Its own variables (step, residuals, velocities) are tracked: `tf.train.Checkpoint(compression=...)` saves them.
-    Errors: ValueError and TypeError for wrong arguments, for models or settings that differ between ranks, and for
-    reductions other than Sum and Average, on every rank; tf.errors.InvalidArgumentError from within a step. A gradient
-    that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a LossScaleOptimizer then
-    skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
+    Build it once, outside the training step. Its variables (step, residuals, velocities) are tracked:
+    `tf.train.Checkpoint(compression=...)` saves them. A gradient that is not finite on any rank skips the step on all
+    ranks: every gradient becomes NaN (a LossScaleOptimizer then skips its update), what is not finite counts as zero in
+    the residual, and nothing else is lost.
+
+    Args:
+        algorithm: The settings of a method, from `hvd_sparse.algorithms`.
+        variables: Those that are trained: a list, the model, or a function that returns them.
+        process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
+
+    Raises:
+        ValueError: Wrong arguments; and when a step is traced, on every rank, models or settings that differ between
+            ranks, or a reduction other than Sum and Average.
+        TypeError: Arguments of another type.
+        tf.errors.InvalidArgumentError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 
     def __init__(self, algorithm: Algorithm, variables, process_set=None):
@@ -84,7 +92,7 @@ class SparseCompressor(tf.Module):
 
     @property
     def loss_scale(self) -> tf.Variable:
-        """What the loss is multiplied with, a float64 scalar variable, 1.0 at first; the same on every rank.
+        """The loss scale: a float64 scalar variable, 1.0 at first, the same on every rank.
 
         Assign to it, in a `tf.function` too, before the gradients are reduced: `compression.loss_scale = scale`, with a
         number, a tensor or a variable. In a graph of TensorFlow 1, run `compression.loss_scale.assign(scale)`.
@@ -129,12 +137,16 @@ class SparseCompressor(tf.Module):
         return self._parts.step.result(ctx.entry, ctx.step, tensor)
 
     def stats(self, session=None) -> dict:
-        """Return what was sent from this rank; in a graph of TensorFlow 1, give the session.
+        """Return what this rank has sent.
 
-        {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
-        step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
-        collectives were handed: payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks),
-        ratio, density (elements sent over all), and no seconds: the operations of a graph run side by side.
+        Args:
+            session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
+
+        Returns:
+            {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
+            total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
+            payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
+            (elements sent over all), and no seconds: the operations of a graph run side by side.
         """
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
@@ -143,21 +155,32 @@ class SparseCompressor(tf.Module):
         return {**Traffic.summary(*counted), "residual_norm": float(norm)}
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
-        """Return the step, every buffer and every threshold that is kept, as NumPy arrays, between training steps.
+        """Return the step number, residuals, velocities and thresholds; call it between training steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
-        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
-        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
+        Args:
+            summed: False: this rank's own state. With the same world size, and each rank from its own file, training
+                continues bit for bit as if it had not been interrupted. True: the sum over all ranks, the same on each
+                (call it on every rank). Any world size continues from that one file; thresholds start anew.
+            session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
+
+        Returns:
+            A dictionary of NumPy arrays.
         """
         self._load()
         return gather_state(self, self._parts.kept_rows, self._parts.exchange, summed, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:
-        """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
+        """Continue from `state_dict()`; call it on every rank, between training steps.
 
-        ValueError, on every rank (but in an elastic job) and before anything has changed, if on any rank the state
-        belongs to other variables or to another method, has NaN or infinity in a buffer, or is one rank's own and the
-        number of ranks has changed. A state of the PyTorch twin is welcome if the names are the same.
+        Args:
+            state: What `state_dict` returned, here or in PyTorch for the same names. A summed one is divided among the
+                ranks.
+            session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
+
+        Raises:
+            ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
+                buffer, or is one rank's own and the world size has changed. Raised on every rank (but in an elastic
+                job), before anything has changed.
         """
         self._load()
         restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)

@@ -34,13 +34,21 @@ _checks_lock = threading.Lock()  # over the starts of configuration checks, of a
 
 
 class SparseCompressor:
-    """A compressor with error feedback, for one optimizer.
+    """A compressor with error feedback, for one optimizer; made by the methods of `Compression`.
 
-    algorithm: one of `hvd_sparse.algorithms`. named_parameters: those of the optimizer. process_set: the optimizer's.
-    Errors: ValueError and TypeError for wrong arguments, models or settings that differ between ranks, and reductions
-    other than Sum and Average, on every rank; RuntimeError for hvd.join(). A gradient that is not finite on any rank
-    skips the step on all ranks: every gradient becomes NaN (a loss scaler then skips its update), what is not finite
-    counts as zero in the residual, and nothing else is lost.
+    A gradient that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a loss scaler
+    then skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
+
+    Args:
+        algorithm: The settings of a method, from `hvd_sparse.algorithms`.
+        named_parameters: (name, parameter) pairs, those of the optimizer.
+        process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
+
+    Raises:
+        ValueError: Wrong arguments; and in the first step, on every rank, models or settings that differ between
+            ranks, or a reduction other than Sum and Average.
+        TypeError: Arguments of another type.
+        RuntimeError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 
     def __init__(
@@ -116,9 +124,9 @@ class SparseCompressor:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward, 1.0 at first; a number above 0, the same on every rank.
+        """The loss scale, 1.0 at first: a number above 0, the same on every rank.
 
-        Set it to `scaler.get_scale()` whenever that may have changed, before the next backward: a step reads it at its
+        Set it to `scaler.get_scale()` after each `scaler.update()`, before the next backward: a step reads it at its
         first gradient. clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so
         are residuals and thresholds: they stay as they are. See docs/mixed-precision.md.
         """
@@ -129,12 +137,13 @@ class SparseCompressor:
         self._loss_scale = checked_loss_scale(value)
 
     def stats(self) -> dict:
-        """Return what was sent from this rank.
+        """Return what this rank has sent.
 
-        {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of all that waits to be sent};
-        step and total hold dense_bytes (what Horovod alone would have been handed), payload_bytes (what the
-        collectives were handed: payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks),
-        ratio, density (elements sent over all), seconds {"compress", "exchange", "decompress"}.
+        Returns:
+            {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
+            total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
+            payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
+            (elements sent over all), and seconds {"compress", "exchange", "decompress"}.
         """
         norms = [
             float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
@@ -144,27 +153,35 @@ class SparseCompressor:
         return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
 
     def state_dict(self, summed: bool = False) -> dict:
-        """Return the step, every buffer and every threshold that is kept, as copies, between optimizer steps.
+        """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.
 
-        summed=False: this rank's own, for a run that continues with the same number of ranks, each from its own file:
-        bit for bit as if it had not been interrupted. summed=True: the sum over all ranks, the same on each (call it on
-        every rank): one file that any number of ranks can continue from, with thresholds that start anew.
+        Args:
+            summed: False: this rank's own state. With the same world size, and each rank from its own file, training
+                continues bit for bit as if it had not been interrupted. True: the sum over all ranks, the same on each
+                (call it on every rank). Any world size continues from that one file; thresholds start anew.
+
+        Returns:
+            A dictionary of copies, for `torch.save`.
         """
         return gather_state(self._step, self._number, self._exchange, summed)
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()`, on every rank; a summed state is shared out, each rank taking its part.
+        """Continue from `state_dict()`; call it on every rank, between optimizer steps.
 
-        Pending exchanges are dropped. ValueError, on every rank (but in an elastic job) and before anything has
-        changed, if on any rank the state belongs to other parameters or to another method, has NaN or infinity in a
-        buffer, or is one rank's own and the number of ranks has changed.
+        Args:
+            state: What `state_dict` returned. A summed one is divided among the ranks.
+
+        Raises:
+            ValueError: On any rank the state belongs to other parameters or another method, has NaN or infinity in a
+                buffer, or is one rank's own and the world size has changed. Raised on every rank (but in an elastic
+                job), before anything has changed.
         """
         with self._lock:
             self._number = restore_state(self._step, state, self._exchange)
             self._drop()
 
     def reset(self) -> None:
-        """Start anew, on every rank: no residual, step 0, nothing pending, nothing agreed. The loss scale stays."""
+        """Start anew, on every rank: no residual, step 0, nothing pending, settings unchecked. The loss scale stays."""
         with self._lock:
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():

@@ -25,25 +25,33 @@ UNCAST = (
 
 @tf.keras.utils.register_keras_serializable(package="hvd_sparse")
 class ThresholdBoundary(tf.keras.layers.Layer):
-    """Let the largest magnitudes of each row through, and in backward the gradient at the same places.
+    """Keep the largest magnitudes of each row, and in backward the gradient at the same places (DCT-MP).
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
+    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a non-trained weight; nothing is cut
+    off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic Communication Thresholding
+    (Gupta et al., 2021), section 2.2 and Algorithm 2.
 
-    density: the part of a row's elements to keep, in (0, 1]; 1 lets everything through. threshold: "topk", exactly
-    max(1, round(density * f)) of each row; "laplace", what reaches the row's threshold -b ln(density), b the mean
-    magnitude: one pass, no sort, and a density that drifts (see `stats`). start_dim: dimensions before it are rows,
-    those from it on one row's f elements; 1: all of a sample; -1: vectors of the last dimension. momentum: of the
-    running threshold, as PyTorch's batch normalisation has it, the part of the new. seed: of the order among equal
-    magnitudes. kwargs: of any Keras layer (name, dtype, trainable).
+    Input: float32, float64, float16 or bfloat16 of any shape with rows, of an unknown batch size too; nothing is cast to
+    the layer's dtype. Under `tf.recompute_grad` the mask is the same again: eagerly a batch then counts twice, in
+    `batches`, `stats` and the running threshold; in a `tf.function` the second time leaves no trace. There are no XLA
+    kernels, so no jit_compile.
 
-    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a weight that is not
-    trained; nothing is cut off before that has been estimated. A zero is never kept under "laplace". Input: float32,
-    float64, float16, bfloat16 of any shape with rows, the batch size may be unknown; output alike: nothing is cast to
-    the layer's dtype. Raises ValueError and TypeError; in a graph tf.errors.InvalidArgumentError.
+    Args:
+        density: Part of a row's elements to keep, in (0, 1]; 1 keeps everything.
+        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": what reaches
+            -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts (see
+            `stats`).
+        start_dim: Dimensions before it are rows, those from it on one row's f elements. 1: all of a sample; -1: vectors
+            of the last dimension.
+        momentum: Of the running threshold, as PyTorch's batch normalization has it: the part of the new.
+        seed: Of the order among equal magnitudes.
+        kwargs: Of any Keras layer: name, dtype, trainable.
 
-    Under `tf.recompute_grad` the mask is the same again. Eagerly a batch then counts twice, in `batches` and `stats`,
-    and the running threshold moves twice towards the same value; in a `tf.function` the second time leaves no trace.
-    Not under jit_compile: there are no XLA kernels.
+    Raises:
+        ValueError: A value is out of its range, or the input has no rows or no features.
+        TypeError: A value is of another type.
+        tf.errors.InvalidArgumentError: The same, in a graph.
     """
 
     def __init__(

@@ -23,21 +23,31 @@ class Pipeline(stages.Pipeline):
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
         optimizer.apply_gradients(zip(pipeline.gradients(), stage.trainable_variables))
 
-    stage: a model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly; to
-    have it compiled, let its call be a `tf.function`. It is told `training=` if it takes that. A tuple that it returns
-    becomes the arguments of the next stage, a dict its keyword arguments; but a stage that takes a single argument,
-    such as a functional model of several inputs, is given either whole. Tensors of integers and bool cross without a
-    gradient. boundary: how a stage's outputs are thresholded; None: not at all; a density; a `ThresholdBoundary`; or
-    {name: one of these} for several outputs, named by key or number. What has less than two dimensions crosses whole.
-    micro_batches: into how many parts a batch is cut; fewer where it has fewer samples. schedule: "gpipe" or "1f1b",
-    which holds fewer activations; the gradients are the same bits. loss: a function of outputs and targets, in this
-    order, that returns a scalar, on the last stage; or a `tf.keras.losses.Loss`, called as Keras does. reduction: what
-    `loss` does over samples, "mean" (micro-batches count by their samples) or "sum". timeout: seconds to wait for
-    another stage. communicator: the world if None.
+    Build it on every rank of the communicator. Messages go through the CPU. `boundaries`, {name: layer}, are not part of the
+    stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. A stage that fails ends the others with a `PipelineError`, also in
+    the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules: GPipe
+    (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
-    Build it on every rank of the communicator. Messages pass through the CPU. `boundaries`, {name: layer}, are not part
-    of the stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. Errors: a stage that fails ends the others
-    with a `PipelineError`, also in the constructor.
+    Args:
+        stage: A model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly; to
+            have it compiled, let its call be a `tf.function`. It gets `training=` if it takes that. A tuple that it
+            returns becomes the arguments of the next stage, a dict its keyword arguments; but a stage that takes a
+            single argument, such as a functional model of several inputs, gets either whole. Tensors of integers and
+            bool are sent without a gradient.
+        boundary: How a stage's outputs are thresholded. None: not at all; a density; a `ThresholdBoundary`; or {name:
+            one of these} for several outputs, named by key or number. What has less than two dimensions is sent whole.
+        micro_batches: Number of parts that a batch is cut into; fewer where it has fewer samples.
+        schedule: "gpipe"; or "1f1b", which holds fewer activations. The gradients are the same bits.
+        loss: A function of outputs and targets, in this order, that returns a scalar, on the last stage; or a
+            `tf.keras.losses.Loss`, called as Keras does.
+        reduction: What `loss` does over samples: "mean" (micro-batches count by their samples) or "sum".
+        timeout: Seconds to wait for another stage.
+        communicator: An mpi4py communicator; None: the world.
+
+    Raises:
+        PipelineError: Another stage has failed, or has other settings.
+        ValueError: A value is out of its range.
+        TypeError: A value is of another type.
     """
 
     def __init__(

@@ -12,19 +12,28 @@ from hvd_sparse.torch import row_ops as ops
 
 
 class ThresholdBoundary(torch.nn.Module):
-    """Let the largest magnitudes of each row through, and in backward the gradient at the same places.
+    """Keep the largest magnitudes of each row, and in backward the gradient at the same places (DCT-MP).
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
+    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a buffer; nothing is cut
+    off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic Communication Thresholding
+    (Gupta et al., 2021), section 2.2 and Algorithm 2.
 
-    density: the part of a row's elements to keep, in (0, 1]; 1 lets everything through. threshold: "topk", exactly
-    max(1, round(density * f)) of each row; "laplace", what reaches the row's threshold -b ln(density), b the mean
-    magnitude: one pass, no sort, and a density that drifts (see `stats`). start_dim: dimensions before it are rows,
-    those from it on one row's f elements; 1: all of a sample; -1: vectors of the last dimension. momentum: of the
-    running threshold, as batch normalisation has it. seed: of the order among equal magnitudes.
+    Input: float32, float64, float16 or bfloat16 of any shape with rows; output alike.
 
-    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a buffer; nothing is
-    cut off before that has been estimated. A zero is never kept under "laplace". Input: float32, float64, float16,
-    bfloat16 of any shape with rows; output alike. Raises ValueError and TypeError.
+    Args:
+        density: Part of a row's elements to keep, in (0, 1]; 1 keeps everything.
+        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": what reaches
+            -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts (see
+            `stats`).
+        start_dim: Dimensions before it are rows, those from it on one row's f elements. 1: all of a sample; -1: vectors
+            of the last dimension.
+        momentum: Of the running threshold, as batch normalization has it.
+        seed: Of the order among equal magnitudes.
+
+    Raises:
+        ValueError: A value is out of its range, or the input has no rows or no features.
+        TypeError: A value is of another type.
     """
 
     def __init__(

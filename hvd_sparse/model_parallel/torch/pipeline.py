@@ -21,19 +21,28 @@ class Pipeline(stages.Pipeline):
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
         optimizer.step()
 
-    stage: any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword arguments;
-    tensors of integers and bool cross without a gradient. boundary: how a stage's outputs are thresholded; None: not
-    at all; a density; a `ThresholdBoundary`; or {name: one of these} for several outputs, named by key or number. What
-    has less than two dimensions crosses whole. micro_batches: into how many parts a batch is cut; fewer where it has
-    fewer samples. schedule: "gpipe" or "1f1b", which holds fewer activations; the gradients are the same bits. loss:
-    a function of outputs and targets, on the last stage. reduction: what `loss` does over samples, "mean", of which a
-    micro-batch counts by its samples, or "sum". timeout: seconds to wait for another stage. communicator: the world if
-    None.
+    Build it on every rank of the communicator. CPU or CUDA; messages go through the CPU. `step`, `evaluate` and `predict` set `stage.train()` and
+    `stage.eval()`. With `hvd.DistributedOptimizer` on a stage's parameters, give that `backward_passes_per_step=` the
+    number of micro-batches. A stage that fails ends the others with a `PipelineError`, also in
+    the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules: GPipe
+    (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
-    Build it on every rank of the communicator. CPU or CUDA; messages pass through the CPU. `stage.train()` and
-    `stage.eval()` are set by `step`, `evaluate` and `predict`. With `hvd.DistributedOptimizer` on a stage's
-    parameters, give that `backward_passes_per_step=` the number of micro-batches. Errors: a stage that fails ends the
-    others with a `PipelineError`, also in the constructor.
+    Args:
+        stage: Any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword arguments;
+            tensors of integers and bool are sent without a gradient.
+        boundary: How a stage's outputs are thresholded. None: not at all; a density; a `ThresholdBoundary`; or {name:
+            one of these} for several outputs, named by key or number. What has less than two dimensions is sent whole.
+        micro_batches: Number of parts that a batch is cut into; fewer where it has fewer samples.
+        schedule: "gpipe"; or "1f1b", which holds fewer activations. The gradients are the same bits.
+        loss: A function of outputs and targets, on the last stage.
+        reduction: What `loss` does over samples: "mean" (micro-batches count by their samples) or "sum".
+        timeout: Seconds to wait for another stage.
+        communicator: An mpi4py communicator; None: the world.
+
+    Raises:
+        PipelineError: Another stage has failed, or has other settings.
+        ValueError: A value is out of its range.
+        TypeError: A value is of another type.
     """
 
     def __init__(
