@@ -28,12 +28,12 @@ class ThresholdBoundary(tf.keras.layers.Layer):
     """Keep the largest magnitudes of each row, and in backward the gradient at the same places (DCT-MP).
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
-    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a non-trained weight; nothing is cut
-    off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic Communication Thresholding
-    (Gupta et al., 2021), section 2.2 and Algorithm 2.
+    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a non-trained weight;
+    nothing is cut off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic
+    Communication Thresholding (Gupta et al., 2021), section 2.2 and Algorithm 2.
 
-    Input: float32, float64, float16 or bfloat16 of any shape with rows, of an unknown batch size too; nothing is cast to
-    the layer's dtype. Under `tf.recompute_grad` the mask is the same again: eagerly a batch then counts twice, in
+    Input: float32, float64, float16 or bfloat16 of any shape with rows, of an unknown batch size too; nothing is cast
+    to the layer's dtype. Under `tf.recompute_grad` the mask is the same again: eagerly a batch then counts twice, in
     `batches`, `stats` and the running threshold; in a `tf.function` the second time leaves no trace. There are no XLA
     kernels, so no jit_compile.
 

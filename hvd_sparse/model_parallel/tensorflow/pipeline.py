@@ -23,14 +23,14 @@ class Pipeline(stages.Pipeline):
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
         optimizer.apply_gradients(zip(pipeline.gradients(), stage.trainable_variables))
 
-    Build it on every rank of the communicator. Messages go through the CPU. `boundaries`, {name: layer}, are not part of the
-    stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. A stage that fails ends the others with a `PipelineError`, also in
-    the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules: GPipe
-    (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
+    Build it on every rank of the communicator. Messages go through the CPU. `boundaries`, {name: layer}, are not part
+    of the stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. A stage that fails ends the others with a
+    `PipelineError`, also in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section
+    2.2; schedules: GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
     Args:
-        stage: A model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly; to
-            have it compiled, let its call be a `tf.function`. It gets `training=` if it takes that. A tuple that it
+        stage: A model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly;
+            to have it compiled, let its call be a `tf.function`. It gets `training=` if it takes that. A tuple that it
             returns becomes the arguments of the next stage, a dict its keyword arguments; but a stage that takes a
             single argument, such as a functional model of several inputs, gets either whole. Tensors of integers and
             bool are sent without a gradient.

@@ -21,15 +21,15 @@ class Pipeline(stages.Pipeline):
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
         optimizer.step()
 
-    Build it on every rank of the communicator. CPU or CUDA; messages go through the CPU. `step`, `evaluate` and `predict` set `stage.train()` and
-    `stage.eval()`. With `hvd.DistributedOptimizer` on a stage's parameters, give that `backward_passes_per_step=` the
-    number of micro-batches. A stage that fails ends the others with a `PipelineError`, also in
-    the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules: GPipe
-    (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
+    Build it on every rank of the communicator. CPU or CUDA; messages go through the CPU. `step`, `evaluate` and
+    `predict` set `stage.train()` and `stage.eval()`. With `hvd.DistributedOptimizer` on a stage's parameters, give that
+    `backward_passes_per_step=` the number of micro-batches. A stage that fails ends the others with a `PipelineError`,
+    also in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules:
+    GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
     Args:
-        stage: Any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword arguments;
-            tensors of integers and bool are sent without a gradient.
+        stage: Any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword
+            arguments; tensors of integers and bool are sent without a gradient.
         boundary: How a stage's outputs are thresholded. None: not at all; a density; a `ThresholdBoundary`; or {name:
             one of these} for several outputs, named by key or number. What has less than two dimensions is sent whole.
         micro_batches: Number of parts that a batch is cut into; fewer where it has fewer samples.
