@@ -116,10 +116,15 @@ class Session:
         return self._connected().worker
 
     def serve(self) -> dict[int, str]:
-        """Serve until all workers have left; return why each of them did: nothing if it ended well.
+        """Serve until all workers have left. Ctrl-C and SIGTERM end it, and tell the workers.
 
-        A co-located rank serves in a thread of its own: there is nothing to do here. Ctrl-C and SIGTERM end it, and
-        tell the workers. RuntimeError on a rank that does not serve.
+        A co-located rank serves in a thread of its own: there is nothing to do here.
+
+        Returns:
+            {worker's rank: why it left}, an empty string where it ended well.
+
+        Raises:
+            RuntimeError: This rank does not serve.
         """
         if self._server is None:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
@@ -177,7 +182,11 @@ class Session:
         self._connected().share(buffers)
 
     def state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the servers' parameters by name, and the average of buffers, as they are now."""
+        """Return the servers' parameters as they are now.
+
+        Returns:
+            {name: float32 array}, and the average of buffers over workers, float32[n].
+        """
         answers = self._answers("state")
         flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
         return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
@@ -187,7 +196,11 @@ class Session:
         return self._answers("buffers")[0][1]["buffers"]
 
     def save(self, path: str) -> None:
-        """Write the servers' parameters, the average of buffers, and settings to a file, for `restore`."""
+        """Write the servers' parameters, the average of buffers, and settings to a file, for `connect(restore=)`.
+
+        Args:
+            path: Of the file, in NumPy's .npz format.
+        """
         parameters, buffers = self.state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
         settings = {"method": self.method.describe(), "statistics": self.stats()}
@@ -195,7 +208,11 @@ class Session:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
     def stats(self) -> dict:
-        """Return what this worker and all servers did: bytes, ratios to dense, staleness, updates, memory."""
+        """Return what this worker and all servers did.
+
+        Returns:
+            Bytes in both directions, their ratios to dense, pushes, staleness, updates applied, the servers' memory.
+        """
         descriptions = [description for description, _ in self._answers("statistics")]
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
 

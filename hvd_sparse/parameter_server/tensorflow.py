@@ -112,7 +112,15 @@ class TensorFlowSession(Session):
                 self._assign_buffers(self.averages())
 
     def optimizer(self, learning_rate, weight_decay: WeightDecay = 0.0) -> "AsynchronousOptimizer":
-        """Return the optimizer of a worker. learning_rate, weight_decay: see `AsynchronousOptimizer`."""
+        """Return the optimizer of a worker.
+
+        Args:
+            learning_rate: See `AsynchronousOptimizer`.
+            weight_decay: See `AsynchronousOptimizer`.
+
+        Returns:
+            The optimizer; its `apply_gradients` pushes an update.
+        """
         return AsynchronousOptimizer(self, learning_rate, weight_decay)
 
     def updated(self, names: set[str]) -> None:
@@ -126,9 +134,10 @@ class TensorFlowSession(Session):
             self.share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
 
     def global_variables(self) -> dict[str, np.ndarray]:
-        """Return the servers' parameters as they are now, by name, of the variables' types and shapes.
+        """Return the servers' parameters as they are now.
 
-        Of a model, the average of its buffers too.
+        Returns:
+            {name: array} of the variables' types and shapes; of a model, its buffers averaged over workers too.
         """
         self.share_buffers()
         arrays, averages = self.state()
@@ -137,11 +146,14 @@ class TensorFlowSession(Session):
         return {name: _like(variables[name], array) for name, array in arrays.items()}
 
     def load_global(self, model=None) -> None:
-        """Assign the servers' model as it is now to a model, or variables, like the one that was connected: by order.
+        """Assign the servers' model as it is now to another model; what is neither trained nor a buffer stays.
 
-        None: to this worker's own, to evaluate or save it: its parameters come back with the next step, its buffers
-        stay the average. What is neither trained nor a buffer is left as it is. Raises ValueError where the variables
-        differ.
+        Args:
+            model: One like the model that was connected, or its variables in the same order. None: this worker's own,
+                to evaluate or save it: its parameters come back with the next step, its buffers stay the average.
+
+        Raises:
+            ValueError: The variables differ.
         """
         arrays = self.global_variables()
         ours = {**self.tensors, **self.buffers}
@@ -223,15 +235,19 @@ class WorkerMemory(tf.train.experimental.PythonState):
 
 
 class AsynchronousOptimizer(tf.Module):
-    """Pushes an update in `apply_gradients`, and takes the servers' answer. Momentum is the method's.
+    """Pushes an update in `apply_gradients`, and takes the servers' answer; made by `TensorFlowSession.optimizer`.
 
-    learning_rate: a number; a variable; a schedule of Keras, called with `iterations`; or any function of them, an int.
-    It may be set anew, and is looked up when a step runs, in a `tf.function` too. weight_decay: that times the variable
-    is added to its gradient: a number; or a mapping of names to numbers, where the others do not decay; or a function
-    of name and variable that returns a number. It may be set anew. `iterations`: int64, the steps of this worker.
-    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations, residual and velocity (`memory`); so do
-    `state_dict` and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a
-    tf.errors.OpError that quotes it. The density's schedule goes by `iterations` too.
+    Momentum is the method's. `iterations`, int64, counts the steps of this worker; the density's schedule goes by it.
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations, residual and velocity (`memory`); so do `state_dict`
+    and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a tf.errors.OpError that
+    quotes it.
+
+    Args:
+        session: The worker's session.
+        learning_rate: A number; a variable; a schedule of Keras, called with `iterations`; or any function of them. It
+            may be set anew, and is looked up when a step runs, in a `tf.function` too.
+        weight_decay: Times the variable, added to its gradient: a number; {name: number}, where variables without a
+            number do not decay; or a function of name and variable that returns a number. It may be set anew.
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):

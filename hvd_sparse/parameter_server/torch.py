@@ -106,7 +106,19 @@ class TorchSession(Session):
                     self._buffers()[name].copy_(average)
 
     def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
-        """Return the optimizer of a worker. params: parameters or groups of them, as of `torch.optim`; None: all."""
+        """Return the optimizer of a worker.
+
+        Args:
+            params: Parameters or groups of them, as of `torch.optim`; None: all that were connected.
+            lr: Learning rate, at least 0.
+            weight_decay: Times the parameter, added to its gradient.
+
+        Returns:
+            The optimizer; its `step` pushes an update.
+
+        Raises:
+            ValueError: A value is below 0, or a parameter was not connected.
+        """
         return AsynchronousOptimizer(self, params, lr, weight_decay)
 
     def updated(self, names: set[str]) -> None:
@@ -126,8 +138,10 @@ class TorchSession(Session):
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the servers' model as it is now: for a checkpoint, or to be loaded into another model for evaluation.
 
-        Not into the one that trains: what a worker has must be what it was sent, until `close`.
-        Of a module, all that its `state_dict` has, the average of buffers among it; of parameters, these.
+        Do not load it into the model that trains: until `close`, a worker must have what it was sent.
+
+        Returns:
+            Of a module, all that its `state_dict` has, with buffers averaged over workers; of named parameters, these.
         """
         if self.model is not None:
             self.share_buffers()
@@ -163,12 +177,12 @@ class TorchSession(Session):
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
-    """Pushes an update in `step`, and takes the servers' answer; learning-rate schedulers work on it as on any other.
+    """Pushes an update in `step`, and takes the servers' answer; made by `TorchSession.optimizer`.
 
-    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has what
-    the worker keeps, residual and velocity, and its step, for the density's schedule. Gradients of any type and
-    device are brought to float32 on the CPU; one that is not finite somewhere counts as zero there, see
-    `TorchSession.stats`. A `torch.amp.GradScaler` works as with any optimizer: what it skips is not pushed.
+    Learning-rate schedulers and `torch.amp.GradScaler` work on it as on any optimizer: a skipped step is not pushed.
+    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has the
+    worker's residual, velocity and step. Gradients of any type and device are converted to float32 on the CPU; elements
+    that are not finite count as zero, see `TorchSession.stats`.
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
