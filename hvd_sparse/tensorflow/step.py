@@ -23,7 +23,7 @@ from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, gather, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.traffic import Traffic
@@ -72,9 +72,14 @@ class Step:
         now = self._begin(reduction, suffix, [*lines, *gradients])
         self._scale(entries, now.units)
         sparse = [entry for entry in entries if entry.is_sparse]
-        chosen = self.codec.encode(sparse, now) if sparse else None
+        messages = self.codec.encode(sparse, now) if sparse else []
         self._vote(now, entries)
-        sent = self.codec.decode(sparse, chosen, now) if sparse else []
+        sent = self.codec.learn(messages, now) if sparse else []
+        for message in messages:
+            gathered = None
+            if message.payloads is not None:
+                gathered = gather(self.exchange, message.name, message.payloads, message.most_bytes, now)
+            sent += self.codec.decode(message, gathered, now)
         done = list(sent)
         for entry in entries:
             done += self._carry(entry, now, sent if entry.is_sparse else [])

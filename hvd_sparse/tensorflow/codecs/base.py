@@ -3,7 +3,6 @@
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -51,6 +50,18 @@ class Round:
     counted: Counted = field(default_factory=Counted)
 
 
+@dataclass
+class Message:
+    """What this rank sends of some entries: a bucket of them, or all."""
+
+    name: str  # of its collective
+    entries: list[Entry]
+    payloads: tf.Tensor | None  # uint8[bytes]; None: the other ranks need not be told
+    most_bytes: int  # that any rank may send
+    ks: tf.Tensor  # of the selections, int64[selections]
+    info: tf.Tensor | None = None  # what the selections tell the next step's thresholds
+
+
 class Codec(abc.ABC):
     """Turns the gradients of a step into messages, and the messages of all ranks into sums."""
 
@@ -62,12 +73,16 @@ class Codec(abc.ABC):
         self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
 
     @abc.abstractmethod
-    def encode(self, entries: list[Entry], now: Round) -> Any:
-        """Accumulate and select; tell the step which gradients were finite; return what `decode` is to be given."""
+    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+        """Accumulate and select; tell the step which gradients were finite."""
 
     @abc.abstractmethod
-    def decode(self, entries: list[Entry], chosen: Any, now: Round) -> list[tf.Operation]:
-        """Gather what was selected; give each entry its `decode`; return what the step has to have done."""
+    def decode(self, message: Message, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+        """Clear what was sent; give each entry its `decode`; return what the step has to have done."""
+
+    def learn(self, messages: list[Message], now: Round) -> list[tf.Operation]:
+        """Change what the next step's selections start from."""
+        return []
 
     def _accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
         """Accumulate each gradient, and return the residuals."""
@@ -85,11 +100,6 @@ class Codec(abc.ABC):
         if now.is_dense is not None:
             counts = tf.where(now.is_dense, tf.ones_like(counts), counts)
         return tf.cast(counts, tf.int64)
-
-    def _gather(self, name: str, message: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:
-        gathered = self.exchange.allgather(f"{name}{now.suffix}", once(now.present, message), most_bytes)
-        now.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(message, tf.int64))
-        return gathered
 
     def _held(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
         """Give an entry its sum, float32[n], or what a gradient of 16 bits holds of it.
@@ -115,6 +125,14 @@ class Codec(abc.ABC):
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
         """Return what shares the centres of low-bit values."""
         return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
+
+
+def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:
+    """Gather the payloads of all ranks, uint8[bytes], one rank's after the other, and count them."""
+    now.counted.add(payload_bytes=tf.size(payloads, tf.int64))
+    gathered = exchange.allgather(f"{name}{now.suffix}", once(now.present, payloads), most_bytes)
+    now.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(payloads, tf.int64))
+    return gathered
 
 
 def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:

@@ -1,32 +1,18 @@
 """Exactly k elements of each variable, or of all together: payloads of the same size on all ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import tensorflow as tf
 
 from hvd_sparse.centres import columns_of
 from hvd_sparse.plan import plan_buckets
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Round
+from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 LATE = 10**9  # a step by which a schedule has settled
-
-
-@dataclass
-class Message:
-    """What this rank sends of a bucket."""
-
-    name: str
-    entries: list[Entry]
-    counts: tf.Tensor  # k of each selection, int64[selections]
-    form: dict  # how the operators of buckets lay it out
-    most_bytes: int  # of its payloads, at any density of the schedule
-    payloads: tf.Tensor | None = None  # uint8[bytes]
-    info: tf.Tensor | None = None  # of `ops.accumulate_bucket`
 
 
 class FixedCount(Codec):
@@ -60,8 +46,7 @@ class FixedCount(Codec):
     def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Message:
         """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
         feedback = [entry.feedback for entry in entries]
-        message = Message(name, entries, counts, self._form(entries, joint=self.is_joint), self._most_bytes(entries))
-        message.payloads, finite, message.info = ops.accumulate_bucket(
+        payloads, finite, info = ops.accumulate_bucket(
             [entry.gradient for entry in entries],
             *destinations(feedback),
             factors=tf.stack([entry.factor for entry in entries]),
@@ -71,28 +56,27 @@ class FixedCount(Codec):
             seed=now.seed,
             threshold_hints=hints,
             centre=self.algorithm.centre,
-            **message.form,
+            **self._form(entries, joint=self.is_joint),
             **feedback[0].rule(),
         )
         now.finite.append(finite)
         sent = tf.reduce_sum(counts)
-        now.counted.add(payload_bytes=tf.size(message.payloads, tf.int64))
         now.counted.add(sent=sent if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(sent), sent))
-        return message
+        return Message(name, entries, payloads, self._most_bytes(entries), counts, info)
 
-    def decode(self, entries: list[Entry], messages: list[Message], now: Round) -> list[tf.Operation]:
-        """Gather, sum, and clear what was sent."""
-        counts = tf.concat([message.counts for message in messages], 0)
-        infos = tf.concat([message.info for message in messages], 0)
-        done = self._hints.update(self._selected(entries), counts, infos)
-        for message in messages:
-            gathered = self._gather(message.name, message.payloads, message.most_bytes, now)
-            sizes = [entry.feedback.size for entry in message.entries]
-            ranks, scale = now.units.world_size, now.units.outgoing()
-            sums = ops.reduce_bucket(gathered, sizes, ranks, message.counts, scale, **message.form)
-            cleared = self._cleared(message.payloads, message.counts, message.entries, now, message.form)
-            done += self._delivered(message.entries, sums, now, cleared)
-        return done
+    def learn(self, messages: list[Message], now: Round) -> list[tf.Operation]:
+        """Keep the thresholds as the next step's hints."""
+        names = self._selected([entry for message in messages for entry in message.entries])
+        counts = tf.concat([message.ks for message in messages], 0)
+        return self._hints.update(names, counts, tf.concat([message.info for message in messages], 0))
+
+    def decode(self, message: Message, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+        """Sum, and clear what was sent."""
+        form = self._form(message.entries, joint=self.is_joint)
+        sizes = [entry.feedback.size for entry in message.entries]
+        ranks, scale = now.units.world_size, now.units.outgoing()
+        sums = ops.reduce_bucket(gathered, sizes, ranks, message.ks, scale, **form)
+        return self._delivered(message, sums, now, form)
 
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
         """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
@@ -122,21 +106,17 @@ class FixedCount(Codec):
         columns = [columns_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_centres else []
         return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns, **options}
 
-    def _delivered(self, entries: list[Entry], sums: list[tf.Tensor], now: Round, cleared: tf.Operation) -> list:
-        """Give the entries their sums; return what the step has to have done."""
+    def _delivered(self, message: Message, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
+        """Clear what was sent, unless the step is skipped; give the entries their sums; return what is to be done."""
+        buffers = [entry.feedback.cleared() for entry in message.entries]
+        memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
+        kept = message.entries[0].feedback.kept
+        cleared = ops.clear_bucket(message.payloads, message.ks, now.void, *memory, **form, kept=kept)
         done = [cleared]
-        for entry, total in zip(entries, sums, strict=True):
+        for entry, total in zip(message.entries, sums, strict=True):
             done += self._held(entry, total, now, [cleared])
         return done
 
     def _most_bytes(self, entries: list[Entry]) -> int:
         selections = [entries] if self.is_joint else [[entry] for entry in entries]
         return sum(self._largest_payload(selection, self.algorithm.schedule.highest) for selection in selections)
-
-    def _cleared(
-        self, payloads: tf.Tensor, ks: tf.Tensor, entries: list[Entry], now: Round, form: dict
-    ) -> tf.Operation:
-        """Clear what was sent, unless the step is skipped."""
-        cleared = [entry.feedback.cleared() for entry in entries]
-        buffers = ([own[0] for own in cleared], [velocity for own in cleared for velocity in own[1:]])
-        return ops.clear_bucket(payloads, ks, now.void, *buffers, **form, kept=entries[0].feedback.kept)

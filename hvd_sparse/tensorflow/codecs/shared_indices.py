@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_sparse.centres import by_group
 from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Round, once
+from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round, gather, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback
 from hvd_sparse.tensorflow.threshold import ScaledThreshold, ThresholdHints
 from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
@@ -23,13 +23,11 @@ from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
 @dataclass
-class Named:
+class Named(Message):
     """What this rank names."""
 
-    k: tf.Tensor
-    residual: tf.Tensor  # of the whole model, accumulated
-    indices: tf.Tensor
-    info: tf.Tensor | None  # of `ops.select_top_k`
+    residual: tf.Tensor | None = None  # of the whole model, accumulated
+    indices: tf.Tensor | None = None
 
 
 class SharedIndices(Codec):
@@ -40,18 +38,21 @@ class SharedIndices(Codec):
         self._selection = SELECTIONS[self.algorithm.layout](self)
         self.kept, self.kept_rows = self._selection.kept, self._selection.kept_rows
 
-    def encode(self, entries: list[Entry], now: Round) -> Named:
-        """Accumulate, and name elements."""
+    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+        """Accumulate; name elements, in a message without values, where the others cannot know them."""
         residual = tf.concat(self._accumulate(entries, now), 0)
-        k = self._counts([residual.shape[0]], now)[0]
-        indices, info = self._selection.indices(residual, k, now)
-        return Named(k, residual, indices, info)
-
-    def decode(self, entries: list[Entry], named: Named, now: Round) -> list[tf.Operation]:
-        """Sum the values of all ranks at what was named, and clear these."""
-        residual, indices = named.residual, named.indices
+        n, coding, payload = residual.shape[0], self.algorithm.coding, None
+        k = self._counts([n], now)
+        indices, info = self._selection.indices(residual, k[0], now)
         if self._selection.is_named:
-            indices = self._union(indices, residual.shape[0], now)
+            count = tf.maximum(tf.size(indices, tf.int64), 1)
+            payload = ops.pack(indices, tf.zeros(tf.shape(indices)), n, count, coding, "none")
+        return [Named("model", entries, payload, largest_payload(n, n, coding, "none"), k, info, residual, indices)]
+
+    def decode(self, named: Named, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+        """Sum the values of all ranks at what was named, and clear these."""
+        residual, entries = named.residual, named.entries
+        indices = named.indices if gathered is None else self._union(gathered, residual.shape[0])
         values = tf.gather(residual, indices)
         count = tf.size(indices)
         done = self._selection.learn(named, count, now)
@@ -112,19 +113,15 @@ class SharedIndices(Codec):
         k = tf.maximum(count, 1)  # no elements at all: an empty contribution
         form = ("dense", dtype, segments)
         payload = ops.pack(places, sent, k, k, *form)
-        now.counted.add(payload_bytes=tf.size(payload, tf.int64))
         most_bytes = largest_payload(n, n, "dense", dtype, layout)
-        gathered = tf.reshape(self._gather("values", payload, most_bytes, now), [self.exchange.size(), -1])
+        gathered = tf.reshape(gather(self.exchange, "values", payload, most_bytes, now), [now.units.world_size, -1])
         total = ops.reduce_payloads(gathered, 0, k, k, now.units.outgoing(), *form)[:count]
         back = order[:, None]
         return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
 
-    def _union(self, own: tf.Tensor, n: int, now: Round) -> tf.Tensor:
+    def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
         """Return what all ranks named, ascending."""
         coding, ranks = self.algorithm.coding, self.exchange.size()
-        payload = ops.pack(own, tf.zeros(tf.shape(own)), n, tf.maximum(tf.size(own, tf.int64), 1), coding, "none")
-        now.counted.add(payload_bytes=tf.size(payload, tf.int64))
-        gathered = self._gather("model", payload, largest_payload(n, n, coding, "none"), now)
         offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
         ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
         parts = [
@@ -178,7 +175,7 @@ class Leader(Selection):
 
     def learn(self, named: Named, count: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Keep the threshold as the next step's hint."""
-        return self._hints.update(["model"], named.k[None], named.info[None])
+        return self._hints.update(["model"], named.ks, named.info[None])
 
 
 class Partition(Selection):
@@ -202,7 +199,7 @@ class Partition(Selection):
 
     def learn(self, named: Named, count: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Scale the threshold, if it is scaled."""
-        return [] if self._scaled is None else self._scaled.learn(named.k, count, now.void)
+        return [] if self._scaled is None else self._scaled.learn(named.ks[0], count, now.void)
 
     def _above_cut(self, part: tf.Tensor, k: tf.Tensor, now: Round) -> tf.Tensor:
         """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
