@@ -245,11 +245,11 @@ PYTHON = [
         "torch test_frozen",
     ),
     (
-        "who did not come sends the last message again, PyTorch",
+        "a frozen parameter sends the last message again, PyTorch",
         "hvd_sparse/torch/codecs/fixed_count.py",
         "if name not in training:",
         "if False:",
-        "torch test_options",
+        "torch test_frozen",
     ),
     (
         "what was held is not put back, PyTorch",
