@@ -6,9 +6,7 @@ compared is measured in turns in one run. The last line is one JSON object; of i
     compress_over_bytes   compress (accumulate, select, pack, clear), over moving 20 bytes an element (gradient read,
                           velocity and residual read and written) at the bandwidth of a copy: goal <= 1.5
     topk_over_compress    the same with torch.topk and torch's own operators, over compress: goal >= 5
-    add_over_copy         decoding 8 payloads and adding them to a sum that is there, over copying the gradient: goal
-                          <= 0.2
-    reduce_over_copy      the same into a sum of its own, zeros included, which alone take half a copy
+    reduce_over_copy      decoding and adding 8 payloads over copying the gradient; the zeros alone take half a copy
 
     make bench-gpu        or: python benchmarks/gpu.py --elements 100000000 --density 0.001
 """
@@ -69,10 +67,6 @@ class Worker:
             parts.append(part)
         self.gathered = torch.stack(parts).to(self.device)
 
-    def add(self) -> None:
-        """Add the payloads of all ranks to the sum that is there."""
-        ops.add_payloads(self.gathered, 0, self.n, self.k, self.sum, 1.0 / RANKS)
-
     def reduce(self) -> None:
         """Add the payloads of all ranks."""
         ops.reduce_bucket(self.gathered, [self.sum], 1.0 / RANKS, layout=self.layout)
@@ -120,7 +114,6 @@ def check(n: int, density: float, steps: int) -> None:
         for worker in (native, expected):
             worker.gather()
             worker.reduce()
-            worker.add()
         for name in ("payload", "residual", "velocity", "sum"):
             if not torch.equal(getattr(native, name).cpu(), getattr(expected, name)):
                 raise AssertionError(f"{name} of {n} elements in step {step} is not that of the CPU")
@@ -157,7 +150,6 @@ def measure(n: int, k: int, rounds: int, settle: int) -> dict[str, float]:
         "compress": native.compress,
         "topk": plain.compress,
         "reduce": lambda _: native.reduce(),
-        "add": lambda _: native.add(),
     }
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(rounds):
@@ -185,7 +177,6 @@ def main() -> None:
         "compress": BYTES_MOVED * n,
         "topk": BYTES_MOVED * n,
         "reduce": 4 * n,
-        "add": 64 * 2 * RANKS * k,
     }
     for name, value in seconds.items():
         print(
@@ -199,7 +190,6 @@ def main() -> None:
         "density": arguments.density,
         "compress_over_bytes": round(seconds["compress"] / moving, 3),
         "topk_over_compress": round(seconds["topk"] / seconds["compress"], 2),
-        "add_over_copy": round(seconds["add"] / seconds["copy"], 3),
         "reduce_over_copy": round(seconds["reduce"] / seconds["copy"], 3),
         "copy_gb_per_s": round(8e-9 * n / seconds["copy"], 1),
         "compress_ms": round(1e3 * seconds["compress"], 4),

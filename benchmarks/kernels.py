@@ -69,8 +69,7 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
         native.compress(framework.as_tensor(source.next()))
     plain.compress_with_topk(framework.as_tensor(source.next()))
     native.reduce(8), plain.accumulate(framework.as_tensor(source.next()))
-    names = ("compress", "memcpy", "accumulate", "reduce", "topk", *(["add"] if hasattr(native, "add") else []))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in ("compress", "memcpy", "accumulate", "reduce", "topk")}
     for turn in range(rounds):
         array = source.next()
         gradient = framework.as_tensor(array)
@@ -78,8 +77,6 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
         seconds["compress"].append(timed(native.compress, gradient))
         seconds["accumulate"].append(timed(plain.accumulate, gradient))
         seconds["reduce"].append(timed(native.reduce, 8))
-        if "add" in seconds:
-            seconds["add"].append(timed(native.add))
         if turn % 5 == 0:
             seconds["topk"].append(timed(plain.compress_with_topk, gradient))
     return {name: statistics.median(times) for name, times in seconds.items()}
@@ -155,8 +152,7 @@ def main() -> None:
         compress = compress or seconds["compress"]
         figures[prefix + "topk_over_compress"] = ratio(seconds["topk"], seconds["compress"])
         figures[prefix + "compress_over_memcpy"] = ratio(seconds["compress"], seconds["memcpy"])
-        for name in sorted({"reduce", "add"} & set(seconds)):
-            figures[f"{prefix}{name}_over_memcpy"] = ratio(seconds[name], seconds["memcpy"])
+        figures[prefix + "reduce_over_memcpy"] = ratio(seconds["reduce"], seconds["memcpy"])
     if framework.CAN_CHANGE_THREADS:
         faster = measure_threads(framework, methods[""], n, arguments.rounds, arguments.settle // 2)
         figures |= {f"{name}two_threads_over_one": times for name, times in faster.items()}

@@ -85,10 +85,6 @@ class Worker:
             self.gathered = torch.stack([pack(*drawn, self.n, "run_length") for drawn in draws])
         ops.reduce_payloads(self.gathered, 0, self.n, self.k, self.out)
 
-    def add(self) -> None:
-        """Add what `reduce` decoded to what is there."""
-        ops.add_payloads(self.gathered, 0, self.n, self.k, self.out)
-
     def arrays(self) -> dict[str, np.ndarray]:
         """Return payload, what was selected with torch.topk, and residual, as far as there is one."""
         plain = getattr(self, "plain", (torch.empty(0), torch.empty(0)))

@@ -120,7 +120,7 @@ CORE = [
         "for (auto reverse = addends.rbegin(); reverse != addends.rend(); ++reverse) {\n      const Addend& addend = *reverse;\n      const auto at",
         "reduce",
     ),
-    ("scale ignored", "reduce.cc", "add->To(place, scale * value(j));", "add->To(place, value(j));", "reduce"),
+    ("scale ignored", "reduce.cc", "*place += scale * value(j);", "*place += value(j);", "reduce"),
     (
         "last element not cleared",
         "reduce.cc",

@@ -12,7 +12,7 @@ step "profile: build" sh -c "cmake -S . -B $build -DHVD_SPARSE_BENCH=ON && cmake
 $build/profile_core "$ELEMENTS"
 
 command -v valgrind >/dev/null || { echo "no valgrind: no instructions are counted"; exit 0; }
-for part in CompressSettled AddAll; do
+for part in CompressSettled ReduceAll; do
     printf '\ninstructions of %s, %s float32, %s steps\n' $part $COUNTED $STEPS
     valgrind --tool=callgrind --toggle-collect="*::$part(*" --callgrind-out-file=$build/$part.out \
         $build/profile_core $COUNTED 60 $STEPS >$build/$part.log 2>&1

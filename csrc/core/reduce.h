@@ -40,10 +40,6 @@ Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, c
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, float* out);
 
-// The same, added to what out[n] holds: its cost is that of the entries, where zeros cost more than all of them.
-Status AddPayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                   const ParallelFor& parallel_for, float* out);
-
 // The same as ReducePayloads, but for where the sum goes.
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, const std::vector<Slice>& slices);

@@ -245,25 +245,6 @@ int64_t WorkspaceSize(const ReduceSelections& selections, int64_t rows) {
   return work.decode.size + work.tables.size();
 }
 
-// Adds to what the slices hold, or to zeros.
-cudaError_t Sum(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale, bool from_zeros,
-                DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  if (selections.empty()) return cudaSuccess;
-  const int64_t together = RanksTogether(PlansOf(selections), ranks);
-  const ReduceWork work(workspace, selections, stride, together);
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
-  const Batch<DecodeJob>& batch = work.batch;
-  if (from_zeros) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch));
-  }
-  for (int64_t first = 0; first < ranks; first += together) {
-    const int64_t count = std::min(together, ranks - first);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(batch, first, count, work.decode, stream));
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale));
-  }
-  return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
-}
-
 }  // namespace
 
 int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks) {
@@ -272,7 +253,18 @@ int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks)
 
 cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
                           DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  return Sum(selections, ranks, stride, scale, true, status, workspace, stream);
+  if (selections.empty()) return cudaSuccess;
+  const int64_t together = RanksTogether(PlansOf(selections), ranks);
+  const ReduceWork work(workspace, selections, stride, together);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
+  const Batch<DecodeJob>& batch = work.batch;
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch));
+  for (int64_t first = 0; first < ranks; first += together) {
+    const int64_t count = std::min(together, ranks - first);
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(batch, first, count, work.decode, stream));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale));
+  }
+  return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
 }
 
 cudaError_t clear_launch(const ReduceSelections& selections, float kept, DecodeStatus* status, void* workspace,
@@ -293,11 +285,6 @@ cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathe
                                    cudaStream_t stream) {
   return reduce_launch({{plan, gathered, {{0, plan.n, {out, nullptr}}}}}, ranks, stride, scale, status, workspace,
                        stream);
-}
-
-cudaError_t add_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
-                                float scale, float* out, DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  return Sum({{plan, gathered, {{0, plan.n, {out, nullptr}}}}}, ranks, stride, scale, false, status, workspace, stream);
 }
 
 int64_t reduce_located_workspace_size(const LocatedPayloads& payloads) {

@@ -40,10 +40,6 @@ int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks);
 cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
                                    float scale, float* out, DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// The same, added to what out[n] holds, in the same workspace; all of it becomes NaN if a payload fails a check.
-cudaError_t add_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
-                                float scale, float* out, DecodeStatus* status, void* workspace, cudaStream_t stream);
-
 // A rank's payload, where their sizes differ.
 struct LocatedPayload {
   PayloadPlan plan;  // of the same n and values

@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "accumulate.h"
 #include "radix_select.cuh"
 #include "sort.h"
 
@@ -173,20 +172,6 @@ cudaError_t select_top_k_launch(const Array& values, const SelectParams& params,
         Launch(gather_kernel<T>, BlocksFor(values.size, 8 * kThreads), kThreads, stream, batch));
     return Cut(batch, work, stream);
   });
-}
-
-cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
-                                    const SelectParams& params, Memory memory, bool* finite, const SelectOutput& output,
-                                    void* workspace, cudaStream_t stream) {
-  const SelectWork work(workspace, {{gradient.size, params.k}});
-  Batch<SelectJob<float>> batch{};
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      PrepareOne<float>({memory.residual, nullptr, 0, gradient.size}, params, output, work, &batch));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Begin(batch, work, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, sizeof(bool), stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      accumulate_launch({gradient, accumulate, memory, finite, true, work.candidates[0], 0}, stream));
-  return Cut(batch, work, stream);
 }
 
 }  // namespace hvd_sparse

@@ -8,7 +8,6 @@
 
 #include <vector>
 
-#include "../core/accumulate.h"
 #include "../core/hint.h"
 #include "../core/select.h"
 #include "batch.h"
@@ -28,11 +27,6 @@ cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64
 
 cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
                                 void* workspace, cudaStream_t stream);
-
-// Updates the memory, then selects the top k of the residual; sets *finite. The workspace is that of float32.
-cudaError_t accumulate_top_k_launch(const Array& gradient, const AccumulateParams& accumulate,
-                                    const SelectParams& params, Memory memory, bool* finite, const SelectOutput& output,
-                                    void* workspace, cudaStream_t stream);
 
 // Of several selections of float32 that are worked on together; n and k of each.
 struct SelectSize {

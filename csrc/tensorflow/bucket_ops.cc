@@ -71,7 +71,7 @@ REGISTER_OP("HvdSparseAccumulateBucket")
     .Attr(kValueDType)
     .SetIsStateful()
     .SetShapeFn(AccumulateBucketShape)
-    .Doc("HvdSparseAccumulateTopK, HvdSparseQuantize and HvdSparsePack of each member.");
+    .Doc("HvdSparseAccumulate, HvdSparseSelectTopK, HvdSparseQuantize and HvdSparsePack of each member.");
 
 REGISTER_OP("HvdSparseClearBucket")
     .Input("message: uint8")

@@ -1,13 +1,11 @@
 // Kernels on GPUs of the ops on single tensors: check, launch, report. None waits for the device; the ops whose output
 // is as large as what they find, and what only tests use, run on the CPU.
-#include <string>
-
+#include "../core/threshold.h"
 #include "../cuda/accumulate.h"
 #include "../cuda/finite.h"
 #include "../cuda/pack.h"
 #include "../cuda/quantize.h"
 #include "../cuda/select.h"
-#include "../cuda/threshold.h"
 #include "cuda_call.h"
 #include "memory.h"
 
@@ -18,26 +16,6 @@ __attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with
 
 namespace {
 
-// The outputs of a selection, with room for its work.
-absl::Status OpenSelection(const Call& call, const Array& values, int64_t k, DeviceWork* work, SelectOutput* output,
-                           void** workspace) {
-  TF_RETURN_IF_ERROR(call.Report(CheckCount(k, values.size)));
-  *output = {};
-  TF_RETURN_IF_ERROR(call.Output("indices", {k}, &output->indices));
-  TF_RETURN_IF_ERROR(call.Output("selected", {k}, &output->values));
-  TF_RETURN_IF_ERROR(call.Output("info", {2}, &output->info));
-  int64_t size = 0;
-  TF_RETURN_IF_ERROR(work->Open(call));
-  TF_RETURN_IF_ERROR(CudaStatus(select_top_k_workspace_size(values.dtype, values.size, k, &size)));
-  return work->Allocate(size, workspace);
-}
-
-absl::Status ReadParams(const Call& call, SelectParams* params) {
-  TF_RETURN_IF_ERROR(call.Number("k", &params->k));
-  TF_RETURN_IF_ERROR(call.Seed(&params->seed));
-  return call.Number("threshold_hint", &params->threshold_hint);
-}
-
 class CudaSelectTopKKernel : public Kernel {
  public:
   explicit CudaSelectTopKKernel(OpKernelConstruction* construction) : Kernel(construction, "select_top_k") {}
@@ -47,45 +25,22 @@ class CudaSelectTopKKernel : public Kernel {
     Array values;
     SelectParams params;
     DeviceWork work;
-    SelectOutput output;
+    SelectOutput output{};
+    int64_t size = 0;
     void* workspace = nullptr;
-    TF_RETURN_IF_ERROR(call.Values(&values));
-    TF_RETURN_IF_ERROR(ReadParams(call, &params));
-    TF_RETURN_IF_ERROR(OpenSelection(call, values, params.k, &work, &output, &workspace));
-    return CudaStatus(select_top_k_launch(values, params, output, workspace, work.stream()));
-  }
-};
-
-class CudaSelectThresholdKernel : public Kernel {
- public:
-  explicit CudaSelectThresholdKernel(OpKernelConstruction* construction) : Kernel(construction, "select_threshold") {
-    std::string method;
-    OP_REQUIRES_OK(construction, construction->GetAttr("method", &method));
-    method_ = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
-  }
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    Array values;
-    ThresholdParams params;
-    ThresholdPlan plan;
-    DeviceWork work;
-    double* threshold = nullptr;
-    void* workspace = nullptr;
-    params.method = method_;
     TF_RETURN_IF_ERROR(call.Values(&values));
     TF_RETURN_IF_ERROR(call.Number("k", &params.k));
     TF_RETURN_IF_ERROR(call.Seed(&params.seed));
-    TF_RETURN_IF_ERROR(call.Number("sample_fraction", &params.sample_fraction));
-    TF_RETURN_IF_ERROR(call.Report(PlanThreshold(values.size, params, &plan)));
-    TF_RETURN_IF_ERROR(call.Output("threshold", {}, &threshold));
+    TF_RETURN_IF_ERROR(call.Number("threshold_hint", &params.threshold_hint));
+    TF_RETURN_IF_ERROR(call.Report(CheckCount(params.k, values.size)));
+    TF_RETURN_IF_ERROR(call.Output("indices", {params.k}, &output.indices));
+    TF_RETURN_IF_ERROR(call.Output("selected", {params.k}, &output.values));
+    TF_RETURN_IF_ERROR(call.Output("info", {2}, &output.info));
     TF_RETURN_IF_ERROR(work.Open(call));
-    TF_RETURN_IF_ERROR(work.Allocate(select_threshold_workspace_size(values.dtype, plan), &workspace));
-    return CudaStatus(select_threshold_launch(values, plan, params.seed, threshold, workspace, work.stream()));
+    TF_RETURN_IF_ERROR(CudaStatus(select_top_k_workspace_size(values.dtype, values.size, params.k, &size)));
+    TF_RETURN_IF_ERROR(work.Allocate(size, &workspace));
+    return CudaStatus(select_top_k_launch(values, params, output, workspace, work.stream()));
   }
-
- private:
-  ThresholdMethod method_ = ThresholdMethod::kExact;
 };
 
 class CudaAllFiniteKernel : public Kernel {
@@ -106,8 +61,7 @@ class CudaAllFiniteKernel : public Kernel {
 
 class CudaAccumulateKernel : public MemoryKernel {
  public:
-  explicit CudaAccumulateKernel(OpKernelConstruction* construction)
-      : MemoryKernel(construction, "accumulate", CopyOnDevice) {}
+  explicit CudaAccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction, CopyOnDevice) {}
 
  protected:
   absl::Status Run(const Call& call) const override {
@@ -120,33 +74,6 @@ class CudaAccumulateKernel : public MemoryKernel {
     if (!job.is_active) return CudaStatus(all_finite_launch(job.gradient, finite, work.stream()));
     TF_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(finite, 1, sizeof(bool), work.stream())));
     return CudaStatus(accumulate_launch({job.gradient, job.params, job.memory, finite, true, {}, 0}, work.stream()));
-  }
-};
-
-class CudaAccumulateTopKKernel : public MemoryKernel {
- public:
-  explicit CudaAccumulateTopKKernel(OpKernelConstruction* construction)
-      : MemoryKernel(construction, "accumulate_top_k", CopyOnDevice) {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    Job job;
-    SelectParams params;
-    DeviceWork work;
-    SelectOutput output;
-    void* workspace = nullptr;
-    bool* finite = nullptr;
-    TF_RETURN_IF_ERROR(ReadParams(call, &params));
-    TF_RETURN_IF_ERROR(Open(call, &job));
-    const Array residual{job.memory.residual, job.gradient.size, DType::kFloat32};
-    TF_RETURN_IF_ERROR(call.Output("finite", {}, &finite));
-    TF_RETURN_IF_ERROR(OpenSelection(call, residual, params.k, &work, &output, &workspace));
-    if (job.is_active) {
-      return CudaStatus(accumulate_top_k_launch(job.gradient, job.params, params, job.memory, finite, output, workspace,
-                                                work.stream()));
-    }
-    TF_RETURN_IF_ERROR(CudaStatus(all_finite_launch(job.gradient, finite, work.stream())));
-    return CudaStatus(select_top_k_launch(residual, params, output, workspace, work.stream()));
   }
 };
 
@@ -216,18 +143,12 @@ class CudaReducePayloadsKernel : public FormatKernel {
   }
 };
 
-#define HVD_SPARSE_SELECTION HostMemory("k").HostMemory("seed").HostMemory("threshold_hint")
 #define HVD_SPARSE_FORMAT HostMemory("n").HostMemory("k").HostMemory("segments")
-REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(SelectTopK).HVD_SPARSE_SELECTION, CudaSelectTopKKernel);
-REGISTER_KERNEL_BUILDER(
-    HVD_SPARSE_ON_GPU(SelectThreshold).HostMemory("k").HostMemory("seed").HostMemory("sample_fraction"),
-    CudaSelectThresholdKernel);
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(SelectTopK).HostMemory("k").HostMemory("seed").HostMemory("threshold_hint"),
+                        CudaSelectTopKKernel);
 REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(AllFinite), CudaAllFiniteKernel);
 REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(Accumulate).HostMemory("factor").HostMemory("is_active"),
                         CudaAccumulateKernel);
-REGISTER_KERNEL_BUILDER(
-    HVD_SPARSE_ON_GPU(AccumulateTopK).HostMemory("factor").HostMemory("is_active").HVD_SPARSE_SELECTION,
-    CudaAccumulateTopKKernel);
 REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(Pack).HVD_SPARSE_FORMAT, CudaPackKernel);
 REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ReducePayloads).HVD_SPARSE_FORMAT.HostMemory("offset").HostMemory("scale"),
                         CudaReducePayloadsKernel);

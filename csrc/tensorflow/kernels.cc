@@ -1,5 +1,4 @@
 // CPU kernels of the TensorFlow ops: check tensors, call the core, report. Nothing of Python, Horovod or MPI here.
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -8,39 +7,11 @@
 #include "../core/payload.h"
 #include "../core/quantize.h"
 #include "../core/reduce.h"
-#include "../core/run_length.h"
 #include "../core/select.h"
-#include "../core/threshold.h"
 #include "kernel.h"
 
 namespace hvd_sparse {
 namespace {
-
-class SelectThresholdKernel : public Kernel {
- public:
-  explicit SelectThresholdKernel(OpKernelConstruction* construction) : Kernel(construction, "select_threshold") {
-    std::string method;
-    OP_REQUIRES_OK(construction, construction->GetAttr("method", &method));
-    method_ = method == "exact" ? ThresholdMethod::kExact : ThresholdMethod::kSampled;
-  }
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    Array values;
-    ThresholdParams params;
-    params.method = method_;
-    TF_RETURN_IF_ERROR(call.Values(&values));
-    TF_RETURN_IF_ERROR(call.Number("k", &params.k));
-    TF_RETURN_IF_ERROR(call.Seed(&params.seed));
-    TF_RETURN_IF_ERROR(call.Number("sample_fraction", &params.sample_fraction));
-    double threshold = 0;
-    TF_RETURN_IF_ERROR(call.Report(SelectThreshold(values, params, call.Pool(), &threshold)));
-    return call.OutputScalar("threshold", threshold);
-  }
-
- private:
-  ThresholdMethod method_ = ThresholdMethod::kExact;
-};
 
 class SelectTopKKernel : public Kernel {
  public:
@@ -85,58 +56,6 @@ class AllFiniteKernel : public Kernel {
     Array values;
     TF_RETURN_IF_ERROR(call.Values(&values));
     return call.OutputScalar("finite", AllFinite(values, call.Pool()));
-  }
-};
-
-absl::Status GetElements(const Call& call, int64_t* n) {
-  TF_RETURN_IF_ERROR(call.Number("n", n));
-  if (*n >= 0 && *n <= kMaxElements) return absl::OkStatus();
-  return call.Invalid("n must be in [0, ", kMaxElements, "], got ", *n);
-}
-
-class EncodeRunLengthKernel : public Kernel {
- public:
-  explicit EncodeRunLengthKernel(OpKernelConstruction* construction) : Kernel(construction, "encode_run_length") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    int64_t n = 0, k = 0;
-    const int64_t* indices = nullptr;
-    int64_t* wide = nullptr;
-    uint16_t* runs = nullptr;
-    TF_RETURN_IF_ERROR(GetElements(call, &n));
-    TF_RETURN_IF_ERROR(call.Vector("indices", &indices, &k));
-    TF_RETURN_IF_ERROR(call.Output("counts", {BlockCount(n)}, &wide));
-    TF_RETURN_IF_ERROR(call.Output("runs", {k}, &runs));
-    std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(n)));
-    TF_RETURN_IF_ERROR(call.Report(EncodeRunLength(indices, k, n, counts.data(), runs)));
-    std::copy(counts.begin(), counts.end(), wide);
-    return absl::OkStatus();
-  }
-};
-
-class DecodeRunLengthKernel : public Kernel {
- public:
-  explicit DecodeRunLengthKernel(OpKernelConstruction* construction) : Kernel(construction, "decode_run_length") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    int64_t n = 0, k = 0, blocks = 0;
-    const int64_t* counts = nullptr;
-    const uint16_t* runs = nullptr;
-    int64_t* indices = nullptr;
-    TF_RETURN_IF_ERROR(GetElements(call, &n));
-    TF_RETURN_IF_ERROR(call.Vector("counts", &counts, &blocks));
-    TF_RETURN_IF_ERROR(call.Vector("runs", &runs, &k));
-    if (blocks != BlockCount(n)) return call.Invalid("counts must have one entry a block of n, got ", blocks);
-    std::vector<uint32_t> narrow(static_cast<size_t>(blocks));
-    std::transform(counts, counts + blocks, narrow.begin(), [](int64_t count) {
-      return static_cast<uint32_t>(count < 0 || count > kBlock ? kBlock + 1 : count);
-    });
-    TF_RETURN_IF_ERROR(call.Report(ValidateRunLength(narrow.data(), runs, k, n)));
-    TF_RETURN_IF_ERROR(call.Output("indices", {k}, &indices));
-    DecodeRunLength(narrow.data(), runs, n, indices);
-    return absl::OkStatus();
   }
 };
 
@@ -241,42 +160,6 @@ class LocatePayloadsKernel : public FormatKernel {
   std::vector<PayloadFormat> members_;
 };
 
-class ReduceLocatedKernel : public FormatKernel {
- public:
-  explicit ReduceLocatedKernel(OpKernelConstruction* construction) : FormatKernel(construction, "reduce_located") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    PayloadFormat format = attributes_;
-    const uint8_t* gathered = nullptr;
-    int64_t bytes = 0;
-    float scale = 0;
-    float* sum = nullptr;
-    TF_RETURN_IF_ERROR(call.GetSegments(&format.segments));
-    TF_RETURN_IF_ERROR(call.Number("n", &format.n));
-    TF_RETURN_IF_ERROR(call.Number("scale", &scale));
-    TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
-    const Tensor& places = call.context()->input(1);
-    if (places.dims() != 2 || places.dim_size(0) != 2) {
-      return call.Invalid("places must be [2, ranks], got ", places.shape().DebugString());
-    }
-    const auto place = places.matrix<int64_t>();
-    std::vector<Source> sources;
-    for (int64_t rank = 0; rank < places.dim_size(1); ++rank) {
-      int64_t size = 0;
-      format.k = place(1, rank);
-      TF_RETURN_IF_ERROR(call.Report(PayloadSize(format, &size)));
-      if (place(0, rank) < 0 || size > bytes - place(0, rank)) {
-        return call.Invalid("places leave the ", bytes, " bytes of gathered");
-      }
-      sources.push_back({gathered + place(0, rank), format.k, size});
-    }
-    if (format.n < 1 || format.n > kMaxElements) return call.Invalid("n must be in [1, ", kMaxElements, "]");
-    TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
-    return call.Report(ReduceSources(format, sources, scale, call.Pool(), {{0, format.n, sum}}));
-  }
-};
-
 class QuantizeKernel : public Kernel {
  public:
   explicit QuantizeKernel(OpKernelConstruction* construction) : Kernel(construction, "quantize") {
@@ -327,17 +210,13 @@ class TokenKernel : public Kernel {
   }
 };
 
-HVD_SPARSE_REGISTER(SelectThreshold);
 HVD_SPARSE_REGISTER(SelectTopK);
 HVD_SPARSE_REGISTER(FilterThreshold);
 HVD_SPARSE_REGISTER(AllFinite);
-HVD_SPARSE_REGISTER(EncodeRunLength);
-HVD_SPARSE_REGISTER(DecodeRunLength);
 HVD_SPARSE_REGISTER(Pack);
 HVD_SPARSE_REGISTER(Unpack);
 HVD_SPARSE_REGISTER(ReducePayloads);
 HVD_SPARSE_REGISTER(LocatePayloads);
-HVD_SPARSE_REGISTER(ReduceLocated);
 HVD_SPARSE_REGISTER(Quantize);
 HVD_SPARSE_REGISTER(Token);
 

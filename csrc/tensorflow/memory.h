@@ -136,11 +136,11 @@ class AccumulatingKernel : public Kernel {
   std::vector<float> weight_decays_;  // one a member, or none
 };
 
-// What both ways of accumulating one gradient share.
+// What accumulating one gradient is on every device, but for the work.
 class MemoryKernel : public AccumulatingKernel {
  public:
-  MemoryKernel(OpKernelConstruction* construction, const char* verb, CopyBytes copy = CopyOnHost)
-      : AccumulatingKernel(construction, verb, copy) {
+  explicit MemoryKernel(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
+      : AccumulatingKernel(construction, "accumulate", copy) {
     OP_REQUIRES_OK(construction, ReadRule(construction));
   }
 

@@ -1,7 +1,6 @@
 // CPU kernels of the ops that change a worker's memory, which lies in resource variables, in place.
 #include "../core/accumulate.h"
 #include "../core/finite.h"
-#include "../core/select.h"
 #include "memory.h"
 
 namespace hvd_sparse {
@@ -33,7 +32,7 @@ class ScatterUpdateKernel : public Kernel {
 
 class AccumulateKernel : public MemoryKernel {
  public:
-  explicit AccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction, "accumulate") {}
+  explicit AccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction) {}
 
  protected:
   absl::Status Run(const Call& call) const override {
@@ -44,36 +43,8 @@ class AccumulateKernel : public MemoryKernel {
   }
 };
 
-class AccumulateTopKKernel : public MemoryKernel {
- public:
-  explicit AccumulateTopKKernel(OpKernelConstruction* construction) : MemoryKernel(construction, "accumulate_top_k") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    Job job;
-    SelectParams select;
-    TF_RETURN_IF_ERROR(call.Number("k", &select.k));
-    TF_RETURN_IF_ERROR(call.Seed(&select.seed));
-    TF_RETURN_IF_ERROR(call.Number("threshold_hint", &select.threshold_hint));
-    TF_RETURN_IF_ERROR(Open(call, &job));
-    const Array residual{job.memory.residual, job.gradient.size, DType::kFloat32};
-    bool finite = true;
-    Selection selection;
-    if (job.is_active) {
-      TF_RETURN_IF_ERROR(
-          call.Report(AccumulateTopK(job.gradient, job.params, select, call.Pool(), job.memory, &finite, &selection)));
-    } else {
-      finite = AllFinite(job.gradient, call.Pool());
-      TF_RETURN_IF_ERROR(call.Report(SelectTopK(residual, select, call.Pool(), &selection)));
-    }
-    TF_RETURN_IF_ERROR(call.OutputScalar("finite", finite));
-    return call.OutputSelection(residual, selection);
-  }
-};
-
 HVD_SPARSE_REGISTER(ScatterUpdate);
 HVD_SPARSE_REGISTER(Accumulate);
-HVD_SPARSE_REGISTER(AccumulateTopK);
 
 }  // namespace
 }  // namespace hvd_sparse

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "../core/payload.h"
-#include "../core/run_length.h"
 #include "attributes.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -45,45 +44,15 @@ absl::Status SetVectors(InferenceContext* c, DimensionHandle size) {
   return absl::OkStatus();
 }
 
-absl::Status SelectThresholdShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0, 0, 0}));
-  c->set_output(0, c->Scalar());
-  return absl::OkStatus();
-}
-
 absl::Status SelectTopKShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0, 0, 0}));
   c->set_output(2, c->Vector(2));
   return SetVectors(c, c->MakeDim(KnownCount(c, 1)));
 }
 
-absl::Status AccumulateTopKShape(InferenceContext* c) {
-  const DimensionHandle k = c->MakeDim(KnownCount(c, c->num_inputs() - 3));
-  c->set_output(0, c->Scalar());
-  c->set_output(1, c->Vector(k));
-  c->set_output(2, c->Vector(k));
-  c->set_output(3, c->Vector(2));
-  return absl::OkStatus();
-}
-
 absl::Status FilterThresholdShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0}));
   return SetVectors(c, c->UnknownDim());
-}
-
-absl::Status EncodeRunLengthShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0}));
-  const int64_t n = KnownCount(c, 1);
-  const bool known = n >= 0 && n <= kMaxElements;
-  c->set_output(0, c->Vector(known ? BlockCount(n) : InferenceContext::kUnknownDim));
-  c->set_output(1, c->input(0));
-  return absl::OkStatus();
-}
-
-absl::Status DecodeRunLengthShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0}));
-  c->set_output(0, c->input(1));
-  return absl::OkStatus();
 }
 
 absl::Status PackShape(InferenceContext* c) {
@@ -120,12 +89,6 @@ absl::Status LocatePayloadsShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-absl::Status ReduceLocatedShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {1, 2, 0, 0, 2}));
-  c->set_output(0, c->Vector(KnownCount(c, 2)));
-  return absl::OkStatus();
-}
-
 absl::Status TokenShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {0}));
   c->set_output(0, c->Vector(2));
@@ -133,17 +96,6 @@ absl::Status TokenShape(InferenceContext* c) {
 }
 
 constexpr char kValueTypes[] = "T: {float, double, half, bfloat16}";
-
-REGISTER_OP("HvdSparseSelectThreshold")
-    .Input("values: T")
-    .Input("k: int64")
-    .Input("seed: int64")
-    .Input("sample_fraction: double")  // an attribute would round it to float32
-    .Output("threshold: double")
-    .Attr(kValueTypes)
-    .Attr("method: {'exact', 'sampled'} = 'exact'")
-    .SetShapeFn(SelectThresholdShape)
-    .Doc("A threshold that k magnitudes reach: exact, or that of a sample.");
 
 REGISTER_OP("HvdSparseAccumulate")
     .Input("gradient: T")
@@ -162,30 +114,6 @@ REGISTER_OP("HvdSparseAccumulate")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc("Brings a gradient into a memory if active; tells whether it was finite.");
-
-REGISTER_OP("HvdSparseAccumulateTopK")
-    .Input("gradient: T")
-    .Input("factor: float")
-    .Input("residual: resource")
-    .Input("velocity: V * resource")
-    .Input("parameter: P * float")
-    .Input("is_active: bool")
-    .Input("k: int64")
-    .Input("seed: int64")
-    .Input("threshold_hint: double")
-    .Output("finite: bool")
-    .Output("indices: int64")
-    .Output("selected: float")
-    .Output("info: double")
-    .Attr(kValueTypes)
-    .Attr("V: int >= 0 = 0")
-    .Attr("P: int >= 0 = 0")
-    .Attr("momentum: float = 0.0")
-    .Attr("nesterov: bool = false")
-    .Attr("weight_decays: list(float) = []")
-    .SetIsStateful()
-    .SetShapeFn(AccumulateTopKShape)
-    .Doc("HvdSparseAccumulate, then HvdSparseSelectTopK in the residual, in one pass over memory.");
 
 REGISTER_OP("HvdSparseSelectTopK")
     .Input("values: T")
@@ -214,22 +142,6 @@ REGISTER_OP("HvdSparseAllFinite")
     .Attr(kValueTypes)
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc("Whether every element is a finite float32.");
-
-REGISTER_OP("HvdSparseEncodeRunLength")
-    .Input("indices: int64")
-    .Input("n: int64")
-    .Output("counts: int64")
-    .Output("runs: uint16")
-    .SetShapeFn(EncodeRunLengthShape)
-    .Doc("Strictly ascending indices of [0, n) as entries a block and run lengths.");
-
-REGISTER_OP("HvdSparseDecodeRunLength")
-    .Input("counts: int64")
-    .Input("runs: uint16")
-    .Input("n: int64")
-    .Output("indices: int64")
-    .SetShapeFn(DecodeRunLengthShape)
-    .Doc("The indices that HvdSparseEncodeRunLength encoded.");
 
 REGISTER_OP("HvdSparsePack")
     .Input("indices: int64")
@@ -280,18 +192,6 @@ REGISTER_OP("HvdSparseLocatePayloads")
     .Attr(kValueDType)
     .SetShapeFn(LocatePayloadsShape)
     .Doc("Offsets and k, [2, ranks, ns], of payloads whose numbers of entries differ between ranks.");
-
-REGISTER_OP("HvdSparseReduceLocated")
-    .Input("gathered: uint8")
-    .Input("places: int64")
-    .Input("n: int64")
-    .Input("scale: float")
-    .Input("segments: int64")
-    .Output("sum: float")
-    .Attr(kCoding)
-    .Attr(kValueDType)
-    .SetShapeFn(ReduceLocatedShape)
-    .Doc("Scale times the sum, in rank order, of the payloads at places, offsets and k.");
 
 REGISTER_OP("HvdSparseQuantize")
     .Input("values: float")

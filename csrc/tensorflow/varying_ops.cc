@@ -69,7 +69,7 @@ REGISTER_OP("HvdSparseReduceLocatedBucket")
     .Attr(kCoding)
     .Attr(kValueDType)
     .SetShapeFn(ReduceLocatedBucketShape)
-    .Doc("HvdSparseLocatePayloads, then HvdSparseReduceLocated of each member.");
+    .Doc("HvdSparseLocatePayloads, then the sum of each member's payloads.");
 
 }  // namespace
 }  // namespace hvd_sparse

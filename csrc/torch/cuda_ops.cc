@@ -63,48 +63,22 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
   return finite;
 }
 
-// Indices, values and info of a selection in tensors of `dtype`, with room for its work.
-struct Selected {
-  Selected(const CudaCall& call, const Array& array, at::ScalarType dtype, int64_t k) {
-    call.Check(CheckCount(k, array.size));
-    int64_t size = 0;
-    call.Run(select_top_k_workspace_size(array.dtype, array.size, k, &size));
-    workspace = call.Bytes(size);
-    indices = call.Empty({k}, at::kLong);
-    values = call.Empty({k}, dtype);
-    info = call.Empty({2}, at::kDouble);
-    output = {indices.mutable_data_ptr<int64_t>(), values.data_ptr(), info.mutable_data_ptr<double>(), nullptr};
-  }
-
-  Tensor workspace, indices, values, info;
-  SelectOutput output;
-};
-
-std::tuple<Tensor, Tensor, Tensor> AccumulateTopKOp(const Tensor& gradient, Tensor residual,
-                                                    std::optional<Tensor> velocity,
-                                                    const std::optional<Tensor>& parameter, double factor,
-                                                    double momentum, bool nesterov, double weight_decay, int64_t k,
-                                                    int64_t seed, double threshold_hint) {
-  const CudaCall call("accumulate_top_k", "gradient", gradient);
-  const Tensor flat = gradient.contiguous();
-  const Accumulation a =
-      AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
-  const Selected selected(call, {a.memory.residual, flat.numel(), DType::kFloat32}, at::kFloat, k);
-  Tensor finite = call.Empty({1}, at::kBool);
-  call.Run(accumulate_top_k_launch(a.gradient, a.params, {k, threshold_hint, static_cast<uint64_t>(seed)}, a.memory,
-                                   finite.mutable_data_ptr<bool>(), selected.output, selected.workspace.data_ptr(),
-                                   call.stream()));
-  return {selected.indices, selected.values, at::cat({selected.info, finite.to(at::kDouble)})};
-}
-
 std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
   const CudaCall call("select_top_k", "values", values);
   const Tensor flat = values.contiguous();
   const Array array = AsArray(call.op(), flat);
-  const Selected selected(call, array, flat.scalar_type(), k);
-  call.Run(select_top_k_launch(array, {k, threshold_hint, static_cast<uint64_t>(seed)}, selected.output,
-                               selected.workspace.data_ptr(), call.stream()));
-  return {selected.indices, selected.values, selected.info};
+  call.Check(CheckCount(k, array.size));
+  int64_t size = 0;
+  call.Run(select_top_k_workspace_size(array.dtype, array.size, k, &size));
+  const Tensor workspace = call.Bytes(size);
+  Tensor indices = call.Empty({k}, at::kLong);
+  Tensor selected = call.Empty({k}, flat.scalar_type());
+  Tensor info = call.Empty({2}, at::kDouble);
+  const SelectOutput output{indices.mutable_data_ptr<int64_t>(), selected.data_ptr(), info.mutable_data_ptr<double>(),
+                            nullptr};
+  call.Run(select_top_k_launch(array, {k, threshold_hint, static_cast<uint64_t>(seed)}, output, workspace.data_ptr(),
+                               call.stream()));
+  return {indices, selected, info};
 }
 
 std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double threshold) {
@@ -190,37 +164,22 @@ std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k,
   return {indices.narrow(0, 0, entries), values.narrow(0, 0, entries)};
 }
 
-// What reduces payloads, or adds them.
-using SumPayloads = decltype(&reduce_payloads_launch);
-
-void SumPayloadsOp(const char* op, SumPayloads launch, const Tensor& gathered, int64_t offset, int64_t n, int64_t k,
-                   Tensor out, double scale, const std::string& coding, const std::string& value_dtype,
-                   const std::optional<Tensor>& segments) {
-  const CudaCall call(op, "gathered", gathered);
-  const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
-  call.CheckTensorHere("gathered", gathered, at::kByte);
-  call.CheckTensorHere("out", out, at::kFloat);
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset, "hvd_sparse.", op,
-                    ": gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ", offset, ", got ",
-                    gathered.sizes());
-  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.", op, ": too many ranks");
-  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
-  const Tensor workspace = call.Bytes(reduce_payloads_workspace_size(plan, gathered.size(0)));
-  call.Run(launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
-                  static_cast<float>(scale), out.mutable_data_ptr<float>(), call.decode_status(), workspace.data_ptr(),
-                  call.stream()));
-}
-
 void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
                       const std::string& coding, const std::string& value_dtype,
                       const std::optional<Tensor>& segments) {
-  SumPayloadsOp("reduce_payloads", reduce_payloads_launch, gathered, offset, n, k, out, scale, coding, value_dtype,
-                segments);
-}
-
-void AddPayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
-                   const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
-  SumPayloadsOp("add_payloads", add_payloads_launch, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
+  const CudaCall call("reduce_payloads", "gathered", gathered);
+  const PayloadPlan plan = ParsePlan(call, n, k, coding, value_dtype, segments);
+  call.CheckTensorHere("gathered", gathered, at::kByte);
+  call.CheckTensorHere("out", out, at::kFloat);
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset, "hvd_sparse.",
+                    call.op(), ": gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ", offset,
+                    ", got ", gathered.sizes());
+  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.", call.op(), ": too many ranks");
+  TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", call.op(), ": out must have ", n, " elements, got ", out.numel());
+  const Tensor workspace = call.Bytes(reduce_payloads_workspace_size(plan, gathered.size(0)));
+  call.Run(reduce_payloads_launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                                  static_cast<float>(scale), out.mutable_data_ptr<float>(), call.decode_status(),
+                                  workspace.data_ptr(), call.stream()));
 }
 
 // Where payloads lie, and how large they are, the host has to know before it can read them: it waits for their headers.
@@ -311,7 +270,6 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) { m.def("take_decode_status(Tensor like) -
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
   m.impl("accumulate", &hvd_sparse::AccumulateOp);
-  m.impl("accumulate_top_k", &hvd_sparse::AccumulateTopKOp);
   m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
   m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
   m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);
@@ -319,12 +277,11 @@ TORCH_LIBRARY_IMPL(hvd_sparse, CUDA, m) {
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
-  m.impl("add_payloads", &hvd_sparse::AddPayloadsOp);
   m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
   m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);
   m.impl("take_decode_status", &hvd_sparse::TakeDecodeStatusOp);
-  for (const char* name : {"encode_run_length", "decode_run_length", "filter_bucket", "reduce_located_bucket"}) {
+  for (const char* name : {"filter_bucket", "reduce_located_bucket"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&hvd_sparse::Refuse>());
   }
 }

@@ -1,14 +1,12 @@
 // torch.ops.hvd_sparse.*: check tensors, call the core, raise. CPU tensors; nothing of Python, Horovod or MPI here.
 #include <torch/library.h>
 
-#include <initializer_list>
 #include <tuple>
 
 #include "../core/finite.h"
 #include "../core/low_bit.h"
 #include "../core/quantize.h"
 #include "../core/reduce.h"
-#include "../core/run_length.h"
 #include "../core/select.h"
 #include "../core/threshold.h"
 #include "bucket_layout.h"
@@ -20,12 +18,6 @@ Tensor FromIndices(const std::vector<int64_t>& indices) {
   Tensor result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
   std::copy(indices.begin(), indices.end(), result.mutable_data_ptr<int64_t>());
   return result;
-}
-
-Tensor InfoOf(std::initializer_list<double> numbers) {
-  Tensor info = at::empty({static_cast<int64_t>(numbers.size())}, at::kDouble);
-  std::copy(numbers.begin(), numbers.end(), info.mutable_data_ptr<double>());
-  return info;
 }
 
 Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& method, double fraction, int64_t seed) {
@@ -49,30 +41,14 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
   return at::scalar_tensor(Accumulate(a.gradient, a.params, TorchParallelFor, a.memory), at::kBool);
 }
 
-std::tuple<Tensor, Tensor, Tensor> AccumulateTopKOp(const Tensor& gradient, Tensor residual,
-                                                    std::optional<Tensor> velocity,
-                                                    const std::optional<Tensor>& parameter, double factor,
-                                                    double momentum, bool nesterov, double weight_decay, int64_t k,
-                                                    int64_t seed, double threshold_hint) {
-  const Tensor flat = gradient.contiguous();
-  const Accumulation a =
-      AsAccumulation("accumulate_top_k", flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
-  Selection selection;
-  bool finite = true;
-  Raise("accumulate_top_k", AccumulateTopK(a.gradient, a.params, {k, threshold_hint, static_cast<uint64_t>(seed)},
-                                           TorchParallelFor, a.memory, &finite, &selection));
-  const Tensor indices = FromIndices(selection.indices);
-  return {indices, residual.view(-1).index_select(0, indices),
-          InfoOf({selection.threshold, static_cast<double>(selection.passed), finite ? 1.0 : 0.0})};
-}
-
 std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {
   const Tensor flat = values.contiguous().view(-1);
   Selection selection;
   Raise("select_top_k", SelectTopK(AsArray("select_top_k", flat), {k, threshold_hint, static_cast<uint64_t>(seed)},
                                    TorchParallelFor, &selection));
   const Tensor indices = FromIndices(selection.indices);
-  return {indices, flat.index_select(0, indices), InfoOf({selection.threshold, static_cast<double>(selection.passed)})};
+  const Tensor info = at::tensor({selection.threshold, static_cast<double>(selection.passed)}, at::kDouble);
+  return {indices, flat.index_select(0, indices), info};
 }
 
 std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double threshold) {
@@ -86,33 +62,6 @@ std::tuple<Tensor, Tensor> FilterThresholdOp(const Tensor& values, double thresh
 Tensor AllFiniteOp(const Tensor& values) {
   const Tensor flat = values.contiguous();
   return at::scalar_tensor(AllFinite(AsArray("all_finite", flat), TorchParallelFor), at::kBool);
-}
-
-std::tuple<Tensor, Tensor> EncodeRunLengthOp(const Tensor& indices, int64_t n) {
-  CheckTensor("encode_run_length", "indices", indices, at::kLong);
-  TORCH_CHECK_VALUE(n >= 0, "hvd_sparse.encode_run_length: n must be >= 0, got ", n);
-  std::vector<uint32_t> counts(static_cast<size_t>(BlockCount(n)));
-  Tensor runs = at::empty({indices.numel()}, at::kUInt16);
-  Raise("encode_run_length", EncodeRunLength(indices.const_data_ptr<int64_t>(), indices.numel(), n, counts.data(),
-                                             static_cast<uint16_t*>(runs.data_ptr())));
-  return {FromIndices({counts.begin(), counts.end()}), runs};
-}
-
-Tensor DecodeRunLengthOp(const Tensor& counts, const Tensor& runs, int64_t n) {
-  CheckTensor("decode_run_length", "counts", counts, at::kLong);
-  CheckTensor("decode_run_length", "runs", runs, at::kUInt16);
-  TORCH_CHECK_VALUE(n >= 0 && counts.numel() == BlockCount(n),
-                    "hvd_sparse.decode_run_length: counts must have one entry a block of n, got ", counts.numel());
-  std::vector<uint32_t> narrow(static_cast<size_t>(counts.numel()));
-  for (size_t block = 0; block < narrow.size(); ++block) {
-    const int64_t count = counts.const_data_ptr<int64_t>()[block];
-    narrow[block] = static_cast<uint32_t>(count < 0 || count > kBlock ? kBlock + 1 : count);
-  }
-  const auto* run = static_cast<const uint16_t*>(runs.const_data_ptr());
-  Raise("decode_run_length", ValidateRunLength(narrow.data(), run, runs.numel(), n));
-  Tensor indices = at::empty({runs.numel()}, at::kLong);
-  DecodeRunLength(narrow.data(), run, n, indices.mutable_data_ptr<int64_t>());
-  return indices;
 }
 
 int64_t PayloadSizeOp(int64_t n, int64_t k, const std::string& coding, const std::string& value_dtype,
@@ -149,13 +98,10 @@ std::tuple<Tensor, Tensor> UnpackOp(const Tensor& payload, int64_t n, int64_t k,
   return {indices, values};
 }
 
-// What reduces payloads, or adds them.
-using SumPayloads = Status (*)(const PayloadFormat&, const uint8_t*, int64_t, int64_t, float, const ParallelFor&,
-                               float*);
-
-void SumPayloadsOp(const char* op, SumPayloads sum, const Tensor& gathered, int64_t offset, int64_t n, int64_t k,
-                   Tensor out, double scale, const std::string& coding, const std::string& value_dtype,
-                   const std::optional<Tensor>& segments) {
+void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
+                      const std::string& coding, const std::string& value_dtype,
+                      const std::optional<Tensor>& segments) {
+  const char* op = "reduce_payloads";
   const PayloadFormat format = ParseFormat(op, n, k, coding, value_dtype, segments);
   CheckTensor(op, "gathered", gathered, at::kByte);
   CheckTensor(op, "out", out, at::kFloat);
@@ -165,19 +111,8 @@ void SumPayloadsOp(const char* op, SumPayloads sum, const Tensor& gathered, int6
                     ": gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
                     gathered.sizes());
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
-  Raise(op, sum(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
-                static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
-}
-
-void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
-                      const std::string& coding, const std::string& value_dtype,
-                      const std::optional<Tensor>& segments) {
-  SumPayloadsOp("reduce_payloads", ReducePayloads, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
-}
-
-void AddPayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t k, Tensor out, double scale,
-                   const std::string& coding, const std::string& value_dtype, const std::optional<Tensor>& segments) {
-  SumPayloadsOp("add_payloads", AddPayloads, gathered, offset, n, k, out, scale, coding, value_dtype, segments);
+  Raise(op, ReducePayloads(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
+                           static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
 }
 
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
@@ -247,16 +182,10 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def(
       "accumulate(Tensor gradient, Tensor(a!) residual, Tensor(b!)? velocity, Tensor? parameter, float factor, "
       "float momentum, bool nesterov, float weight_decay) -> Tensor");
-  m.def(
-      "accumulate_top_k(Tensor gradient, Tensor(a!) residual, Tensor(b!)? velocity, Tensor? parameter, float factor, "
-      "float momentum, bool nesterov, float weight_decay, int k, int seed, float threshold_hint) "
-      "-> (Tensor, Tensor, Tensor)");
   m.def("select_threshold(Tensor values, int k, str method, float sample_fraction, int seed) -> Tensor");
   m.def("select_top_k(Tensor values, int k, int seed, float threshold_hint) -> (Tensor, Tensor, Tensor)");
   m.def("filter_threshold(Tensor values, float threshold) -> (Tensor, Tensor)");
   m.def("all_finite(Tensor values) -> Tensor");
-  m.def("encode_run_length(Tensor indices, int n) -> (Tensor, Tensor)");
-  m.def("decode_run_length(Tensor counts, Tensor runs, int n) -> Tensor");
   m.def("payload_size(int n, int k, str coding, str value_dtype, Tensor? segments) -> int", &hvd_sparse::PayloadSizeOp);
   m.def(
       "pack(Tensor indices, Tensor values, int n, int k, Tensor(a!) out, str coding, str value_dtype, "
@@ -264,9 +193,6 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def("unpack(Tensor payload, int n, int k, str coding, str value_dtype, Tensor? segments) -> (Tensor, Tensor)");
   m.def(
       "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
-      "str value_dtype, Tensor? segments) -> ()");
-  m.def(
-      "add_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
       "str value_dtype, Tensor? segments) -> ()");
   m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype, int[] columns) -> Tensor");
   m.def(
@@ -277,17 +203,13 @@ TORCH_LIBRARY(hvd_sparse, m) {
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("accumulate", &hvd_sparse::AccumulateOp);
-  m.impl("accumulate_top_k", &hvd_sparse::AccumulateTopKOp);
   m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
   m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
   m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);
   m.impl("all_finite", &hvd_sparse::AllFiniteOp);
-  m.impl("encode_run_length", &hvd_sparse::EncodeRunLengthOp);
-  m.impl("decode_run_length", &hvd_sparse::DecodeRunLengthOp);
   m.impl("pack", &hvd_sparse::PackOp);
   m.impl("unpack", &hvd_sparse::UnpackOp);
   m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
-  m.impl("add_payloads", &hvd_sparse::AddPayloadsOp);
   m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
   m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
   m.impl("quantize", &hvd_sparse::QuantizeOp);

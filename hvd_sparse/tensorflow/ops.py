@@ -57,40 +57,11 @@ def accumulate(
     and sum is rounded. Returns, as a bool scalar, whether the gradient was finite everywhere. is_active=False: that
     alone, the memory stays.
     """
-    inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": [weight_decay]}
-    return _ops.hvd_sparse_accumulate(*inputs, **rule)
-
-
-def accumulate_top_k(
-    gradient: tf.Tensor,
-    residual: tf.Variable,
-    velocity: tf.Variable | None = None,
-    parameter: tf.Tensor | None = None,
-    *,
-    k: Integer,
-    seed: Integer = 0,
-    threshold_hint: Real = 0.0,
-    factor: Real = 1.0,
-    is_active: bool | tf.Tensor = True,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do `accumulate`, then `select_top_k` in the residual: one pass over memory if the hint is good.
-
-    Returns whether the gradient was finite, and indices int64[k], values float32[k] and float64[2] of `select_top_k`.
-    """
-    inputs = _accumulation(gradient, residual, velocity, parameter, factor, is_active)
-    selection = (_integer(k), _seed(seed), _number(threshold_hint, tf.float64))
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": [weight_decay]}
-    return tuple(_ops.hvd_sparse_accumulate_top_k(*inputs, *selection, **rule))
-
-
-def _accumulation(gradient, residual, velocity, parameter, factor, is_active) -> tuple:
     velocities = [] if velocity is None else [velocity.handle]
     parameters = [] if parameter is None else [parameter]
-    return gradient, _number(factor, tf.float32), residual.handle, velocities, parameters, is_active
+    inputs = (gradient, _number(factor, tf.float32), residual.handle, velocities, parameters, is_active)
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": [weight_decay]}
+    return _ops.hvd_sparse_accumulate(*inputs, **rule)
 
 
 def select_top_k(
@@ -110,27 +81,9 @@ def filter_threshold(values: tf.Tensor, threshold: Real) -> tuple[tf.Tensor, tf.
     return tuple(_ops.hvd_sparse_filter_threshold(values, _number(threshold, tf.float64)))
 
 
-def select_threshold(
-    values: tf.Tensor, k: Integer, method: str = "exact", sample_fraction: Real = 0.005, seed: Integer = 0
-) -> tf.Tensor:
-    """Return, as a float64 scalar tensor, a threshold that k elements reach: "exact", or "sampled" (DGC, section 5)."""
-    fraction = _number(sample_fraction, tf.float64)
-    return _ops.hvd_sparse_select_threshold(values, _integer(k), _seed(seed), fraction, method=method)
-
-
 def all_finite(values: tf.Tensor) -> tf.Tensor:
     """Return, as a bool scalar tensor, whether every element is a finite float32."""
     return _ops.hvd_sparse_all_finite(values)
-
-
-def encode_run_length(indices: tf.Tensor, n: Integer) -> tuple[tf.Tensor, tf.Tensor]:
-    """Encode strictly ascending indices int64[k] of [0, n): block counts int64[blocks], run lengths uint16[k]."""
-    return tuple(_ops.hvd_sparse_encode_run_length(indices, _integer(n)))
-
-
-def decode_run_length(counts: tf.Tensor, runs: tf.Tensor, n: Integer) -> tf.Tensor:
-    """Decode what `encode_run_length` gave: ascending indices int64[k]."""
-    return _ops.hvd_sparse_decode_run_length(counts, runs, _integer(n))
 
 
 def payload_size(
@@ -208,20 +161,6 @@ def locate_payloads(
     return _ops.hvd_sparse_locate_payloads(gathered, _integer(ranks), **form)
 
 
-def reduce_located(
-    gathered: tf.Tensor,
-    places: tf.Tensor,
-    n: Integer,
-    scale: Real = 1.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    segments: tf.Tensor | None = None,
-) -> tf.Tensor:
-    """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k."""
-    place = (places, _integer(n), _number(scale, tf.float32), _segments(segments))
-    return _ops.hvd_sparse_reduce_located(gathered, *place, coding=coding, value_dtype=value_dtype)
-
-
 def quantize(
     values: tf.Tensor,
     value_dtype: str,
@@ -275,13 +214,13 @@ def accumulate_bucket(
     columns: Sequence[int] = (),
     joint: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do `accumulate_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
+    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
-    Each has a selection of its own; if joint they share one, laid out one after the other. Velocities and parameters
-    are as many as gradients, or none; weight_decay: a number, or one a member; the parameter of a member that has 0 is
-    not read; factors float32[members], ks int64[selections], threshold_hints
-    float64[selections]; columns: see `locate_payloads`. Returns the payloads, uint8[bytes], one after the other,
-    whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
+    One pass over memory if the hints are good. Each has a selection of its own; if joint they share one, laid out one
+    after the other. Velocities and parameters are as many as gradients, or none; weight_decay: a number, or one a
+    member; the parameter of a member that has 0 is not read; factors float32[members], ks int64[selections],
+    threshold_hints float64[selections]; columns: see `locate_payloads`. Returns the payloads, uint8[bytes], one after
+    the other, whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
@@ -333,7 +272,7 @@ def reduce_located_bucket(
     value_dtype: str = "float32",
     columns: Sequence[int] = (),
 ) -> list[tf.Tensor]:
-    """Do `locate_payloads`, then `reduce_located` for the variables of a bucket, n elements each: float32[n] each."""
+    """Do `locate_payloads`, then sum the payloads of each variable of a bucket, of n elements: float32[n] each."""
     form = {"M": len(ns), "ns": list(ns), "coding": coding, "value_dtype": value_dtype, "columns": list(columns)}
     numbers = (_integer(ranks), _number(scale, tf.float32))
     return _ops.hvd_sparse_reduce_located_bucket(gathered, *numbers, **form)

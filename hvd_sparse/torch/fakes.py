@@ -2,8 +2,6 @@
 
 import torch
 
-from hvd_sparse.wire import BLOCK
-
 
 def register(with_cuda: bool) -> None:
     """Tell torch of all operators, once their library is loaded; some are there only if it was built with CUDA."""
@@ -27,10 +25,6 @@ def _register_selection_fakes() -> None:
     @fake("hvd_sparse::accumulate")
     def _(gradient, residual, *rule):
         return _empty(gradient, (), torch.bool)
-
-    @fake("hvd_sparse::accumulate_top_k")
-    def _(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay, k, seed, threshold_hint):
-        return _empty(residual, (k,), torch.int64), _empty(residual, (k,)), _empty(residual, (3,), torch.float64)
 
     @fake("hvd_sparse::select_top_k")
     def _(values, k, seed, threshold_hint):
@@ -79,14 +73,6 @@ def _register_wire_fakes() -> None:
     def _(gathered, places, n, out, scale, coding, value_dtype, segments):
         return None
 
-    @fake("hvd_sparse::encode_run_length")
-    def _(indices, n):
-        return _empty(indices, (-(-n // BLOCK),)), _empty(indices, indices.shape, torch.uint16)
-
-    @fake("hvd_sparse::decode_run_length")
-    def _(counts, runs, n):
-        return _empty(counts, runs.shape)
-
     @fake("hvd_sparse::pack")
     def _(indices, values, n, k, out, coding, value_dtype, segments):
         return None
@@ -98,10 +84,6 @@ def _register_wire_fakes() -> None:
         return _empty(payload, (count,), torch.int64), _empty(payload, (count,), wide)
 
     @fake("hvd_sparse::reduce_payloads")
-    def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
-        return None
-
-    @fake("hvd_sparse::add_payloads")
     def _(gathered, offset, n, k, out, scale, coding, value_dtype, segments):
         return None
 

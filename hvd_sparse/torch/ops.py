@@ -53,29 +53,6 @@ def accumulate(
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 
 
-def accumulate_top_k(
-    gradient: torch.Tensor,
-    residual: torch.Tensor,
-    velocity: torch.Tensor | None = None,
-    parameter: torch.Tensor | None = None,
-    *,
-    k: int,
-    seed: int = 0,
-    threshold_hint: float = 0.0,
-    factor: float = 1.0,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, then `select_top_k` in the residual: one pass over memory if the hint is good.
-
-    Returns indices int64[k], values float32[k], and float64[3]: the two of `select_top_k`, and 1.0 if the gradient was
-    finite everywhere, else 0.0.
-    """
-    rule = (factor, momentum, nesterov, weight_decay)
-    return _ops.accumulate_top_k(gradient, residual, velocity, parameter, *rule, k, _signed(seed), threshold_hint)
-
-
 def select_top_k(
     values: torch.Tensor, k: int, seed: int = 0, threshold_hint: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,16 +80,6 @@ def select_threshold(
 def all_finite(values: torch.Tensor) -> torch.Tensor:
     """Return, as a bool scalar tensor, whether every element is a finite float32."""
     return _ops.all_finite(values)
-
-
-def encode_run_length(indices: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode strictly ascending indices int64[k] of [0, n): block counts int64[blocks], run lengths uint16[k]."""
-    return _ops.encode_run_length(indices, n)
-
-
-def decode_run_length(counts: torch.Tensor, runs: torch.Tensor, n: int) -> torch.Tensor:
-    """Decode what `encode_run_length` gave: ascending indices int64[k]."""
-    return _ops.decode_run_length(counts, runs, n)
 
 
 def payload_size(
@@ -164,21 +131,6 @@ def reduce_payloads(
     `gathered`: uint8[ranks, bytes]. Every payload is checked before `out` is touched.
     """
     _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
-
-
-def add_payloads(
-    gathered: torch.Tensor,
-    offset: int,
-    n: int,
-    k: int,
-    out: torch.Tensor,
-    scale: float = 1.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    segments: torch.Tensor | None = None,
-) -> None:
-    """Add what `reduce_payloads` would set `out` to, payload by payload."""
-    _ops.add_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
 
 
 def locate_payloads(
@@ -243,11 +195,12 @@ def accumulate_bucket(
     value_dtype: str = "float32",
     centre: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate_top_k`, `quantize` and `pack` for the selections of a message; tensors and factors: of members.
+    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the selections of a message.
 
-    The payloads go to `out`, uint8[bytes]. Velocities and parameters are as many as gradients, or none. weight_decay:
-    a number, or one a member; the parameter of a member that has 0 is not read. Returns float64[selections, 2],
-    threshold and how many elements reached the hint, and bool[members]: was each gradient finite everywhere?
+    One pass over memory if the hints are good. Tensors and factors: of members; velocities and parameters are as many
+    as gradients, or none. weight_decay: a number, or one a member; the parameter of a member that has 0 is not read.
+    The payloads go to `out`, uint8[bytes]. Returns float64[selections, 2], threshold and how many elements reached the
+    hint, and bool[members]: was each gradient finite everywhere?
     """
     ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)

@@ -111,9 +111,6 @@ def test_sums_are_those_of_the_cpu():
             ops.reduce_payloads(gathered, 8, n, k, expected, 0.3, coding, value_dtype)
             ops.reduce_payloads(gathered.cuda(), 8, n, k, found, 0.3, coding, value_dtype)
             assert_same(found, expected, (n, k, coding, value_dtype, ranks))
-            ops.add_payloads(gathered, 8, n, k, expected, 0.7, coding, value_dtype)
-            ops.add_payloads(gathered.cuda(), 8, n, k, found, 0.7, coding, value_dtype)
-            assert_same(found, expected, ("added", n, k, coding, value_dtype, ranks))
     gathered = gathered_of(1000, 300, 200, "elias_fano", "float32")
     expected, found = torch.empty(1000), torch.empty(1000, device="cuda")
     ops.reduce_payloads(gathered, 8, 1000, 300, expected, 0.3, "elias_fano")
@@ -138,8 +135,6 @@ def test_a_damaged_payload_makes_the_sum_nan_and_is_recorded():
             assert 1 <= first % 256 <= len(ops.FAILED_CHECKS)
         ops.reduce_payloads(gathered.cuda(), 8, n, k, out, 1.0, coding)
         assert not out.isnan().any()
-        ops.add_payloads(damaged.cuda(), 8, n, k, out, 1.0, coding)
-        assert bool(out.isnan().all()) and ops.take_decode_status(out).tolist()[0] == 1
     assert ops.take_decode_status(out).tolist() == [0, 0]
     assert_refuses(ops.reduce_payloads, gathered.cuda(), 16, n, k, out, 1.0, coding, says="gathered must be")
 

@@ -83,20 +83,28 @@ def memories(n, rule, device, offset=0):
     return drawn[0], drawn[1] if rule else None, parameter
 
 
+def accumulate_and_select(gradient, memory, k, hint, factor=1.0, **rule):
+    """A bucket of one tensor: the payload, float64[1, 2], and bool[1], whether the gradient was finite."""
+    n, (residual, velocity, parameter) = gradient.numel(), memory
+    lists = [[] if one is None else [one] for one in (velocity, parameter)]
+    out = torch.empty(ops.payload_size(n, k), dtype=torch.uint8, device=gradient.device)
+    form = {"layout": ops.Layout([n], [k], [0], [None], [0], [0]), "factors": [factor], "hints": [hint], "seed": 3}
+    return out, *ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
+
+
 def check_accumulation(gradient, rule, hint, offset=0):
     n = gradient.numel()
     k = max(1, n // 100)
     expected_memory, memory = memories(n, rule, "cpu", offset), memories(n, rule, "cuda", offset)
     context = (gradient.dtype, n, rule, hint)
-    choice = {"k": k, "seed": 3, "threshold_hint": hint}
-    expected = ops.accumulate_top_k(gradient, *expected_memory, **choice, **rule)
-    found = ops.accumulate_top_k(gradient.cuda(), *memory, **choice, **rule)
+    expected = accumulate_and_select(gradient, expected_memory, k, hint, **rule)
+    found = accumulate_and_select(gradient.cuda(), memory, k, hint, **rule)
     for mine, theirs in zip(memory[:2], expected_memory[:2], strict=True):
         if mine is not None:
             assert_same(mine, theirs, context)
     assert_same(found[0], expected[0], context)
-    assert_same(found[1], expected[1], context)
-    assert found[2][[0, 2]].tolist() == expected[2][[0, 2]].tolist(), context
+    assert found[1][0, 0].item() == expected[1][0, 0].item(), context
+    assert_same(found[2], expected[2], context)
     expected_finite = ops.accumulate(gradient, *expected_memory, **rule)
     finite = ops.accumulate(gradient.cuda(), *memory, **rule)
     assert_same(finite, expected_finite, context)
@@ -173,7 +181,8 @@ def test_tensors_on_two_devices_are_refused():
     on_gpu = torch.ones(9, device="cuda")
     assert_refuses(ops.accumulate, on_gpu, torch.zeros(9), says="residual must be on cuda")
     assert_refuses(ops.accumulate, torch.ones(9), on_gpu, says="gradient must be a CUDA tensor")
-    assert_refuses(ops.encode_run_length, torch.arange(3, device="cuda"), 9, says="no CUDA tensors")
+    options = {"factors": [1.0], "thresholds": [1.0], "ks": [0]}
+    assert_refuses(ops.filter_bucket, [on_gpu], [torch.zeros_like(on_gpu)], **options, says="no CUDA tensors")
 
 
 def test_another_stream():

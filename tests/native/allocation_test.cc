@@ -58,7 +58,7 @@ Use Measure(const Work& work) {
 
 // What a settled worker's step of momentum SGD takes: compress, clear, and the sum of eight payloads.
 struct Step {
-  Use compress, clear, add;
+  Use compress, clear, reduce;
 };
 
 Step MeasureStep(int64_t n) {
@@ -91,8 +91,8 @@ Step MeasureStep(int64_t n) {
     step.clear = Measure([&] { EXPECT(ClearSent(format, payload.data(), slices).ok(), n); });
     for (size_t rank = 0; rank < 8; ++rank)
       std::copy(payload.begin(), payload.end(), gathered.begin() + static_cast<int64_t>(rank * payload.size()));
-    step.add =
-        Measure([&] { EXPECT(AddPayloads(format, gathered.data(), 8, size, 1, SerialFor, sum.data()).ok(), n); });
+    step.reduce =
+        Measure([&] { EXPECT(ReducePayloads(format, gathered.data(), 8, size, 1, SerialFor, sum.data()).ok(), n); });
   }
   return step;
 }
@@ -100,7 +100,7 @@ Step MeasureStep(int64_t n) {
 TEST(PeakIsUnderATwentiethOfTheGradient) {
   constexpr int64_t kElements = 1000003;
   const Step step = MeasureStep(kElements);
-  for (const Use& use : {step.compress, step.clear, step.add}) {
+  for (const Use& use : {step.compress, step.clear, step.reduce}) {
     std::printf("  %.2f %% of the gradient, %d allocations\n",
                 100.0 * static_cast<double>(use.bytes) / (4.0 * kElements), static_cast<int>(use.count));
     EXPECT(use.bytes * 20 <= 4 * kElements, use.bytes << " bytes");
@@ -112,7 +112,7 @@ TEST(CountDoesNotFollowTheSize) {
   const Step small = MeasureStep(200000), large = MeasureStep(1600000);
   EXPECT(large.compress.count <= small.compress.count + 8, large.compress.count << " and " << small.compress.count);
   EXPECT_EQ(small.clear.count, large.clear.count, "to clear");
-  EXPECT_EQ(small.add.count, large.add.count, "to add");
+  EXPECT_EQ(small.reduce.count, large.reduce.count, "to reduce");
 }
 
 }  // namespace

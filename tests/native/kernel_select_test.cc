@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "../../csrc/cuda/accumulate.h"
+#include "../../csrc/cuda/bucket.h"
 #include "../../csrc/cuda/filter.h"
 #include "../../csrc/cuda/finite.h"
 #include "../../csrc/cuda/quantize.h"
@@ -91,8 +92,10 @@ struct State {
         velocity(DrawValues<float>(Kind::kNormal, n, 2)),
         parameter(DrawValues<float>(Kind::kNormal, n, 3)) {}
 
-  AccumulateParams Params(AccumulateRule rule, bool decays) const {
-    return {rule, 0.75f, 0.9f, decays ? 0.01f : 0.0f, decays ? parameter.data() : nullptr};
+  // All of a selection.
+  Part PartOf(const Array& gradient, AccumulateRule rule, bool decays) {
+    const AccumulateParams params{rule, 0.75f, 0.9f, decays ? 0.01f : 0.0f, decays ? parameter.data() : nullptr};
+    return {gradient, params, {residual.data(), velocity.data()}, 0};
   }
 
   std::vector<float> residual, velocity, parameter;
@@ -105,24 +108,40 @@ void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule,
   const std::vector<T> drawn = DrawValues<T>(kind, n + shift, 11);
   const Array gradient{drawn.data() + shift, n, kDTypeOf<T>};
   const int64_t k = std::max<int64_t>(1, n / 50);
+  const SelectParams select{k, hint, 5};
+  const PayloadFormat format{n, k};
   State expected(n), state(n);
+  PayloadPlan plan{};
+  EXPECT_STATUS(StatusKind::kOk, MakePlan(format, &plan), context);
+  std::vector<uint64_t> wanted(static_cast<size_t>(plan.size / 8)), found(wanted.size(), ~uint64_t{0});
   Selection selection;
   bool finite = false;
   EXPECT_STATUS(StatusKind::kOk,
-                AccumulateTopK(gradient, expected.Params(rule, decays), {k, hint, 5}, SerialFor,
-                               {expected.residual.data(), expected.velocity.data()}, &finite, &selection),
+                AccumulateAndPack({expected.PartOf(gradient, rule, decays)}, true, select, format, Centre::kMean,
+                                  SerialFor, reinterpret_cast<uint8_t*>(wanted.data()), &finite, &selection),
                 context);
-  Found<float> found(k, n);
+  const BucketSelections bucket{
+      {plan, {state.PartOf(gradient, rule, decays)}, select, nullptr, reinterpret_cast<uint8_t*>(found.data())}};
+  int64_t size = 0;
+  EXPECT_EQ(cudaSuccess, accumulate_bucket_workspace_size(bucket, &size), context);
+  Scratch workspace(size);
+  double info[2] = {-1, -1};
   bool found_finite = !finite;
   EXPECT_EQ(cudaSuccess,
-            accumulate_top_k_launch(gradient, state.Params(rule, decays), {k, hint, 5},
-                                    {state.residual.data(), state.velocity.data()}, &found_finite, found.output(),
-                                    found.workspace->data(), nullptr),
+            accumulate_bucket_launch(bucket, true, Centre::kMean, info, &found_finite, workspace.data(), nullptr),
             context);
   EXPECT(SameFloats(expected.residual, state.residual), context);
   EXPECT(SameFloats(expected.velocity, state.velocity), context);
-  EXPECT_EQ(selection.indices, found.indices, context);
-  EXPECT_EQ(selection.threshold, found.info[0], context);
+  EXPECT(wanted == found, context);
+  EXPECT_EQ(selection.threshold, info[0], context);
+  EXPECT_EQ(finite, found_finite, context);
+  State alone(n);
+  const Part part = alone.PartOf(gradient, rule, decays);
+  found_finite = true;  // as launchers are handed it
+  EXPECT_EQ(cudaSuccess, accumulate_launch({gradient, part.params, part.memory, &found_finite, true, {}, 0}, nullptr),
+            context);
+  EXPECT(SameFloats(expected.residual, alone.residual), context);
+  EXPECT(SameFloats(expected.velocity, alone.velocity), context);
   EXPECT_EQ(finite, found_finite, context);
 }
 

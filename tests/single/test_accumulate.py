@@ -91,6 +91,15 @@ def tensors(arrays):
     return [None if array is None else torch.from_numpy(array.copy()) for array in arrays]
 
 
+def accumulate_and_select(gradient, residual, velocity, parameter, *, k, hint, seed=0, factor=1.0, **rule):
+    """A bucket of one tensor: indices, values, float64[2], and whether the gradient was finite."""
+    n, lists = residual.numel(), [[] if one is None else [one] for one in (velocity, parameter)]
+    form = {"layout": ops.Layout([n], [k], [0], [None], [0], [0]), "factors": [factor], "hints": [hint], "seed": seed}
+    out = torch.empty(ops.payload_size(n, min(k, n)), dtype=torch.uint8)
+    info, finite = ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
+    return *ops.unpack(out, n, k), info[0], finite.item()
+
+
 def assert_same_memory(found, expected):
     for tensor, array in zip(found, expected, strict=True):
         if array is not None:
@@ -110,18 +119,18 @@ def test_accumulate(make, kind, dtype, rule):
 
 @pytest.mark.parametrize("hint", [0.0, 0.5, 0.98, 1.0, 1.01, math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_accumulate_top_k(make, kind, dtype, hint, rule):
+def test_accumulate_and_select(make, kind, dtype, hint, rule):
     for n in (65, 2049):
         gradient, expected = make(kind, n, dtype), buffers(n, rule)
         found, k = tensors(expected), (n + 49) // 50
         indices, values, threshold, finite = reference.accumulate_top_k(
             as_numpy(gradient), *expected, k=k, seed=3, **rule
         )
-        result = ops.accumulate_top_k(gradient, *found, k=k, seed=3, threshold_hint=threshold * hint, **rule)
+        result = accumulate_and_select(gradient, *found, k=k, seed=3, hint=threshold * hint, **rule)
         same(result[0], indices)
         same(result[1], values)
-        assert (result[2].dtype, result[2].shape) == (torch.float64, (3,))
-        assert result[2].tolist()[::2] == [threshold, float(finite)]
+        assert (result[2].dtype, result[2].shape) == (torch.float64, (2,))
+        assert (result[2][0].item(), result[3]) == (threshold, finite)
         assert (result[2][1] < k) == (hint > 1.0 and threshold > 0.0 and math.isfinite(hint))
         assert_same_memory(found, expected)
 
@@ -134,8 +143,8 @@ def test_threads_change_nothing(rule):
         try:
             memory = tensors(buffers(n, rule))
             gradient = torch.from_numpy(draw(n, 5))
-            *selected, info = ops.accumulate_top_k(gradient, *memory, k=999, threshold_hint=2.0, **rule)
-            results.append([*selected, info[::2], *memory])  # how many passed is exact up to 2k only
+            *selected, info, _ = accumulate_and_select(gradient, *memory, k=999, hint=2.0, **rule)
+            results.append([*selected, info[:1], *memory])  # how many passed is exact up to 2k only
         finally:
             torch.set_num_threads(before)
     for one, three in itertools.zip_longest(*results):
@@ -150,9 +159,7 @@ def test_many_steps_with_last_step_s_threshold():
     for step in range(60):
         gradient = draw(n, step)
         indices, values, threshold, _ = reference.accumulate_top_k(gradient, *expected, k=k, seed=step, momentum=0.9)
-        result = ops.accumulate_top_k(
-            torch.from_numpy(gradient), *found, k=k, seed=step, threshold_hint=hint, momentum=0.9
-        )
+        result = accumulate_and_select(torch.from_numpy(gradient), *found, k=k, seed=step, hint=hint, momentum=0.9)
         same(result[0], indices)
         same(result[1], values)
         for buffer, tensor in zip(expected[:2], found[:2], strict=True):
@@ -172,7 +179,7 @@ def test_gradients_of_any_layout():
     assert all(torch.equal(residual, torch.arange(12.0)) for residual in found)
 
 
-FIVE = torch.ones(5)
+FIVE, MEMORY = torch.ones(5), (torch.zeros(5), None, None)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +192,7 @@ FIVE = torch.ones(5)
         (lambda: ops.accumulate(FIVE, torch.zeros(5), weight_decay=0.1), "weight_decay needs the parameter"),
         (lambda: ops.accumulate(FIVE, torch.zeros(5), None, torch.zeros(4), weight_decay=0.1), "parameter must have 5"),
         (lambda: ops.accumulate(FIVE.int(), torch.zeros(5)), "float32, float64, float16 or bfloat16"),
-        (lambda: ops.accumulate_top_k(FIVE, torch.zeros(5), k=0), r"k must be in \[1, 5\]"),
-        (lambda: ops.accumulate_top_k(FIVE, torch.zeros(5), k=6), r"k must be in \[1, 5\]"),
+        (lambda: accumulate_and_select(FIVE, *MEMORY, k=6, hint=0.0), r"k must be in \[1, n = 5\], got 6"),
         (lambda: reference.accumulate_top_k(FIVE.numpy(), np.zeros(5, np.float32), k=6), "k must"),
     ],
 )
@@ -196,7 +202,7 @@ def test_refusals(call, message):
 
 
 def test_a_refusal_leaves_the_memory():
-    residual = torch.zeros(5)
-    with pytest.raises(ValueError, match="k must"):
-        ops.accumulate_top_k(FIVE, residual, k=6)
-    assert not residual.any()
+    for hint in (0.0, 0.5):
+        with pytest.raises(ValueError, match="k must"):
+            accumulate_and_select(FIVE, *MEMORY, k=6, hint=hint)
+    assert not MEMORY[0].any()

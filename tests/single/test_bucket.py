@@ -1,13 +1,15 @@
-"""The operators of whole buckets: the same as those of single tensors one by one, bit for bit."""
+"""The operators of whole buckets: the same as the NumPy twins of single tensors one by one, bit for bit."""
 
 import resource
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from test_ops import as_numpy
 
-from hvd_sparse import wire
+from hvd_sparse import reference, wire
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 
@@ -23,6 +25,32 @@ FORMS = {
     "int2": {"value_dtype": "int2", "coding": "auto"},
     "int1": {"value_dtype": "int1", "centre": "min"},
 }
+
+
+def accumulated_by_the_twin(gradient, *memory, k, **rule):
+    """Indices, values and threshold of tensors of torch, and the magnitudes that hints are compared with."""
+    arrays = [None if one is None else one.numpy() for one in memory]  # the same memory: changed in place
+    indices, values, threshold, _ = reference.accumulate_top_k(
+        as_numpy(gradient), *arrays, k=k, seed=3, factor=0.5, **rule
+    )
+    info = Expected(threshold, reference.magnitudes(arrays[0]), k)
+    return torch.from_numpy(indices), torch.from_numpy(values), info
+
+
+class Expected(NamedTuple):
+    """What the info of a selection must be."""
+
+    threshold: float
+    magnitudes: np.ndarray
+    k: int
+
+    def check(self, info, hint):
+        """How many reached the hint is exact up to 2k."""
+        threshold, passed = info.tolist()
+        assert threshold == self.threshold
+        if hint > 0.0:
+            reached = int((self.magnitudes >= hint).sum())
+            assert min(reached, 2 * self.k) <= passed <= reached
 
 
 class Bucket:
@@ -55,12 +83,11 @@ class Bucket:
         return operator(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
-        """Return payloads, infos and what is left at the indices, from the operators of single tensors."""
+        """Return payloads, thresholds and residuals, and what is left at the indices, of one tensor after the other."""
         payloads, infos, lefts = [], [], []
         for i, n in enumerate(SIZES):
             memory = [part[i] if part else None for part in (self.residuals, self.velocities, self.parameters)]
-            choice = {"k": self.ks[i], "seed": 3, "threshold_hint": 2.0, "factor": 0.5}
-            indices, values, info = ops.accumulate_top_k(self.gradients[i], *memory, **choice, **self.rule)
+            indices, values, info = accumulated_by_the_twin(self.gradients[i], *memory, k=self.ks[i], **self.rule)
             dtype, centre = self.form.get("value_dtype", "float32"), self.form.get("centre", "mean")
             sent = ops.quantize(values, dtype, centre, indices, self.segments[i])
             size = ops.payload_size(n, self.ks[i], **self.wire, segments=self.segments[i])
@@ -69,7 +96,7 @@ class Bucket:
             payloads.append(payload)
             infos.append(info)
             lefts.append((indices, values - sent))
-        return torch.cat(payloads), torch.stack(infos), lefts
+        return torch.cat(payloads), infos, lefts
 
 
 @pytest.fixture(params=RULES)
@@ -88,7 +115,9 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, kept):
     bucket, single = Bucket(rule, form, dtype=dtype), Bucket(rule, form, dtype=dtype)
     info, finite = bucket.accumulate()
     payloads, infos, lefts = single.one_by_one()
-    assert torch.equal(bucket.out, payloads) and torch.equal(info, infos[:, :2]) and bool(finite.all())
+    assert torch.equal(bucket.out, payloads) and bool(finite.all())
+    for one, expected in zip(info, infos, strict=True):
+        expected.check(one, 2.0)
     for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
         assert torch.equal(ours, theirs)
     ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire, kept=kept)
@@ -192,6 +221,7 @@ def test_hints_of_a_wrong_shape_are_refused():
         ({"selections": [0, 1, 2, 3, 5]}, r"selections must ascend in \[0, 5\), got 5 after 3"),
         ({"factors": [1.0] * 6}, "every list must be 5"),
         ({"ks": [2, 1, 1, 1, 1]}, r"k must be in \[1, n = 1\], got 2"),
+        ({"ks": [1, 0, 1, 1, 1]}, r"k must be in \[1, n = 7\], got 0"),
         ({"offsets": [0, 0, 0, 0, 10**6]}, "leaves the message"),
         ({"offsets": [0, 0, 0, 0, -1]}, "leaves the message"),
         ({"out": torch.zeros(9)}, "out must be Byte"),
@@ -263,8 +293,7 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
         name: torch.cat(getattr(bucket, name)) if getattr(bucket, name) else None
         for name in ("gradients", "residuals", "velocities", "parameters")
     }
-    choice = {"k": bucket.K, "seed": 3, "threshold_hint": hint, "factor": 0.5}
-    indices, values, info = ops.accumulate_top_k(*whole.values(), **choice, **rule)
+    indices, values, info = accumulated_by_the_twin(*whole.values(), k=bucket.K, **rule)
     sent = ops.quantize(
         values, form.get("value_dtype", "float32"), form.get("centre", "mean"), indices, bucket.segments
     )
@@ -272,7 +301,8 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
     ops.pack(indices, sent, bucket.n, bucket.K, expected, **bucket.wire, segments=bucket.segments)
 
     found, finite = bucket.accumulate(hints=[hint])
-    assert torch.equal(bucket.out, expected) and torch.equal(found[0], info[:2]) and bool(finite.all())
+    assert torch.equal(bucket.out, expected) and bool(finite.all())
+    info.check(found[0], hint)
     assert torch.equal(torch.cat(bucket.residuals), whole["residuals"])
 
     ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)

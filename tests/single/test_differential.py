@@ -5,6 +5,7 @@ import torch
 from drawn import KINDS, SEEDS, SIZES, SPECIALS, WIDTHS, counts, hints, vectors
 from hypothesis import given
 from hypothesis import strategies as st
+from test_accumulate import accumulate_and_select
 from test_ops import as_numpy, raw, same
 from tiers import examples
 
@@ -87,17 +88,17 @@ def test_accumulate(data, n):
 
 @given(st.data(), SIZES, WIDE_SEEDS)
 @examples(150)
-def test_accumulate_top_k(data, n, seed):
+def test_accumulate_and_select(data, n, seed):
     gradient, memory, rule = data.draw(accumulations(n))
     (found, expected), k = copies(memory), data.draw(counts(n))
     indices, values, threshold, finite = reference.accumulate_top_k(
         as_numpy(gradient), *expected, k=k, seed=seed, **rule
     )
     hint = data.draw(hints(threshold))
-    result = ops.accumulate_top_k(gradient, *found, k=k, seed=seed, threshold_hint=hint, **rule)
+    result = accumulate_and_select(gradient, *found, k=k, seed=seed, hint=hint, **rule)
     same(result[0], indices)
     same(result[1], values)
-    assert result[2].tolist()[::2] == [threshold, float(finite)]
+    assert (result[2][0].item(), result[3]) == (threshold, finite)
     check_passed(result[2][1].item(), reference.magnitudes(expected[0]), k, hint)
     check_memory(found, expected)
 

@@ -21,8 +21,9 @@ from drawn import (
 from hypothesis import given
 from hypothesis import strategies as st
 from test_differential import DTYPES, WIDE_SEEDS, accumulations, check_passed
-from test_differential_wire import COUNTS, SCALES, agree
+from test_differential_wire import SCALES, agree
 from test_ops import same
+from test_tensorflow_accumulate import accumulate_and_select
 from test_tensorflow_ops import Invalid, from_torch
 from tiers import examples
 
@@ -50,9 +51,6 @@ def test_selection(data, n, dtype, seed):
     same(indices, reference.filter_threshold(array, hint)[0])
     assert bits(passed) == bits(array[indices])
     assert bool(ops.all_finite(values)) == reference.all_finite(array)
-    assert ops.select_threshold(values, k) == reference.select_threshold(array, k)
-    sampled = (k, "sampled", 0.005, seed)
-    assert ops.select_threshold(values, *sampled) == reference.select_threshold(array, *sampled)
 
 
 @given(st.data(), SIZES, WIDE_SEEDS, st.booleans(), st.booleans())
@@ -71,11 +69,11 @@ def test_accumulate(data, n, seed, selects, is_active):
         finite, expected = reference.all_finite(gradient.numpy()), before
     if selects:
         indices, values, threshold = reference.select_top_k(expected[0], k, seed)
-        choice = {"k": k, "seed": seed, "threshold_hint": data.draw(hints(threshold))}
-        result = ops.accumulate_top_k(gradient, *found, **choice, is_active=is_active, **rule)
-        same(result[1], indices)
-        same(result[2], values)
-        assert result[3][0] == threshold
+        choice = {"k": k, "seed": seed, "hint": data.draw(hints(threshold))}
+        result = accumulate_and_select(gradient, *found, **choice, is_active=is_active, **rule)
+        for one, wanted in zip(ops.unpack(result[1], n, k), (indices, values), strict=True):
+            same(one, wanted)
+        assert result[2][0] == threshold
     else:
         result = [ops.accumulate(gradient, *found, is_active=is_active, **rule)]
     assert bool(result[0]) is finite
@@ -130,24 +128,20 @@ def test_located_and_damaged_messages(case, damage, whole):
     places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, columns))
     found = verdict(lambda: ops.locate_payloads(message, ns, ranks, *code, columns), Invalid)
     agree(found if found is None else (found,), places if places is None else (places,))
-    for member, n in enumerate(ns if places is not None else ()):
-        where, segments = places[:, :, member].copy(), placed[0, member].segments
-        arguments = (message, where, n, 0.5, *code, segments)
-        added = verdict(lambda arguments=arguments: ops.reduce_located(*arguments), Invalid)
-        with np.errstate(all="ignore"):
-            twin = (message, where, n, *code, 0.5, segments)
-            sums = verdict(lambda twin=twin: reference.reduce_located(*twin))
-        agree(added if added is None else (added,), sums if sums is None else (sums,))
+    added = verdict(lambda: ops.reduce_located_bucket(message, ns, ranks, 0.5, *code, columns), Invalid)
+    with np.errstate(all="ignore"):
+        agree(added, verdict(lambda: sums_by_the_twin(message, places, case)))
 
 
-@given(COUNTS, st.lists(st.sampled_from([0, 1, 2, 9, 65_533, 65_535]), max_size=6), st.integers(1, 200_000))
-@examples(60)
-def test_any_counts_and_runs(numbers, runs, n):
-    for some in (numbers, np.resize([*numbers, 0], wire.block_count(n))):
-        arrays = np.array(some, np.int64), np.array(runs, np.uint16)
-        expected = verdict(lambda arrays=arrays: reference.decode_run_length(*arrays, n))
-        found = verdict(lambda arrays=arrays: ops.decode_run_length(*arrays, n), Invalid)
-        agree(found if found is None else (found,), expected if expected is None else (expected,))
+def sums_by_the_twin(message, places, case):
+    """What the ranks' payloads of each member add up to; ValueError if one of them is refused."""
+    _, ns, _, placed, _ = case
+    if places is None:
+        raise ValueError("nothing was found")
+    return [
+        reference.reduce_located(message, places[:, :, i].copy(), n, *placed[0, i].code, 0.5, placed[0, i].segments)
+        for i, n in enumerate(ns)
+    ]
 
 
 @given(st.data(), SIZES, SEEDS)

@@ -276,25 +276,6 @@ def test_quantize(dtype):
     same(ops.quantize(torch.from_numpy(values), dtype), reference.quantize(values, dtype))
 
 
-@pytest.mark.parametrize(
-    ("counts", "runs", "n", "message"),
-    [
-        ([1], [0, 0], 10, "count"),
-        ([11], [0] * 11, 10, "count"),
-        ([0, 2], [0, 0], 65537, "count"),
-        ([-1, 1], [], 65537, "count"),
-        ([2**32], [], 10, "count"),
-        ([1, 0], [0], 10, "count"),
-        ([1], [10], 10, "run"),
-        ([2, 0], [65535, 0], 65538, "run"),
-        ([0, 1], [2], 65538, "run"),
-    ],
-)
-def test_decode_run_length_refuses(counts, runs, n, message):
-    with pytest.raises(Refused, match=message):
-        ops.decode_run_length(torch.tensor(counts), torch.tensor(runs, dtype=torch.uint16), n)
-
-
 @st.composite
 def entries(draw):
     """Some n around a block's edge and indices of it, many at the edges, sometimes a block's every element."""
@@ -313,11 +294,6 @@ def test_run_length_pack_and_unpack(case, dtype, empty):
     k, form = len(indices), ("run_length", dtype)
     values = np.resize(np.float32([*SPECIAL, 0.1, -70000.0, 1e-7]), k).astype("f8" if dtype == "float64" else "f4")
     indices, values = (indices[:0], values[:0]) if empty else (indices, values)
-    counts, runs = ops.encode_run_length(torch.from_numpy(indices), n)
-    expected = reference.encode_run_length(indices, n)
-    same(counts, expected[0].astype(np.int64))
-    same(runs, expected[1])
-    same(ops.decode_run_length(counts, runs, n), indices)
     payload = reference.pack(indices, values, n, k, *form)
     assert ops.payload_size(n, k, *form) == payload.size
     out = torch.full((payload.size,), 255, dtype=torch.uint8)
@@ -348,20 +324,16 @@ def opcheck_arguments():
     """The arguments of every op, and of those that take segments once more with them."""
     values, n, k = torch.linspace(-1, 1, 1000), 70_000, 10
     indices = torch.arange(0, 7000 * k, 7000)
-    counts, runs = ops.encode_run_length(indices, n)
     payload = torch.empty(ops.payload_size(n, k), dtype=torch.uint8)
     ops.pack(indices, values[:k], n, k, payload)
     form = ("run_length", "float32", None)
     rule = (torch.zeros(1000), torch.zeros(1000), torch.ones(1000), 0.5, 0.9, False, 0.1)
     return {
         "accumulate": (values.half(), *rule),
-        "accumulate_top_k": (values, *rule, k, 0, 0.0),
         "select_top_k": (values.bfloat16(), k, 0, 0.0),
         "filter_threshold": (values.double(), 0.5),
         "select_threshold": (values, k, "exact", 0.005, 0),
         "all_finite": (values.half(),),
-        "encode_run_length": (indices, n),
-        "decode_run_length": (counts, runs, n),
         "pack": (indices, values[:k], n, k, torch.empty_like(payload), *form),
         "unpack": (payload, n, k, *form),
         "reduce_payloads": (torch.stack([payload, payload]), 0, n, k, torch.empty(n), 1.0, *form),

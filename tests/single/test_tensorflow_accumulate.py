@@ -34,6 +34,14 @@ def assert_same_memory(found, expected):
             same(variable.read_value(), array)
 
 
+def accumulate_and_select(gradient, residual, velocity=None, parameter=None, *, k, hint, factor=1.0, **rule):
+    """A bucket of one variable: whether the gradient was finite, the message, and float64[2]."""
+    lists = [[] if one is None else [one] for one in (velocity, parameter)]
+    numbers = {"factors": [factor], "ks": [k], "threshold_hints": tf.convert_to_tensor([hint], tf.float64)}
+    message, finite, info = ops.accumulate_bucket([gradient], [residual], *lists, **numbers, **rule)
+    return finite[0], message, info[0]
+
+
 def calls(function):
     """The function itself, and traced."""
     return function, tf.function(function, autograph=False)
@@ -50,32 +58,31 @@ def test_accumulate(make, kind, dtype, rule):
 
 
 @pytest.mark.parametrize("hint", [0.0, 0.5, 0.98, 1.0, 1.01, math.inf])
-def test_accumulate_top_k(make, kind, hint, rule):
+def test_accumulate_and_select(make, kind, hint, rule):
     gradient, k = from_torch(make(kind, 2049)), 41
     expected = buffers(2049, rule)
     indices, values, threshold, finite = reference.accumulate_top_k(gradient.numpy(), *expected, k=k, seed=3, **rule)
-    choice = {"k": k, "seed": 3, "threshold_hint": threshold * hint}
-    for call in calls(lambda *memory: ops.accumulate_top_k(gradient, *memory, **choice, **rule)):
+    choice = {"k": k, "seed": 3, "hint": threshold * hint}
+    for call in calls(lambda *memory: accumulate_and_select(gradient, *memory, **choice, **rule)):
         found = memory_of(buffers(2049, rule))
         result = call(*found)
         assert bool(result[0]) is finite
-        same(result[1], indices)
-        same(result[2], values)
-        assert result[3][0] == threshold
+        same(result[1], reference.pack(indices, values, 2049, k))
+        assert result[2][0] == threshold
         assert_same_memory(found, expected)
 
 
 def test_inactive_it_only_looks(rule):
     before = buffers(500, rule)
-    indices, _, threshold = reference.select_top_k(before[0], 9)
+    indices, values, threshold = reference.select_top_k(before[0], 9)
     for bad, gradient in ((False, draw(500, 4)), (True, np.full(500, np.inf, np.float32))):
         for active in (False, tf.constant(False)):
             found = memory_of(before)
             assert bool(ops.accumulate(gradient, *found, is_active=active, **rule)) is not bad
-            result = ops.accumulate_top_k(gradient, *found, k=9, is_active=active, **rule)
+            result = accumulate_and_select(gradient, *found, k=9, hint=0.0, is_active=active, **rule)
             assert bool(result[0]) is not bad
-            same(result[1], indices)
-            assert result[3][0] == threshold
+            same(result[1], reference.pack(indices, values, 500, 9))
+            assert result[2][0] == threshold
             assert_same_memory(found, before)
 
 
@@ -85,14 +92,15 @@ def test_numbers_may_be_tensors_and_nothing_is_traced_again():
     @tf.function(autograph=False)
     def call(gradient, factor, k, hint):
         """Pass all numbers as tensors."""
-        return ops.accumulate_top_k(gradient, residual, factor=factor, k=k, threshold_hint=hint)
+        return accumulate_and_select(gradient, residual, factor=factor, k=k, hint=hint)
 
     expected = np.zeros(100, np.float32)
     for step, factor in enumerate((1.0, 0.5, 0.25)):
         gradient = draw(100, step)
-        wanted = reference.accumulate_top_k(gradient, expected, factor=factor, k=step + 1)
-        result = call(gradient, *(tf.constant(number) for number in (factor, step + 1, 0.5 * step)))
-        same(result[1], wanted[0])
+        indices, values, *_ = reference.accumulate_top_k(gradient, expected, factor=factor, k=step + 1)
+        numbers = (tf.constant(step + 1, tf.int64), tf.constant(0.5 * step, tf.float64))
+        message = call(gradient, tf.constant(factor), *numbers)[1]
+        same(message, reference.pack(indices, values, 100, step + 1))
         same(residual.read_value(), expected)
     assert call.experimental_get_tracing_count() == 1
 
@@ -128,7 +136,6 @@ def zeros(*shape, dtype=tf.float32):
         (lambda: ops.accumulate(tf.ones([5]), zeros(5), None, tf.ones([4]), weight_decay=0.1), "parameter must have 5"),
         (lambda: ops.accumulate(tf.ones([5], tf.int32), zeros(5)), "int32"),
         (lambda: ops.accumulate(tf.ones([5]), zeros(5), factor=tf.ones([2])), "factor must be a scalar"),
-        (lambda: ops.accumulate_top_k(tf.ones([5]), zeros(5), k=6), r"accumulate_top_k: k must be in \[1, 5\]"),
     ],
 )
 def test_refusals(call, message):

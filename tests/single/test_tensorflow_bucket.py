@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from test_bucket import FORMS, RULES, SIZES, Bucket, Joint
+from test_bucket import FORMS, RULES, SIZES, Bucket, Joint, accumulated_by_the_twin
 from test_ops import same
 from test_tensorflow_ops import Invalid, from_torch
 
+from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
@@ -138,17 +139,16 @@ def test_payloads_memories_and_sums_are_those_of_torch(rule, form, joint, traced
 
 
 def test_separate_members_are_single_variables_one_by_one(rule):
-    variables, single = (Variables(bucket_of(False, rule, {}), False, False) for _ in range(2))
+    variables, single = Variables(bucket_of(False, rule, {}), False, False), bucket_of(False, rule, {})
     message, _, info = variables.accumulate()
     payloads, sums = [], variables.reduce(message, 1, 1.0)
     for i, n in enumerate(SIZES):
         memory = [part[i] if part else None for part in (single.residuals, single.velocities, single.parameters)]
-        choice = {"k": single.ks[i], "seed": 3, "threshold_hint": 2.0, "factor": 0.5}
-        _, indices, values, expected = ops.accumulate_top_k(single.gradients[i], *memory, **choice, **rule)
-        payloads.append(ops.pack(indices, values, n, single.ks[i]))
-        same(info[i], expected.numpy())
-        same(sums[i], ops.reduce_payloads(payloads[-1][None], 0, n, single.ks[i]).numpy())
-    same(message, tf.concat(payloads, 0).numpy())
+        indices, values, expected = accumulated_by_the_twin(single.gradients[i], *memory, k=single.ks[i], **rule)
+        payloads.append(reference.pack(indices.numpy(), values.numpy(), n, single.ks[i]))
+        expected.check(info[i].numpy(), 2.0)
+        same(sums[i], reference.reduce_payloads(payloads[-1][None], 0, n, single.ks[i]))
+    same(message, np.concatenate(payloads))
 
 
 def test_inactive_it_only_looks(rule, form, joint, traced):

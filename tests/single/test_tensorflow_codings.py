@@ -92,9 +92,12 @@ def test_found_and_added(coding, value_dtype):
     same(tf.function(locate, input_signature=[BYTES], autograph=False)(tf.constant(gathered)), where)
     with pytest.raises(Invalid, match=r"hvd_sparse.locate_payloads: .*(cut off|size)"):
         locate(gathered[:-8])
-    for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
-        segments = np.array([[0, COLUMNS[member]]])
-        for found in both("reduce_located", form, gathered, where[:, :, member], n, 0.5, segments=segments):
+
+    def add(message):
+        return ops.reduce_located_bucket(message, NS, 3, 0.5, *form, COLUMNS)
+
+    for call in (add, tf.function(add, input_signature=[BYTES], autograph=False)):
+        for found, total in zip(call(tf.constant(gathered)), sums, strict=True):
             same(found, total)
 
 

@@ -38,12 +38,6 @@ CALLS = {
         ),
         (spec("uint8", None, None), INTEGER, INTEGER, INTEGER, FLOAT, SEGMENTS),
     ),
-    "reduce_located": (
-        lambda form, gathered, places, n, scale, segments: ops.reduce_located(
-            gathered, places, n, scale, *form, segments
-        ),
-        (BYTES, spec("int64", 2, None), INTEGER, FLOAT, SEGMENTS),
-    ),
 }
 
 
@@ -138,9 +132,10 @@ def test_payloads_of_matrices_are_found_and_added(value_dtype):
     same(graph(tf.constant(gathered)), places)
     with pytest.raises(Invalid, match=r"hvd_sparse.locate_payloads: .*(cut off|size|entries)"):
         locate(gathered)
-    for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
-        segments = np.array([[0, COLUMNS[member]]])
-        for found in both("reduce_located", form, gathered, places[:, :, member], n, 0.5, segments=segments):
+    add = functools.partial(ops.reduce_located_bucket, ns=NS, ranks=3, scale=0.5, columns=COLUMNS)
+    add = functools.partial(add, coding=form[0], value_dtype=value_dtype)
+    for call in (add, tf.function(lambda bytes_: add(bytes_), input_signature=[BYTES], autograph=False)):
+        for found, total in zip(call(tf.constant(gathered)), sums, strict=True):
             same(found, total)
 
 
@@ -164,7 +159,6 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         "pack": (np.array([1, 4]), np.ones(2, np.float32), n, k),
         "unpack": (payload, n, k),
         "reduce_payloads": (payload[None], 0, n, k, 1.0),
-        "reduce_located": (payload, np.array([[0], [k]]), n, 1.0),
     }.items():
         with pytest.raises(Invalid, match=rf"hvd_sparse.{name}: segment \d from -?\d to -?\d of n = 6"):
             list(both(name, form, *arguments, segments=segments))

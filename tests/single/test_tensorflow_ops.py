@@ -92,7 +92,7 @@ def test_hints_change_nothing(make, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_thresholds_and_all_finite(make, kind, dtype):
+def test_filter_and_all_finite(make, kind, dtype):
     for n in (1, 1023, 65537):
         values = from_torch(make(kind, n, dtype))
         array, any_size = values.numpy(), spec(values.dtype, None)
@@ -100,7 +100,6 @@ def test_thresholds_and_all_finite(make, kind, dtype):
             assert (finite.dtype, finite.shape, bool(finite)) == (tf.bool, (), reference.all_finite(array))
         for k in {1, n, (n + 99) // 100}:
             exact = reference.select_threshold(array, k)
-            assert [float(found) for found in both("select_threshold", (any_size, INTEGER), values, k)] == [exact] * 2
             for threshold in (exact, np.nextafter(exact, np.inf)):
                 indices, passed = reference.filter_threshold(array, threshold)
                 for found in both("filter_threshold", (any_size, REAL), values, threshold):
@@ -108,22 +107,10 @@ def test_thresholds_and_all_finite(make, kind, dtype):
                     assert (found[1].dtype, found[1].numpy().tobytes()) == (values.dtype, passed.tobytes())
 
 
-def test_sampled_threshold_takes_its_fraction_in_double_precision():
-    """0.3 of a million is 300,000 samples, but 300,001 if 0.3 passes through float32."""
-    array = np.random.default_rng(0).standard_normal(1_000_000).astype(np.float32)
-    arguments = 10_000, "sampled", 0.3, -3
-    threshold = ops.select_threshold(tf.constant(array), *arguments)
-    assert (threshold.dtype, threshold.shape) == (tf.float64, ())
-    assert float(threshold) == reference.select_threshold(array, *arguments)
-    assert float(threshold) != reference.select_threshold(array, 10_000, "sampled", float(np.float32(0.3)), -3)
-
-
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_seeds_of_64_bits(make, seed):
-    ties, values = make("ties", 1000).numpy(), make("normal", 10_000).numpy()
+    ties = make("ties", 1000).numpy()
     same(ops.select_top_k(ties, 100, seed)[0], reference.select_top_k(ties, 100, seed)[0])
-    arguments = 500, "sampled", 0.1, seed
-    assert ops.select_threshold(values, *arguments) == reference.select_threshold(values, *arguments)
 
 
 def test_no_values_and_values_of_any_shape(make):
@@ -156,13 +143,6 @@ def test_run_length_pack_and_unpack(case, dtype, empty):
     k, form = len(indices), {"coding": "run_length", "value_dtype": dtype}
     values = np.resize(np.float32([*SPECIAL, 0.1, -70000.0, 1e-7]), k).astype("f8" if dtype == "float64" else "f4")
     indices, values = (indices[:0], values[:0]) if empty else (indices, values)
-    expected = reference.encode_run_length(indices, n)
-    for counts, runs in both("encode_run_length", (spec("int64", None), INTEGER), indices, n):
-        same(counts, expected[0].astype(np.int64))
-        same(runs, expected[1])
-    specs = (spec("int64", None), spec("uint16", None), INTEGER)
-    for decoded in both("decode_run_length", specs, counts, runs, n):
-        same(decoded, indices)
     payload = reference.pack(indices, values, n, k, **form)
     assert ops.payload_size(n, k, **form) == payload.size
     from_pytorch = torch.zeros(payload.size, dtype=torch.uint8)
@@ -227,7 +207,6 @@ def test_large_tensors_shared_among_threads(make):
     for found in both("filter_threshold", (spec("float32", None), REAL), shared, 2.0):
         for one, wanted in zip(found, torch_ops.filter_threshold(values, 2.0), strict=True):
             same(one, wanted.numpy())
-    assert ops.select_threshold(shared, k) == torch_ops.select_threshold(values, k).item()
     for position in (0, 599_999, 600_000, 1_199_999):
         assert not ops.all_finite(tf.tensor_scatter_nd_update(shared, [[position]], [math.nan]))
 
@@ -268,17 +247,15 @@ def test_shapes_known_while_tracing():
         values, count = tf.raw_ops.Placeholder(dtype=tf.float32), tf.raw_ops.Placeholder(dtype=tf.int64)
         indices, selected, info = ops.select_top_k(values, 5)
         payload = ops.pack(indices, selected, 100, 5)
-        counts, runs = ops.encode_run_length(indices, 65537)
-        scalars = (ops.all_finite(values), ops.select_threshold(values, count))
-        known = (indices, selected, info, payload, counts, runs, ops.decode_run_length(counts, runs, count), *scalars)
-        assert [list(tensor.shape) for tensor in known] == [[5], [5], [2], [64], [2], [5], [5], [], []]
+        known = (indices, selected, info, payload, ops.all_finite(values))
+        assert [list(tensor.shape) for tensor in known] == [[5], [5], [2], [64], []]
         assert ops.reduce_payloads([payload], 0, 100, 5).shape == (100,)
         unknown = [
             *(*ops.unpack(payload, 100, 5), *ops.filter_threshold(values, 1.0), ops.select_top_k(values, count)[0]),
             *(ops.pack(indices, selected, count, 5), ops.pack(indices, selected, 100, -1)),
-            *(ops.encode_run_length(indices, -1)[0], ops.reduce_payloads([payload], 0, count, 5)),
+            ops.reduce_payloads([payload], 0, count, 5),
         ]
-        assert [tensor.shape.as_list() for tensor in unknown] == [[None]] * 9
+        assert [tensor.shape.as_list() for tensor in unknown] == [[None]] * 8
         assert ops.quantize(tf.raw_ops.Placeholder(dtype=tf.float32, shape=[2, 3]), "float16").shape == (2, 3)
 
 
@@ -289,8 +266,6 @@ def test_shapes_known_while_tracing():
         (lambda: ops.unpack(BYTE[None], 5, 2), "rank 1"),
         (lambda: ops.pack([[1]], [1.0], 5, 1), "rank 1"),
         (lambda: ops.pack([1], [[1.0]], 5, 1), "rank 1"),
-        (lambda: ops.encode_run_length([[1]], 5), "rank 1"),
-        (lambda: ops.decode_run_length(1, tf.zeros([1], tf.uint16), 5), "rank 1"),
         (lambda: ops.select_top_k([1.0], tf.constant([1])), "rank 0"),
         (lambda: ops.token(tf.constant([1])), "rank 0"),
     ],
@@ -312,19 +287,10 @@ ONES = tf.ones([5])
         (lambda: ops.select_top_k(tf.zeros([0]), 0), r"hvd_sparse.select_top_k: k must"),
         (lambda: ops.select_top_k(ONES, 0), r"hvd_sparse.select_top_k: k must"),
         (lambda: ops.select_top_k(ONES, 6), r"hvd_sparse.select_top_k: k must"),
-        (lambda: ops.select_threshold(ONES, -1), "hvd_sparse.select_threshold: k must"),
-        (lambda: ops.select_threshold(ONES, 1, "sampled", 0.0), "hvd_sparse.select_threshold: sample_fraction"),
-        (lambda: ops.select_threshold(ONES, 1, "laplace"), "method"),
         (lambda: ops.filter_threshold(ONES, -1e-300), "hvd_sparse.filter_threshold: threshold"),
         (lambda: ops.filter_threshold(ONES, math.nan), "hvd_sparse.filter_threshold: threshold"),
-        (lambda: ops.encode_run_length([1, 1], 5), "hvd_sparse.encode_run_length: .*ascending"),
-        (lambda: ops.encode_run_length([4, 5], 5), "hvd_sparse.encode_run_length: .*ascending"),
-        (lambda: ops.encode_run_length([1], -1), "hvd_sparse.encode_run_length: n must"),
-        (lambda: ops.encode_run_length([1], 2**63 - 1), "hvd_sparse.encode_run_length: n must"),
-        (lambda: ops.decode_run_length([1, 1], tf.zeros([2], tf.uint16), 5), "hvd_sparse.decode_run_length: counts"),
-        (lambda: ops.decode_run_length([2**32], tf.zeros([0], tf.uint16), 5), "hvd_sparse.decode_run_length: .*count"),
-        (lambda: ops.decode_run_length([-1], tf.zeros([0], tf.uint16), 5), "hvd_sparse.decode_run_length: .*count"),
-        (lambda: ops.decode_run_length([1], tf.constant([5], tf.uint16), 5), "hvd_sparse.decode_run_length: .*run"),
+        (lambda: ops.pack([1, 1], [1.0, 2.0], 5, 2), "hvd_sparse.pack: .*ascending"),
+        (lambda: ops.pack([4, 5], [1.0, 2.0], 5, 2), "hvd_sparse.pack: .*ascending"),
         (lambda: ops.pack([1, 4], [1.0], 5, 2), "hvd_sparse.pack: 2 indices but 1 values"),
         (lambda: ops.pack([1], [1.0], 5, 2), "hvd_sparse.pack: .*entries"),
         (lambda: ops.pack([4, 1], [1.0, 2.0], 5, 2), "hvd_sparse.pack: .*ascending"),
@@ -387,11 +353,10 @@ def test_only_tokens_are_stateful():
         payload = ops.pack(indices, selected, 5, 2)
         ops.unpack(payload, 5, 2)
         ops.reduce_payloads([payload], 0, 5, 2)
-        ops.decode_run_length(*ops.encode_run_length(indices, 5), 5)
-        ops.filter_threshold(values, ops.select_threshold(ops.quantize(values, "float16"), 1))
+        ops.filter_threshold(ops.quantize(values, "float16"), 0.5)
         ops.all_finite(values)
         found = {op.type: op.op_def.is_stateful for op in graph.get_operations() if op.type.startswith("HvdSparse")}
-    assert len(found) == 11
+    assert len(found) == 8
     assert [name for name, stateful in found.items() if stateful] == ["HvdSparseToken"]
 
 
