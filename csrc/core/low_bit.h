@@ -1,9 +1,9 @@
 // Values on the wire in 2 bits or 1: a sign, and which of one or two magnitudes (Gradient Dropping, section 5.4).
 //
 // int1 sends an element as its sign and its group's centre. int2 has two centres a group, and a bit that tells small
-// movers, below the mean magnitude of the group, from large ones. Zeros count in no centre, and are sent as the smaller.
-// The first centre is the smaller one; where all magnitudes of a group are equal, both are that, and all have the
-// first.
+// movers, below the mean magnitude of the group, from large ones. Zeros count in no centre, and are sent as the
+// smaller. The first centre is the smaller one; where all magnitudes of a group are equal, both are that, and all have
+// the first.
 #pragma once
 
 #include <vector>
