@@ -18,6 +18,7 @@ import statistics
 import torch
 from entries import draw_entries
 
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -36,7 +37,7 @@ class Worker:
         self.payload = torch.zeros(payload_size(n, k), dtype=torch.uint8, device=device)
         self.sum = torch.empty(n, device=device)
         self.hints = ops.new_hints(1, device)
-        self.layout = ops.Layout([n], [k], [0], [None], [0], [0])
+        self.layout = BucketLayout([n], [k])
         self.steps = 0
 
     def compress(self, gradient: torch.Tensor) -> None:
@@ -49,10 +50,7 @@ class Worker:
             "out": self.payload,
             "layout": self.layout,
         }
-        if self.device == "cuda":
-            ops.accumulate_bucket_hinted(*lists, hints=self.hints, **options)
-        else:
-            ops.accumulate_bucket(*lists, hints=[0.0], **options)
+        ops.accumulate_bucket(*lists, hints=self.hints, **options)
         ops.clear_bucket(self.payload, [self.residual], [self.velocity], layout=self.layout)
         self.steps += 1
 

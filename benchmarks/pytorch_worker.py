@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from entries import draw_entries
 
-from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import make_error_feedback
 from hvd_sparse.units import Units
@@ -42,20 +42,18 @@ class Worker:
         self.momentum = algorithm.local_momentum
         self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
         self.memory = make_error_feedback(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
-        self.hint = ThresholdHint()
+        self.hints = ops.new_hints(1)
         self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)
         self.out = torch.empty(n)
 
     def compress(self, gradient: torch.Tensor) -> None:
         """Do it as `hvd_sparse.torch` does."""
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
-        layout = ops.Layout([self.n], [self.k], [0], [None], selections=[0], begins=[0])
-        options = {"layout": layout, "factors": [1.0], "hints": [self.hint.value(self.k)], **self.memory.rule()}
-        info, finite = ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
+        layout = BucketLayout([self.n], [self.k])
+        options = {"layout": layout, "factors": [1.0], "hints": self.hints, **self.memory.rule()}
+        _, finite = ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
         if not finite.item():
             raise ValueError("the benchmark's gradient is finite")
-        threshold, passed = info[0].tolist()
-        self.hint.update(self.k, threshold, int(passed))
         residual, *velocity = self.memory.cleared()
         ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
 

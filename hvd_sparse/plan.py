@@ -1,32 +1,35 @@
-"""Which payloads ride in one allgather: fixed by name order and size, so that every rank cuts them alike."""
+"""Which tensors share a message, and which share a selection in it: the same on every rank."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One message: its name, the byte offset of each member's payload in it, its size in bytes."""
-
-    name: str
-    offsets: Mapping[str, int]
-    size: int
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 
-def plan_buckets(sizes: Mapping[str, int], bucket_bytes: int, prefix: str) -> list[Bucket]:
+class BucketLayout(NamedTuple):
+    """What the operators of buckets are told about a message, whose payloads lie one after the other.
+
+    sizes: elements of each member. ks: entries of each selection. columns: how many groups of low-bit values each
+    member has; empty for other values. is_joint: one selection in all members, in place of one in each.
+    """
+
+    sizes: Sequence[int]
+    ks: Sequence[int]
+    columns: Sequence[int] = ()
+    is_joint: bool = False
+
+
+def plan_buckets(sizes: Mapping[str, int], bucket_bytes: int, prefix: str) -> dict[str, list[str]]:
     """Cut payloads, {tensor name: bytes}, in name order into buckets of at most `bucket_bytes`, one payload at least.
 
-    The result depends on nothing but the arguments: equal on all ranks, whatever the order of their hooks.
+    The result, {bucket name: members}, depends on nothing but the arguments: equal on all ranks, whatever the order of
+    their hooks.
     """
-    buckets: list[Bucket] = []
-    offsets: dict[str, int] = {}
+    buckets: dict[str, list[str]] = {}
+    members: list[str] = []
     filled = 0
     for name in sorted(sizes):
-        if offsets and filled + sizes[name] > bucket_bytes:
-            buckets.append(Bucket(f"{prefix}.{len(buckets)}", offsets, filled))
-            offsets, filled = {}, 0
-        offsets[name] = filled
+        if not members or filled + sizes[name] > bucket_bytes:
+            members = buckets.setdefault(f"{prefix}.{len(buckets)}", [])
+            filled = 0
+        members.append(name)
         filled += sizes[name]
-    if offsets:
-        buckets.append(Bucket(f"{prefix}.{len(buckets)}", offsets, filled))
     return buckets

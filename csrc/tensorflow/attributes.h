@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/payload.h"
+#include "../core/bucket_layout.h"
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/platform/errors.h"
 
@@ -41,6 +41,14 @@ absl::Status GetFormat(Source* source, PayloadFormat* format) {
   format->coding = ParseCoding(coding);
   format->dtype = ParseDType(value_dtype);
   return absl::OkStatus();
+}
+
+// But for the sizes.
+template <typename Source>
+absl::Status GetBucketForm(Source* source, bool may_be_joint, BucketForm* form) {
+  TF_RETURN_IF_ERROR(GetFormat(source, &form->format));
+  TF_RETURN_IF_ERROR(source->GetAttr("columns", &form->columns));
+  return may_be_joint ? source->GetAttr("joint", &form->joint) : absl::OkStatus();
 }
 
 template <typename Source>

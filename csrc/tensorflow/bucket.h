@@ -3,23 +3,35 @@
 #pragma once
 
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../core/bucket.h"
 #include "../core/reduce.h"
-#include "bucket_layout.h"
 #include "memory.h"
 
 namespace hvd_sparse {
+
+// Where the payloads of members of these sizes lie, with k as the call says.
+inline absl::Status PlanMessage(const Call& call, BucketForm form, const std::vector<int64_t>& sizes,
+                                BucketLayout* layout) {
+  const int64_t* ks = nullptr;
+  int64_t count = 0;
+  TF_RETURN_IF_ERROR(call.Vector("ks", &ks, &count));
+  std::vector<int64_t> members(sizes.size());
+  std::iota(members.begin(), members.end(), 0);
+  form.sizes = sizes;
+  return call.Report(PlanBucket(form, {ks, ks + count}, members, layout));
+}
 
 class AccumulateBucketBase : public AccumulatingKernel {
  public:
   explicit AccumulateBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
       : AccumulatingKernel(construction, "accumulate_bucket", copy) {
     OP_REQUIRES_OK(construction, ReadRule(construction));
-    OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
     OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
   }
 
@@ -39,22 +51,21 @@ class AccumulateBucketBase : public AccumulatingKernel {
   absl::Status Run(const Call& call) const final {
     Lists lists;
     std::vector<int64_t> sizes;
-    std::vector<Selected> selections;
+    BucketLayout layout;
     Numbers numbers;
-    int64_t size = 0;
     uint8_t* message = nullptr;
     bool* finite = nullptr;
     double* info = nullptr;
     TF_RETURN_IF_ERROR(OpenLists(call, &lists));
     for (const Tensor& gradient : lists.gradients) sizes.push_back(gradient.NumElements());
-    TF_RETURN_IF_ERROR(layout_.Plan(call, sizes, &selections, &size));
-    TF_RETURN_IF_ERROR(ReadNumbers(call, lists, selections.size(), &numbers));
-    TF_RETURN_IF_ERROR(call.Output("message", {size}, &message));
+    TF_RETURN_IF_ERROR(PlanMessage(call, form_, sizes, &layout));
+    TF_RETURN_IF_ERROR(ReadNumbers(call, lists, layout.selections.size(), &numbers));
+    TF_RETURN_IF_ERROR(call.Output("message", {layout.bytes}, &message));
     TF_RETURN_IF_ERROR(call.Output("finite", {lists.gradients.size()}, &finite));
-    TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(selections.size()), 2}, &info));
+    TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(layout.selections.size()), 2}, &info));
     std::vector<Job> jobs(sizes.size());  // what locks the variables
     std::vector<Filling> fillings;
-    for (const Selected& selection : selections) {
+    for (const SelectionLayout& selection : layout.selections) {
       TF_RETURN_IF_ERROR(Open(call, lists, selection, numbers, message, &jobs, &fillings));
     }
     return Fill(call, fillings, lists.is_active, centre_, info, finite);
@@ -78,20 +89,20 @@ class AccumulateBucketBase : public AccumulatingKernel {
     return CheckMembers(call, lists, {factors});
   }
 
-  absl::Status Open(const Call& call, const Lists& lists, const Selected& selection, const Numbers& numbers,
+  absl::Status Open(const Call& call, const Lists& lists, const SelectionLayout& selection, const Numbers& numbers,
                     uint8_t* message, std::vector<Job>* jobs, std::vector<Filling>* fillings) const {
     const double hint = numbers.hints[fillings->size()];
     Filling filling{selection.format, {}, {selection.format.k, hint, numbers.seed}, message + selection.offset};
-    for (int member = selection.first; member < selection.last; ++member) {
-      Job& job = (*jobs)[static_cast<size_t>(member)];
-      TF_RETURN_IF_ERROR(OpenMember(call, lists, member, numbers.factors[member], &job));
+    for (size_t member = selection.first; member < selection.last; ++member) {
+      Job& job = (*jobs)[member];
+      TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(member), numbers.factors[member], &job));
       filling.parts.push_back({job.gradient, job.params, job.memory, selection.begins[filling.parts.size()]});
     }
     fillings->push_back(std::move(filling));
     return absl::OkStatus();
   }
 
-  BucketLayout layout_;
+  BucketForm form_;
   Centre centre_ = Centre::kMean;
 };
 
@@ -99,7 +110,7 @@ class ClearBucketBase : public Kernel {
  public:
   explicit ClearBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
       : Kernel(construction, "clear_bucket", copy) {
-    OP_REQUIRES_OK(construction, layout_.Read(construction));
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
     OP_REQUIRES_OK(construction, construction->GetAttr("kept", &kept_));
   }
 
@@ -121,7 +132,7 @@ class ClearBucketBase : public Kernel {
     if (is_void) return absl::OkStatus();
     tensorflow::OpInputList residuals, velocities;
     const uint8_t* message = nullptr;
-    int64_t bytes = 0, size = 0;
+    int64_t bytes = 0;
     TF_RETURN_IF_ERROR(call.context()->input_list("residual", &residuals));
     TF_RETURN_IF_ERROR(call.context()->input_list("velocity", &velocities));
     TF_RETURN_IF_ERROR(call.Vector("message", &message, &bytes));
@@ -140,19 +151,19 @@ class ClearBucketBase : public Kernel {
       TF_RETURN_IF_ERROR(velocity.Open(call, HandleOf(velocities[i])));
       if (velocity.size() != sizes[static_cast<size_t>(i)]) return call.Invalid("velocity and residual differ in size");
     }
-    std::vector<Selected> selections;
-    TF_RETURN_IF_ERROR(layout_.Plan(call, sizes, &selections, &size));
-    if (size != bytes) return call.Invalid("the message must have ", size, " bytes, got ", bytes);
-    return Clear(call, ClearingsOf(selections, sizes, buffers, message));
+    BucketLayout layout;
+    TF_RETURN_IF_ERROR(PlanMessage(call, form_, sizes, &layout));
+    if (layout.bytes != bytes) return call.Invalid("message must have ", layout.bytes, " bytes, got ", bytes);
+    return Clear(call, ClearingsOf(layout, sizes, buffers, message));
   }
 
  private:
-  static std::vector<Clearing> ClearingsOf(const std::vector<Selected>& selections, const std::vector<int64_t>& sizes,
+  static std::vector<Clearing> ClearingsOf(const BucketLayout& layout, const std::vector<int64_t>& sizes,
                                            const std::vector<Buffer>& buffers, const uint8_t* message) {
     std::vector<Clearing> clearings;
-    for (const Selected& selection : selections) {
+    for (const SelectionLayout& selection : layout.selections) {
       Clearing clearing{selection.format, message + selection.offset, {}};
-      for (auto i = static_cast<size_t>(selection.first); i < static_cast<size_t>(selection.last); ++i) {
+      for (size_t i = selection.first; i < selection.last; ++i) {
         float* velocity = buffers.size() == sizes.size() ? nullptr : buffers[sizes.size() + i].data();
         clearing.slices.push_back({selection.begins[clearing.slices.size()], sizes[i], {buffers[i].data(), velocity}});
       }
@@ -161,14 +172,14 @@ class ClearBucketBase : public Kernel {
     return clearings;
   }
 
-  BucketLayout layout_;
+  BucketForm form_;
 };
 
 class ReduceBucketBase : public Kernel {
  public:
   explicit ReduceBucketBase(OpKernelConstruction* construction) : Kernel(construction, "reduce_bucket") {
-    OP_REQUIRES_OK(construction, layout_.Read(construction));
-    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_bucket", &ns_));
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
+    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_bucket", &form_.sizes));
   }
 
  protected:
@@ -185,36 +196,35 @@ class ReduceBucketBase : public Kernel {
 
   absl::Status Run(const Call& call) const final {
     const uint8_t* gathered = nullptr;
-    int64_t bytes = 0, ranks = 0, size = 0;
+    int64_t bytes = 0, ranks = 0;
     float scale = 0;
-    std::vector<Selected> selections;
+    BucketLayout layout;
     tensorflow::OpOutputList sums;
     TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
-    TF_RETURN_IF_ERROR(layout_.Plan(call, ns_, &selections, &size));
-    if (ranks < 1 || bytes != ranks * size) {
-      return call.Invalid("gathered must be a message of ", size, " bytes of each of ", ranks, " ranks, got ", bytes,
-                          " bytes");
+    TF_RETURN_IF_ERROR(PlanMessage(call, form_, form_.sizes, &layout));
+    if (ranks < 1 || bytes != ranks * layout.bytes) {
+      return call.Invalid("gathered must be a message of ", layout.bytes, " bytes of each of ", ranks, " ranks, got ",
+                          bytes, " bytes");
     }
     TF_RETURN_IF_ERROR(call.context()->output_list("sums", &sums));
     std::vector<Summing> summings;
-    for (const Selected& selection : selections) {
+    for (const SelectionLayout& selection : layout.selections) {
       Summing summing{selection.format, gathered + selection.offset, {}};
-      for (int i = selection.first; i < selection.last; ++i) {
-        const int64_t n = ns_[static_cast<size_t>(i)];
+      for (size_t i = selection.first; i < selection.last; ++i) {
+        const int64_t n = form_.sizes[i];
         Tensor* sum = nullptr;
-        TF_RETURN_IF_ERROR(sums.allocate(i, TensorShape({n}), &sum));
+        TF_RETURN_IF_ERROR(sums.allocate(static_cast<int>(i), TensorShape({n}), &sum));
         summing.slices.push_back({selection.begins[summing.slices.size()], n, sum->flat<float>().data()});
       }
       summings.push_back(std::move(summing));
     }
-    return Reduce(call, summings, ranks, size, scale);
+    return Reduce(call, summings, ranks, layout.bytes, scale);
   }
 
  private:
-  BucketLayout layout_;
-  std::vector<int64_t> ns_;
+  BucketForm form_;
 };
 
 // What Horovod made of a token must be what its op says; then the sum, in the gradient's shape, is handed on as it is.

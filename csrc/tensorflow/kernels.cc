@@ -128,19 +128,15 @@ class ReducePayloadsKernel : public FormatKernel {
   }
 };
 
-class LocatePayloadsKernel : public FormatKernel {
+class LocatePayloadsKernel : public Kernel {
  public:
-  explicit LocatePayloadsKernel(OpKernelConstruction* construction) : FormatKernel(construction, "locate_payloads") {
-    std::vector<int64_t> ns, columns;
-    OP_REQUIRES_OK(construction, construction->GetAttr("ns", &ns));
-    OP_REQUIRES_OK(construction, construction->GetAttr("columns", &columns));
-    OP_REQUIRES(construction, columns.empty() || columns.size() == ns.size(),
-                absl::InvalidArgumentError("hvd_sparse.locate_payloads: columns must be as many as ns, or none"));
-    members_.assign(ns.size(), attributes_);
-    for (size_t i = 0; i < ns.size(); ++i) {
-      members_[i].n = ns[i];
-      if (!columns.empty()) members_[i].segments = {{0, columns[i]}};
-    }
+  explicit LocatePayloadsKernel(OpKernelConstruction* construction) : Kernel(construction, "locate_payloads") {
+    BucketForm form;
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form));
+    OP_REQUIRES_OK(construction, GetSizes(construction, "locate_payloads", &form.sizes));
+    const Status status = MemberFormats(form, &members_);
+    OP_REQUIRES(construction, status.ok(),
+                absl::InvalidArgumentError(absl::StrCat("hvd_sparse.locate_payloads: ", status.message)));
   }
 
  protected:

@@ -10,37 +10,11 @@
 namespace hvd_sparse {
 namespace {
 
-// The formats of the members' payloads, but for n and the number of entries.
-class Formats {
- public:
-  absl::Status Read(OpKernelConstruction* construction) {
-    TF_RETURN_IF_ERROR(GetFormat(construction, &shared_));
-    return construction->GetAttr("columns", &columns_);
-  }
-
-  absl::Status Of(const Call& call, const std::vector<int64_t>& ns, std::vector<PayloadFormat>* formats) const {
-    if (!columns_.empty() && columns_.size() != ns.size()) {
-      return call.Invalid("columns must have one entry a member, ", ns.size(), ", got ", columns_.size());
-    }
-    formats->assign(ns.size(), shared_);
-    for (size_t i = 0; i < ns.size(); ++i) {
-      (*formats)[i].n = ns[i];
-      (*formats)[i].k = 1;
-      if (!columns_.empty()) (*formats)[i].segments = {{0, columns_[i]}};
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  PayloadFormat shared_;
-  std::vector<int64_t> columns_;
-};
-
 class FilterBucketKernel : public AccumulatingKernel {
  public:
   explicit FilterBucketKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "filter_bucket") {
     OP_REQUIRES_OK(construction, ReadRule(construction));
-    OP_REQUIRES_OK(construction, formats_.Read(construction));
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
     OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
   }
 
@@ -48,15 +22,15 @@ class FilterBucketKernel : public AccumulatingKernel {
   absl::Status Run(const Call& call) const override {
     Lists lists;
     Numbers numbers;
-    std::vector<int64_t> sizes;
+    BucketForm form = form_;
     std::vector<PayloadFormat> formats;
     bool* finite = nullptr;
     double* info = nullptr;
     uint8_t* out = nullptr;
     TF_RETURN_IF_ERROR(OpenLists(call, &lists));
     TF_RETURN_IF_ERROR(ReadNumbers(call, lists, &numbers));
-    for (const Tensor& gradient : lists.gradients) sizes.push_back(gradient.NumElements());
-    TF_RETURN_IF_ERROR(formats_.Of(call, sizes, &formats));
+    for (const Tensor& gradient : lists.gradients) form.sizes.push_back(gradient.NumElements());
+    TF_RETURN_IF_ERROR(call.Report(MemberFormats(form, &formats)));
     const int members = lists.gradients.size();
     TF_RETURN_IF_ERROR(call.Output("finite", {members}, &finite));
     TF_RETURN_IF_ERROR(call.Output("info", {members, 2}, &info));
@@ -91,7 +65,7 @@ class FilterBucketKernel : public AccumulatingKernel {
     return CheckMembers(call, lists, {factors, thresholds, ks});
   }
 
-  Formats formats_;
+  BucketForm form_;
   Centre centre_ = Centre::kMean;
 };
 
@@ -99,8 +73,8 @@ class ReduceLocatedBucketKernel : public Kernel {
  public:
   explicit ReduceLocatedBucketKernel(OpKernelConstruction* construction)
       : Kernel(construction, "reduce_located_bucket") {
-    OP_REQUIRES_OK(construction, formats_.Read(construction));
-    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_located_bucket", &ns_));
+    OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
+    OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_located_bucket", &form_.sizes));
   }
 
  protected:
@@ -114,20 +88,19 @@ class ReduceLocatedBucketKernel : public Kernel {
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
     if (ranks < 1) return call.Invalid("ranks must be at least 1, got ", ranks);
-    TF_RETURN_IF_ERROR(formats_.Of(call, ns_, &formats));
+    TF_RETURN_IF_ERROR(call.Report(MemberFormats(form_, &formats)));
     TF_RETURN_IF_ERROR(call.context()->output_list("sums", &sums));
     std::vector<float*> outs;
-    for (size_t i = 0; i < ns_.size(); ++i) {
+    for (size_t i = 0; i < form_.sizes.size(); ++i) {
       Tensor* sum = nullptr;
-      TF_RETURN_IF_ERROR(sums.allocate(static_cast<int>(i), TensorShape({ns_[i]}), &sum));
+      TF_RETURN_IF_ERROR(sums.allocate(static_cast<int>(i), TensorShape({form_.sizes[i]}), &sum));
       outs.push_back(sum->flat<float>().data());
     }
     return call.Report(ReduceLocated(formats, ranks, gathered, bytes, scale, call.Pool(), outs));
   }
 
  private:
-  Formats formats_;
-  std::vector<int64_t> ns_;
+  BucketForm form_;
 };
 
 HVD_SPARSE_REGISTER(FilterBucket);

@@ -9,7 +9,7 @@
 #include "../core/reduce.h"
 #include "../core/select.h"
 #include "../core/threshold.h"
-#include "bucket_layout.h"
+#include "bucket.h"
 
 namespace hvd_sparse {
 namespace {
@@ -118,8 +118,6 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
                         const std::string& value_dtype, at::IntArrayRef columns) {
   CheckTensor("locate_payloads", "gathered", gathered, at::kByte);
-  TORCH_CHECK_VALUE(columns.empty() || columns.size() == ns.size(),
-                    "hvd_sparse.locate_payloads: columns must be as many as ns, or none");
   TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
   std::vector<PayloadFormat> members = FormatsOf("locate_payloads", ns, columns, coding, value_dtype);
   Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);

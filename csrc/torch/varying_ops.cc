@@ -1,9 +1,8 @@
 // A bucket of tensors whose numbers of entries vary, in one call.
 #include <torch/library.h>
 
-#include "../core/bucket.h"
 #include "../core/reduce.h"
-#include "bucket_layout.h"
+#include "bucket.h"
 
 namespace hvd_sparse {
 namespace {
@@ -16,9 +15,9 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
                                                   const std::string& centre, IntArrayRef columns) {
   const char* op = "filter_bucket";
   const size_t members = gradients.size();
-  CheckCounts(op, "member", members,
-              {residuals.size(), factors.size(), weight_decays.size(), thresholds.size(), ks.size(),
-               velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
+  const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
+  in.Check(op, members);
+  CheckCounts(op, "member", members, {thresholds.size(), ks.size()});
   std::vector<int64_t> ns;
   for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
   const std::vector<PayloadFormat> formats = FormatsOf(op, ns, columns, coding, value_dtype);
@@ -27,16 +26,13 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
   for (size_t i = 0; i < members; ++i) {
-    const Tensor flat = gradients[i].contiguous();
-    Tensor residual = residuals[i];
-    std::optional<Tensor> velocity = MemberOf(velocities, i);
-    const Accumulation a = AsAccumulation(op, flat, residual, velocity, MemberOf(parameters, i), factors[i], momentum,
-                                          nesterov, weight_decays[i]);
+    std::vector<Tensor> flat;
+    const Part part = in.PartOf(op, i, 0, at::kCPU, &flat);
     double* row = info.mutable_data_ptr<double>() + 3 * i;
     Filtered found;
     row[2] = static_cast<double>(message.size());
-    Raise(op, FilterAndPack({a.gradient, a.params, a.memory, 0}, is_active, {thresholds[i], ks[i]}, formats[i], kind,
-                            TorchParallelFor, &message, finite.mutable_data_ptr<bool>() + i, &found));
+    Raise(op, FilterAndPack(part, is_active, {thresholds[i], ks[i]}, formats[i], kind, TorchParallelFor, &message,
+                            finite.mutable_data_ptr<bool>() + i, &found));
     row[0] = found.threshold;
     row[1] = static_cast<double>(found.count);
   }

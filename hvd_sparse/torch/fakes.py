@@ -96,11 +96,11 @@ def _register_bucket_fakes() -> None:
     """Tell the same of what works on buckets."""
     fake = torch.library.register_fake
 
-    @fake("hvd_sparse::accumulate_bucket_hinted")
     @fake("hvd_sparse::accumulate_bucket")
-    def _(gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays, ns, *arguments):
-        out = arguments[3]  # after ks, seed and hints; there may be no gradients
-        return _empty(out, (len(ns), 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
+    def _(gradients, *arguments):
+        out, joint = arguments[9], arguments[13]
+        selections = 1 if joint else len(gradients)
+        return _empty(out, (selections, 2), torch.float64), _empty(out, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::filter_bucket")
     def _(gradients, residuals, *arguments):

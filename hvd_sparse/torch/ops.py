@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.library import find_library, has_cuda
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import fakes
-from hvd_sparse.torch.layout import Layout, of_each
 
 torch.ops.load_library(find_library("torch"))
 _ops = torch.ops.hvd_sparse
@@ -29,6 +29,16 @@ FAILED_CHECKS = ("magic", "version", "coding", "value dtype", "reserved", "n", "
 def _signed(seed: int) -> int:
     """A seed as the signed 64-bit integer that operators take."""
     return (seed + 2**63) % 2**64 - 2**63
+
+
+def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> Sequence[float]:
+    """A weight decay for each member."""
+    return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else weight_decay
+
+
+def _numbers(layout: BucketLayout, members: Sequence[int] | None) -> tuple:
+    """A layout, and the numbers of the members that take part in a call, as operators take them."""
+    return (*layout, list(range(len(layout.sizes))) if members is None else members)
 
 
 def accumulate(
@@ -177,16 +187,22 @@ def quantize(
     return _ops.quantize(values, value_dtype, centre, indices, segments)
 
 
+def new_hints(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the hints of `count` selections that `accumulate_bucket` has not seen yet, float64[count, 3]."""
+    return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
+
+
 def accumulate_bucket(
     gradients: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
     velocities: Sequence[torch.Tensor] = (),
     parameters: Sequence[torch.Tensor] = (),
     *,
-    layout: Layout,
+    layout: BucketLayout,
+    members: Sequence[int] | None = None,
     out: torch.Tensor,
     factors: Sequence[float],
-    hints: Sequence[float],
+    hints: torch.Tensor,
     seed: int = 0,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -195,17 +211,32 @@ def accumulate_bucket(
     value_dtype: str = "float32",
     centre: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the selections of a message.
+    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the members of a bucket that take part.
 
-    One pass over memory if the hints are good. Tensors and factors: of members; velocities and parameters are as many
-    as gradients, or none. weight_decay: a number, or one a member; the parameter of a member that has 0 is not read.
-    The payloads go to `out`, uint8[bytes]. Returns float64[selections, 2], threshold and how many elements reached the
-    hint, and bool[members]: was each gradient finite everywhere?
+    One pass over memory if the hints are good.
+
+    Args:
+        gradients, residuals, velocities, parameters: one tensor for each of `members`; of velocities and parameters
+            none, too. The parameter of a member whose weight_decay is 0 is not read.
+        layout: The whole bucket.
+        members: Ascending numbers of the members that take part; None: all. What does not counts as zeros in a joint
+            selection; a separate selection in it is left alone, and so is its place in `out`.
+        out: uint8[bytes of the message], where the payloads go.
+        factors: What each gradient is scaled with.
+        hints: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k. They learn, in place; see
+            `new_hints`.
+        weight_decay: A number, or one a member that takes part.
+
+    Returns:
+        float64[selections made, 2]: threshold, and how many elements reached the hint; and bool[members that take
+        part]: was each gradient finite everywhere?
+
+    Raises:
+        ValueError: A list, a tensor or a number that does not fit the layout.
     """
-    ns, ks, offsets, segments, *places = layout
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, of_each(weight_decay, gradients), ns, ks, _signed(seed), hints)
-    return _ops.accumulate_bucket(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
+    rule = (momentum, nesterov, _of_each(weight_decay, gradients), _signed(seed), hints, out)
+    return _ops.accumulate_bucket(*lists, *rule, *_numbers(layout, members), coding, value_dtype, centre)
 
 
 def filter_bucket(
@@ -236,7 +267,7 @@ def filter_bucket(
     gradient finite everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, of_each(weight_decay, gradients), is_active, thresholds, ks)
+    numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
     return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, centre, columns)
 
 
@@ -258,39 +289,6 @@ def reduce_located_bucket(
     _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, columns)
 
 
-def new_hints(count: int, device: torch.device) -> torch.Tensor:
-    """Return the hints of `count` selections that `accumulate_bucket_hinted` has not seen yet, float64[count, 3]."""
-    return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
-
-
-def accumulate_bucket_hinted(
-    gradients: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    velocities: Sequence[torch.Tensor] = (),
-    parameters: Sequence[torch.Tensor] = (),
-    *,
-    layout: Layout,
-    out: torch.Tensor,
-    factors: Sequence[float],
-    hints: torch.Tensor,
-    seed: int = 0,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float | Sequence[float] = 0.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    centre: str = "mean",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate_bucket` with hints that lie where the tensors do, and learn there, in place.
-
-    `hints`: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k; see `new_hints`.
-    """
-    ns, ks, offsets, segments, *places = layout
-    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, of_each(weight_decay, gradients), ns, ks, _signed(seed), hints)
-    return _ops.accumulate_bucket_hinted(*lists, *numbers, out, offsets, *places, coding, value_dtype, centre, segments)
-
-
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:
     """Return what calls on the device of `like`, a CUDA tensor, met since this was asked last, int64[2], and forget it.
 
@@ -306,7 +304,8 @@ def clear_bucket(
     residuals: Sequence[torch.Tensor],
     velocities: Sequence[torch.Tensor] = (),
     *,
-    layout: Layout,
+    layout: BucketLayout,
+    members: Sequence[int] | None = None,
     coding: str = "run_length",
     value_dtype: str = "float32",
     kept: float = 0.0,
@@ -314,9 +313,9 @@ def clear_bucket(
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
     Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is added.
+    Layout and members: as in `accumulate_bucket`.
     """
-    ns, ks, offsets, segments, *places = layout
-    form = (ns, ks, offsets, *places, coding, value_dtype, segments, kept)
+    form = (*_numbers(layout, members), coding, value_dtype, kept)
     _ops.clear_bucket(message, list(residuals), list(velocities), *form)
 
 
@@ -325,13 +324,16 @@ def reduce_bucket(
     outs: Sequence[torch.Tensor],
     scale: float = 1.0,
     *,
-    layout: Layout,
+    layout: BucketLayout,
+    members: Sequence[int] | None = None,
     coding: str = "run_length",
     value_dtype: str = "float32",
 ) -> None:
-    """Do `reduce_payloads` for the selections of the ranks' messages, uint8[ranks, bytes]: float32[n] a member."""
-    ns, ks, offsets, segments, *places = layout
-    _ops.reduce_bucket(gathered, list(outs), scale, ns, ks, offsets, *places, coding, value_dtype, segments)
+    """Do `reduce_payloads` for the selections of the ranks' messages, uint8[ranks, bytes]: outs float32[n] a member.
+
+    Layout and members: as in `accumulate_bucket`; the members are those whose sums are wanted.
+    """
+    _ops.reduce_bucket(gathered, list(outs), scale, *_numbers(layout, members), coding, value_dtype)
 
 
 fakes.register(with_cuda=has_cuda("torch"))

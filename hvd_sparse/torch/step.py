@@ -110,7 +110,7 @@ class Step:
             self._plan_key = (self.expected, density)
             sparse = [name for name in self.expected if name not in self._dense]
             self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
-        self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.offsets}
+        self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.restart()
         self._ask_who_is_there()
@@ -247,7 +247,7 @@ class Step:
 
     def _members(self, bucket: Bucket) -> dict[str, Entry]:
         """Return the entries of a bucket that have come."""
-        return {name: self.entries[name] for name in bucket.offsets if name in self.entries}
+        return {name: self.entries[name] for name in bucket.members if name in self.entries}
 
     def _seal(self) -> None:
         """Start what was expected and has not been started: all of it is there, or no more will come."""
@@ -261,7 +261,7 @@ class Step:
         buckets = self.codec.plan(sparse, "late")
         for bucket in buckets:
             bucket.restart()
-            self._bucket_of.update(dict.fromkeys(bucket.offsets, bucket))
+            self._bucket_of.update(dict.fromkeys(bucket.members, bucket))
         self._start_all(entries, buckets, "late.")
 
     def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:

@@ -2,7 +2,9 @@
 
 import torch
 from gpu_helpers import assert_refuses, assert_same, make
+from hinted import as_hints
 
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 
@@ -27,15 +29,14 @@ class Bucket:
         self.velocities = [make("normal", n, seed=2).to(device) for n in NUMELS] if rule else []
         decays = "weight_decay" in rule
         self.parameters = [make("normal", n, seed=3).to(device) for n in NUMELS] if decays else []
-        ns = [sum(NUMELS) + 10] if joint else NUMELS  # the last 10 elements are nobody's
+        sizes = [*NUMELS, 10] if joint else NUMELS  # the last 10 elements take no part
+        ns = [sum(sizes)] if joint else sizes
         self.ks = [max(1, n // 100) for n in ns]
         self.sizes = [ops.payload_size(n, k, **form) for n, k in zip(ns, self.ks, strict=True)]
         self.offsets = [sum(self.sizes[:i]) for i in range(len(ns))]
         self.out = torch.full((sum(self.sizes),), 7, dtype=torch.uint8, device=device)
         self.sums = [torch.full((n,), 9.0, device=device) for n in NUMELS]
-        begins = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
-        members = ([0] * len(NUMELS), begins) if joint else (range(len(NUMELS)), [0] * len(NUMELS))
-        self.layout = ops.Layout(ns, self.ks, self.offsets, [None] * len(ns), *members)
+        self.places = {"layout": BucketLayout(sizes, self.ks, (), joint), "members": list(range(len(NUMELS)))}
         self.hints = ops.new_hints(len(ns), device)
 
     def gradients(self, step):
@@ -43,21 +44,18 @@ class Bucket:
 
     def arguments(self, gradients):
         lists = (gradients, self.residuals, self.velocities, self.parameters)
-        return lists, {"factors": [0.5] * len(NUMELS), "out": self.out, "layout": self.layout, **self.rule, **self.form}
+        return lists, {"factors": [0.5] * len(NUMELS), "out": self.out, **self.places, **self.rule, **self.form}
 
-    def accumulate(self, gradients, hints, seed=3):
+    def accumulate(self, gradients, guesses=None, seed=3):
         lists, options = self.arguments(gradients)
+        hints = self.hints if guesses is None else as_hints(guesses, self.ks).to(self.device)
         return ops.accumulate_bucket(*lists, hints=hints, seed=seed, **options)
 
-    def accumulate_hinted(self, gradients, seed=3):
-        lists, options = self.arguments(gradients)
-        return ops.accumulate_bucket_hinted(*lists, hints=self.hints, seed=seed, **options)
-
     def clear(self):
-        ops.clear_bucket(self.out, self.residuals, self.velocities, layout=self.layout, **self.form)
+        ops.clear_bucket(self.out, self.residuals, self.velocities, **self.places, **self.form)
 
     def reduce(self, gathered):
-        ops.reduce_bucket(gathered, self.sums, 0.5, layout=self.layout, **self.form)
+        ops.reduce_bucket(gathered, self.sums, 0.5, **self.places, **self.form)
 
 
 def assert_equal(found, expected, context):
@@ -79,8 +77,8 @@ def check_buckets(joint):
             for dtype in (torch.float32, torch.bfloat16):
                 found, expected = (Bucket(device, rule, form, dtype, joint) for device in ("cuda", "cpu"))
                 for hint in (2.0, 1e-6, 1e6):
-                    hints = [hint] * len(found.ks)
-                    infos = [bucket.accumulate(bucket.gradients(0), hints) for bucket in (found, expected)]
+                    guesses = [hint] * len(found.ks)
+                    infos = [bucket.accumulate(bucket.gradients(0), guesses) for bucket in (found, expected)]
                     (info, finite), (expected_info, expected_finite) = infos
                     assert info[:, 0].tolist() == expected_info[:, 0].tolist(), (rule, form)
                     assert finite.tolist() == expected_finite.tolist(), (rule, form)
@@ -97,10 +95,9 @@ def test_many_small_tensors():
     for device in ("cuda", "cpu"):
         residuals = [torch.zeros(20_000, device=device) for _ in gradients]
         out = torch.zeros(160 * size, dtype=torch.uint8, device=device)
-        offsets = range(0, 160 * size, size)
-        layout = ops.Layout([20_000] * 160, [k] * 160, offsets, [None] * 160, range(160), [0] * 160)
+        layout, hints = BucketLayout([20_000] * 160, [k] * 160), as_hints([3.0] * 160, [k] * 160).to(device)
         ones = [gradient.to(device) for gradient in gradients]
-        ops.accumulate_bucket(ones, residuals, layout=layout, out=out, factors=[1.0] * 160, hints=[3.0] * 160)
+        ops.accumulate_bucket(ones, residuals, layout=layout, out=out, factors=[1.0] * 160, hints=hints)
         messages.append(out)
     assert_same(*messages)
 
@@ -110,7 +107,7 @@ def test_hints_that_stay_on_the_device_follow_the_rule():
     hints = [ThresholdHint() for _ in NUMELS]
     for step in range(12):
         guesses = [hint.value(k) for hint, k in zip(hints, expected.ks, strict=True)]
-        info, finite = found.accumulate_hinted(found.gradients(step), seed=step)
+        info, finite = found.accumulate(found.gradients(step), seed=step)
         expected_info, expected_finite = expected.accumulate(expected.gradients(step), guesses, seed=step)
         assert finite.tolist() == expected_finite.tolist()
         for hint, k, row, mine in zip(hints, expected.ks, expected_info.tolist(), info.tolist(), strict=True):
@@ -131,8 +128,7 @@ def test_nothing_waits():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        bucket.accumulate(gradients, [2.0] * 5)
-        bucket.accumulate_hinted(gradients)
+        bucket.accumulate(gradients)
         bucket.clear()
         bucket.reduce(torch.stack([bucket.out] * 4))
     finally:
@@ -144,7 +140,7 @@ def test_a_captured_graph_holds_a_whole_step():
     gradients = found.gradients(0)
 
     def step(bucket):
-        bucket.accumulate_hinted(gradients)
+        bucket.accumulate(gradients)
         bucket.clear()
         bucket.reduce(torch.stack([bucket.out] * 3))
 
@@ -180,9 +176,8 @@ def test_what_a_bucket_refuses():
     gradients = bucket.gradients(0)
     assert_refuses(bucket.accumulate, gradients[:-1], [0.0] * 5, says="one a member")
     assert_refuses(bucket.accumulate, [gradient.cpu() for gradient in gradients], [0.0] * 5, says="gradient must be on")
-    shared = bucket.layout._replace(selections=[0, 1, 2, 3, 3])
-    layout, bucket.layout = bucket.layout, shared
-    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="does not fit selection 3")
-    bucket.layout = layout
+    places, bucket.places = bucket.places, {**bucket.places, "members": [0, 1, 2, 3, 3]}
+    assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="members must ascend")
+    bucket.places = places
     bucket.form = {"value_dtype": "float64"}
     assert_refuses(bucket.accumulate, gradients, [0.0] * 5, says="float32")

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import torch
 from gpu_helpers import DTYPES, SIZES, assert_refuses, assert_same, make
+from hinted import as_hints
 from kinds import MAKERS
 
 from hvd_sparse import reference
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 
 RULES = (
@@ -88,7 +90,8 @@ def accumulate_and_select(gradient, memory, k, hint, factor=1.0, **rule):
     n, (residual, velocity, parameter) = gradient.numel(), memory
     lists = [[] if one is None else [one] for one in (velocity, parameter)]
     out = torch.empty(ops.payload_size(n, k), dtype=torch.uint8, device=gradient.device)
-    form = {"layout": ops.Layout([n], [k], [0], [None], [0], [0]), "factors": [factor], "hints": [hint], "seed": 3}
+    hints = as_hints([hint], [k]).to(gradient.device)
+    form = {"layout": BucketLayout([n], [k]), "factors": [factor], "hints": hints, "seed": 3}
     return out, *ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
 
 

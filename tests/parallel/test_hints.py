@@ -27,18 +27,19 @@ def test_a_missing_tensor_costs_no_hint(monkeypatch, bucket_bytes):
     oracle = {n: ThresholdHint() for n in map(math.prod, SHAPES.values())}  # all sizes differ: they name a tensor
     calls = []
 
-    def compare(*lists, hints, layout, **options):
+    def compare(*lists, hints, layout, members, **options):
         """Do the operator's work; the hints must be those that the selections of the same tensors left."""
-        before = [ThresholdHint(*row) for row in hints.tolist()]
-        info, finite = operator(*lists, hints=hints, layout=layout, **options)
-        for n, k, hint, (threshold, passed) in zip(layout.ns, layout.ks, before, info.tolist(), strict=True):
+        before = [ThresholdHint(*row) for row in hints[members].tolist()]
+        info, finite = operator(*lists, hints=hints, layout=layout, members=members, **options)
+        sizes, ks = ([each[member] for member in members] for each in (layout.sizes, layout.ks))
+        for n, k, hint, (threshold, passed) in zip(sizes, ks, before, info.tolist(), strict=True):
             assert hint.value(k) == oracle[n].value(k)
             oracle[n].update(k, threshold, int(passed))
             calls.append(hint.value(k) > 0.0)
         return info, finite
 
-    operator = ops.accumulate_bucket_hinted
-    monkeypatch.setattr(ops, "accumulate_bucket_hinted", compare)
+    operator = ops.accumulate_bucket
+    monkeypatch.setattr(ops, "accumulate_bucket", compare)
     for step, names in enumerate(STEPS):
         gradients = draw(SHAPES, step, hvd.rank())
         drive(compressor, parameters, {name: gradients[name] for name in names})

@@ -6,9 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from hinted import as_hints
 from test_ops import DTYPES, as_numpy, same
 
 from hvd_sparse import reference
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 
 SIZES = [1, 63, 64, 65, 2049, 300_000]
@@ -94,7 +96,7 @@ def tensors(arrays):
 def accumulate_and_select(gradient, residual, velocity, parameter, *, k, hint, seed=0, factor=1.0, **rule):
     """A bucket of one tensor: indices, values, float64[2], and whether the gradient was finite."""
     n, lists = residual.numel(), [[] if one is None else [one] for one in (velocity, parameter)]
-    form = {"layout": ops.Layout([n], [k], [0], [None], [0], [0]), "factors": [factor], "hints": [hint], "seed": seed}
+    form = {"layout": BucketLayout([n], [k]), "factors": [factor], "hints": as_hints([hint], [k]), "seed": seed}
     out = torch.empty(ops.payload_size(n, min(k, n)), dtype=torch.uint8)
     info, finite = ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
     return *ops.unpack(out, n, k), info[0], finite.item()

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hinted import as_hints
 from test_ops import as_numpy
 
 from hvd_sparse import reference, wire
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 
@@ -65,22 +67,21 @@ class Bucket:
         self.velocities = [one[2].clone() for one in draw] if rule else []
         self.parameters = [one[3].clone() for one in draw] if "weight_decay" in rule else []
         self.ks = [max(1, n // 50) for n in SIZES]
-        self.segments = [torch.tensor([[0, 1 + n // 100]]) if n > 100 else None for n in SIZES]
-        self.segments = self.segments if form.get("value_dtype", "").startswith("int") else [None] * len(SIZES)
+        self.columns = [1 + n // 100 for n in SIZES] if form.get("value_dtype", "").startswith("int") else []
+        self.segments = [torch.tensor([[0, count]]) for count in self.columns] or [None] * len(SIZES)
         self.wire = {name: value for name, value in form.items() if name != "centre"}
         pairs = zip(SIZES, self.ks, self.segments, strict=True)
         sizes = [ops.payload_size(n, k, **self.wire, segments=segments) for n, k, segments in pairs]
         self.offsets = np.cumsum([0, *sizes])[:-1].tolist()
-        places = (list(range(len(SIZES))), [0] * len(SIZES))
-        self.layout = ops.Layout(list(SIZES), self.ks, self.offsets, self.segments, *places)
+        self.layout = BucketLayout(SIZES, self.ks, self.columns)
         self.out = torch.full((sum(sizes),), 7, dtype=torch.uint8)
 
-    def accumulate(self, operator=ops.accumulate_bucket, **changes):
+    def accumulate(self, guess=2.0, **changes):
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
-        options = {"factors": [0.5] * len(SIZES), "hints": [2.0] * len(self.layout.ns), "seed": 3, "out": self.out}
-        layout = {name: changes.pop(name) for name in ops.Layout._fields if name in changes}
-        options |= {"layout": self.layout._replace(**layout)} | changes
-        return operator(*lists, **{**self.rule, **self.form, **options})
+        layout = self.layout._replace(**{name: changes.pop(name) for name in BucketLayout._fields if name in changes})
+        options = {"factors": [0.5] * len(SIZES), "hints": as_hints([guess] * len(layout.ks), layout.ks), "seed": 3}
+        options |= {"layout": layout, "out": self.out} | changes
+        return ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
         """Return payloads, thresholds and residuals, and what is left at the indices, of one tensor after the other."""
@@ -143,13 +144,12 @@ def test_settled_steps_take_no_memory_from_the_system():
     k = n // 1000
     gradient, residual, velocity, total = (torch.zeros(n) for _ in range(4))
     gathered = torch.zeros((ranks, wire.payload_size(n, k)), dtype=torch.uint8)
-    layout = ops.Layout([n], [k], [0], [None], [0], [0])
-    hints, generator = ops.new_hints(1, torch.device("cpu")), torch.Generator().manual_seed(0)
+    layout, hints, generator = BucketLayout([n], [k]), ops.new_hints(1), torch.Generator().manual_seed(0)
     faults = []
     for _ in range(24):
         gradient.normal_(generator=generator)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        ops.accumulate_bucket_hinted(
+        ops.accumulate_bucket(
             [gradient], [residual], [velocity], layout=layout, out=gathered[0], factors=[1.0], hints=hints, momentum=0.9
         )
         ops.clear_bucket(gathered[0], [residual], [velocity], layout=layout)
@@ -169,64 +169,66 @@ def test_what_is_not_finite_is_told_of_its_tensor():
 def test_an_empty_contribution_clears_nothing():
     residual, message = torch.ones(50), torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
     ops.pack(torch.empty(0, dtype=torch.int64), torch.empty(0), 50, 3, message)
-    ops.clear_bucket(message, [residual], layout=ops.Layout([50], [3], [0], [None], [0], [0]))
+    ops.clear_bucket(message, [residual], layout=BucketLayout([50], [3]))
     assert residual.sum() == 50
 
 
 def test_hints_learn_in_place():
     """As `ThresholdHint` does, step by step; a bucket is the same as with hints that are handed to it."""
     found, expected = Bucket({"momentum": 0.9}, {}), Bucket({"momentum": 0.9}, {})
-    hints, oracle = ops.new_hints(len(SIZES), torch.device("cpu")), [ThresholdHint() for _ in SIZES]
+    hints, oracle = ops.new_hints(len(SIZES)), [ThresholdHint() for _ in SIZES]
     for step in range(12):
         shrink = 0.01 if step == 6 else 1.0  # what was left is far below the hints: they miss
         for bucket in (found, expected):
+            if step == 9:  # another density: last step's thresholds say nothing
+                bucket.ks = [max(1, k // 2) for k in bucket.ks]
             generator = torch.Generator().manual_seed(step)
             bucket.gradients = [torch.randn(n, generator=generator) for n in SIZES]
             for memory in bucket.residuals + bucket.velocities:
                 memory.mul_(shrink)
-        if step == 9:  # another density: last step's thresholds say nothing
-            found.ks = expected.ks = [max(1, k // 2) for k in found.ks]
-        ours, _ = found.accumulate(ks=found.ks, hints=hints, operator=ops.accumulate_bucket_hinted)
-        theirs, _ = expected.accumulate(
-            ks=expected.ks, hints=[hint.value(k) for hint, k in zip(oracle, expected.ks, strict=True)]
-        )
+            bucket.layout = bucket.layout._replace(ks=bucket.ks)
+            size = sum(ops.payload_size(n, k) for n, k in zip(SIZES, bucket.ks, strict=True))
+            bucket.out = torch.empty(size, dtype=torch.uint8)
+        guesses = [hint.value(k) for hint, k in zip(oracle, expected.ks, strict=True)]
+        ours, _ = found.accumulate(hints=hints)
+        theirs, _ = expected.accumulate(hints=as_hints(guesses, expected.ks))
         for hint, k, (threshold, passed) in zip(oracle, expected.ks, theirs.tolist(), strict=True):
             hint.update(k, threshold, int(passed))
         assert torch.equal(ours, theirs) and torch.equal(found.out, expected.out)
         assert hints.tolist() == [[hint.threshold, hint.margin, hint.k] for hint in oracle]
         for bucket in (found, expected):
-            ops.clear_bucket(
-                bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout._replace(ks=found.ks)
-            )
+            ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout)
     assert len({margin for _, margin, _ in hints.tolist()}) > 1, "a hint must have missed"
 
 
 def test_hints_of_a_wrong_shape_are_refused():
     for hints in (torch.zeros(4, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"accumulate_bucket_hinted: hints must be \[5, 3\], got "):
-            Bucket({}, {}).accumulate(hints=hints, operator=ops.accumulate_bucket_hinted)
-    with pytest.raises(ValueError, match="accumulate_bucket_hinted: hints must be Double"):
-        Bucket({}, {}).accumulate(hints=torch.zeros(5, 3), operator=ops.accumulate_bucket_hinted)
+        with pytest.raises(ValueError, match=r"accumulate_bucket: hints must be \[5, 3\], got "):
+            Bucket({}, {}).accumulate(hints=hints)
+    with pytest.raises(ValueError, match="accumulate_bucket: hints must be Double"):
+        Bucket({}, {}).accumulate(hints=torch.zeros(5, 3))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ks": [1, 1]}, "every list must be 5, one a selection; got 2"),
-        ({"hints": [1.0]}, "every list must be 5, one a selection; got 1"),
-        ({"begins": [0]}, "every list must be 5, one a member; got 1"),
-        ({"begins": [0, 0, 0, 0, 1]}, "member 4, 70000 elements from 1, does not fit selection 4 of 70000"),
-        ({"begins": [0, -1, 0, 0, 0]}, "member 1, 7 elements from -1, does not fit"),
-        ({"selections": [0, 1, 2, 4, 3]}, r"selections must ascend in \[0, 5\), got 3 after 4"),
-        ({"selections": [0, 1, 2, 3, 5]}, r"selections must ascend in \[0, 5\), got 5 after 3"),
+        ({"ks": [1, 1]}, "ks must have one entry a selection, 5, got 2"),
+        ({"ks": [1, 1], "is_joint": True}, "ks must have one entry a selection, 1, got 2"),
+        ({"sizes": [1, 7]}, "ks must have one entry a selection, 2, got 5"),
+        ({"sizes": [1, 7, 1000, 65_537, 69_999]}, "gradient 4 must have 69999 elements, got 70000"),
+        ({"sizes": [1, 7, 1000, 65_537, -1]}, r"sizes must be in \[0, 2\^48\], got -1"),
+        ({"columns": [1, 1]}, "columns must have one entry a member, 5, got 2"),
+        ({"members": [0, 1, 2, 3]}, "every list must be 4, one a member; got 5"),
+        ({"members": [0, 1, 2, 4, 3]}, r"members must ascend in \[0, 5\), got 3 after 4"),
+        ({"members": [0, 1, 2, 3, 3]}, r"members must ascend in \[0, 5\), got 3 after 3"),
+        ({"members": [-1, 1, 2, 3, 4]}, r"members must ascend in \[0, 5\), got -1 after -1"),
+        ({"members": [0, 1, 2, 3, 5]}, r"members must ascend in \[0, 5\), got 5 after 3"),
         ({"factors": [1.0] * 6}, "every list must be 5"),
         ({"ks": [2, 1, 1, 1, 1]}, r"k must be in \[1, n = 1\], got 2"),
         ({"ks": [1, 0, 1, 1, 1]}, r"k must be in \[1, n = 7\], got 0"),
-        ({"offsets": [0, 0, 0, 0, 10**6]}, "leaves the message"),
-        ({"offsets": [0, 0, 0, 0, -1]}, "leaves the message"),
+        ({"out": torch.zeros(9, dtype=torch.uint8)}, "out must have [0-9]+ bytes a rank, got 9"),
         ({"out": torch.zeros(9)}, "out must be Byte"),
         ({"centre": "median"}, "centre must be mean or min, got median"),
-        ({"segments": [torch.tensor([1, 2])] * 5}, r"segments must be \[segments, 2\]"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):
@@ -248,22 +250,21 @@ def test_a_damaged_payload_names_its_rank_and_touches_nothing():
 def test_opcheck():
     n, k, size = 50, 3, wire.payload_size(50, 3)
     torch.manual_seed(0)
-    lists = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], [])
-    out, places, form = torch.zeros(size, dtype=torch.uint8), ([0], [0], [0]), ("run_length", "float32")
-    choice = ([1.0], 0.9, False, [0.0], [n], [k], 0, [0.0], out)
-    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, (*lists, *choice, *places, *form, "mean", [None]))
-    empty = ([], [], [], [], [], 0.9, False, [], [n], [k], 0, [0.0], out, [0], [], [], *form, "mean", [None])
-    torch.library.opcheck(torch.ops.hvd_sparse.accumulate_bucket, empty)
-    hinted = [*choice[:-2], torch.zeros(1, 3, dtype=torch.float64), out]
+    lists, code = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], []), ("run_length", "float32")
+    whole, none = ([n], [k], [], False, [0]), ([n], [k], [], True, [])
+    choice = (0, ops.new_hints(1), torch.zeros(size, dtype=torch.uint8))
+    operators = torch.ops.hvd_sparse
     torch.library.opcheck(
-        torch.ops.hvd_sparse.accumulate_bucket_hinted, (*lists, *hinted, *places, *form, "mean", [None])
+        operators.accumulate_bucket, (*lists, [1.0], 0.9, False, [0.0], *choice, *whole, *code, "mean")
+    )
+    torch.library.opcheck(
+        operators.accumulate_bucket, ([], [], [], [], [], 0.9, False, [], *choice, *none, *code, "mean")
     )
     message = torch.empty(size, dtype=torch.uint8)
     ops.pack(torch.arange(k), torch.ones(k), n, k, message)
-    layout = ([n], [k], *places, *form, [None])
     memory = ([torch.randn(n)], [torch.randn(n)])
-    torch.library.opcheck(torch.ops.hvd_sparse.clear_bucket, (message, *memory, *layout, 0.7))
-    torch.library.opcheck(torch.ops.hvd_sparse.reduce_bucket, (message[None], [torch.empty(n)], 1.0, *layout))
+    torch.library.opcheck(operators.clear_bucket, (message, *memory, *whole, *code, 0.7))
+    torch.library.opcheck(operators.reduce_bucket, (message[None], [torch.empty(n)], 1.0, *whole, *code))
 
 
 class Joint(Bucket):
@@ -274,13 +275,11 @@ class Joint(Bucket):
     def __init__(self, rule, form, **options):
         super().__init__(rule, form, **options)
         self.n, begins = sum(SIZES), np.cumsum([0, *SIZES])[:-1].tolist()
-        segments = None
-        if form.get("value_dtype", "").startswith("int"):
-            segments = torch.tensor([[begin, 1 + n // 100] for begin, n in zip(begins, SIZES, strict=True)])
+        segments = torch.tensor([*zip(begins, self.columns, strict=True)]) if self.columns else None
         self.segments = segments
         size = ops.payload_size(self.n, self.K, **self.wire, segments=segments)
         self.out = torch.full((size,), 7, dtype=torch.uint8)
-        self.layout = ops.Layout([self.n], [self.K], [0], [segments], [0] * len(SIZES), begins)
+        self.layout = BucketLayout(SIZES, [self.K], self.columns, True)
 
 
 @pytest.mark.parametrize("hint", [0.0, 2.0, 50.0], ids=["no hint", "a good hint", "a hint that misses"])
@@ -300,7 +299,7 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
     expected = torch.empty_like(bucket.out)
     ops.pack(indices, sent, bucket.n, bucket.K, expected, **bucket.wire, segments=bucket.segments)
 
-    found, finite = bucket.accumulate(hints=[hint])
+    found, finite = bucket.accumulate(guess=hint)
     assert torch.equal(bucket.out, expected) and bool(finite.all())
     info.check(found[0], hint)
     assert torch.equal(torch.cat(bucket.residuals), whole["residuals"])
@@ -317,35 +316,59 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
     assert torch.equal(torch.cat(outs), total)
 
 
-def test_members_may_be_missing_from_a_selection():
+def test_members_may_be_missing_from_a_joint_selection():
     """What is missing counts as zeros, is not written, and its memory stays."""
     bucket, whole = Joint({}, {}), Joint({}, {})
     frozen = whole.residuals[3].clone()
     for values in (whole.gradients, whole.residuals):
         values[3] = torch.zeros(SIZES[3])
-    whole.accumulate(hints=[0.0])
+    whole.accumulate(guess=0.0)
     there = [0, 1, 2, 4]
-    layout = bucket.layout._replace(selections=[0] * 4, begins=[bucket.layout.begins[i] for i in there])
+    places = {"layout": bucket.layout, "members": there}
     lists = [[values[i] for i in there] for values in (bucket.gradients, bucket.residuals)]
     for hint in (0.0, 50.0):  # accumulates once: the gradients are zero the second time
-        ops.accumulate_bucket(*lists, layout=layout, out=bucket.out, factors=[0.5] * 4, hints=[hint], seed=3)
+        hints = as_hints([hint], [bucket.K])
+        ops.accumulate_bucket(*lists, **places, out=bucket.out, factors=[0.5] * 4, hints=hints, seed=3)
         assert torch.equal(bucket.out, whole.out)
         lists[0] = [torch.zeros_like(gradient) for gradient in lists[0]]
-    ops.clear_bucket(bucket.out, lists[1], layout=layout)
+    ops.clear_bucket(bucket.out, lists[1], **places)
     ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
     for i in there:
         assert torch.equal(bucket.residuals[i], whole.residuals[i])
     assert torch.equal(bucket.residuals[3], frozen)
     outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
-    ops.reduce_bucket(bucket.out[None], [outs[i] for i in there], layout=layout)
+    ops.reduce_bucket(bucket.out[None], [outs[i] for i in there], **places)
     ops.reduce_bucket(bucket.out[None], expected, layout=whole.layout)
     assert all(torch.equal(outs[i], expected[i]) for i in there) and bool((outs[3] == 9.0).all())
 
 
-def test_a_selection_without_members_selects_zeros():
-    out = torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
+def test_members_with_a_selection_each_may_be_missing():
+    """The payload of what is missing is left alone, and so are its memory and its hint."""
+    bucket, whole, there = Bucket({}, {}), Bucket({}, {}), [1, 4]
+    whole.accumulate()
+    hints, places = as_hints([2.0] * len(SIZES), bucket.ks), {"layout": bucket.layout, "members": there}
+    lists = [[values[i] for i in there] for values in (bucket.gradients, bucket.residuals)]
+    info, finite = ops.accumulate_bucket(*lists, **places, out=bucket.out, factors=[0.5] * 2, hints=hints, seed=3)
+    assert info.shape == (2, 2) and finite.shape == (2,)
+    ends = [*bucket.offsets[1:], bucket.out.numel()]
+    for i, (begin, end) in enumerate(zip(bucket.offsets, ends, strict=True)):
+        part = bucket.out[begin:end]
+        assert torch.equal(part, whole.out[begin:end]) if i in there else bool((part == 7).all())
+        assert (hints[i].tolist() == [2.0, 1.0, bucket.ks[i]]) == (i not in there)
+    ops.clear_bucket(bucket.out, lists[1], **places)
+    ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
+    outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
+    ops.reduce_bucket(whole.out[None], [outs[i] for i in there], **places)
+    ops.reduce_bucket(whole.out[None], expected, layout=whole.layout)
+    for i in range(len(SIZES)):
+        assert torch.equal(bucket.residuals[i], whole.residuals[i] if i in there else Bucket({}, {}).residuals[i])
+        assert torch.equal(outs[i], expected[i]) if i in there else bool((outs[i] == 9.0).all())
+
+
+def test_a_joint_selection_without_members_selects_zeros():
+    out, layout = torch.empty(wire.payload_size(50, 3), dtype=torch.uint8), BucketLayout([30, 20], [3], (), True)
     info, finite = ops.accumulate_bucket(
-        [], [], layout=ops.Layout([50], [3], [0], [None], [], []), out=out, factors=[], hints=[1.0]
+        [], [], layout=layout, members=[], out=out, factors=[], hints=as_hints([1.0], [3])
     )
     indices, values = ops.unpack(out, 50, 3)
     assert indices.tolist() == [0, 1, 2] and values.tolist() == [0.0] * 3 and info[0, 0] == 0 and finite.numel() == 0

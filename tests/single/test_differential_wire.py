@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from drawn import DAMAGE, contents, damaged, forms, hints, messages, sealed, vectors, verdict
+from drawn import DAMAGE, Form, contents, damaged, forms, hints, messages, sealed, vectors, verdict
+from hinted import as_hints
 from hypothesis import given
 from hypothesis import strategies as st
 from test_differential import NUMBERS, WIDE_SEEDS, as_numpy, check_memory, copies
@@ -13,6 +14,7 @@ from test_ops import same
 from tiers import examples
 
 from hvd_sparse import reference, wire
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 
 SCALES = st.sampled_from([1.0, 0.5, 1 / 3, -1e-30, 0.0])
@@ -165,22 +167,43 @@ def bucket_members(draw, rule, begin, n):
     return Member(begin, gradient, memory, draw(st.sampled_from([1.0, 0.5])))
 
 
+class DrawnBucket(NamedTuple):
+    """A layout; the members that take part; the form of each selection, and its members that take part, in order."""
+
+    rule: dict
+    centre: str
+    layout: BucketLayout
+    present: list[int]
+    selections: list[tuple[Form, list[Member]]]
+
+
 @st.composite
 def buckets(draw):
-    """A rule, a centre, and selections of one coding: the form of each, and its members, some of them missing."""
+    """A rule, and tensors in one selection or one each, some of which take no part."""
     rule = {"momentum": draw(NUMBERS), "nesterov": draw(st.booleans())} if draw(st.booleans()) else {}
     rule |= {"weight_decay": 0.25} if draw(st.booleans()) else {}
     coding = draw(st.sampled_from([*wire.CODINGS, "auto"]))
     dtype = draw(st.sampled_from([one for one in wire.VALUE_DTYPES if one not in ("none", "float64")]))
-    sizes, gaps = st.sampled_from([0, 1, 2, 63, 64, 65, 500, 2049, 65_537]), st.sampled_from([0, 0, 0, 1, 70, 65_536])
-    selections = []
-    for _ in range(draw(st.integers(1, 3))):
-        members, n = [], draw(gaps)
-        for size in draw(st.lists(sizes, max_size=3)):
-            members.append(draw(bucket_members(rule, n, size)))
-            n += size + draw(gaps)
-        selections.append((draw(forms(max(n, 1), [coding], [dtype])), members))
-    return rule, draw(st.sampled_from(wire.CENTRES)), selections
+    is_joint, grouped = draw(st.booleans()), dtype in wire.LOW_BITS
+    smallest = [0] if is_joint and not grouped else []  # whatever has a selection or groups of its own has elements
+    sizes = st.lists(st.sampled_from([*smallest, 1, 2, 63, 64, 65, 500, 2049, 65_537]), min_size=1, max_size=4)
+    sizes = draw(sizes.filter(any))
+    columns = [draw(st.integers(1, min(n, 700))) for n in sizes] if grouped else []
+    wholes = [range(len(sizes))] if is_joint else [[i] for i in range(len(sizes))]
+    selections, ks, present = [], [], []
+    for whole in wholes:
+        n, members, segments = 0, [], []
+        for i in whole:
+            if draw(st.integers(0, 3)) > 0:
+                present.append(i)
+                members.append(draw(bucket_members(rule, n, sizes[i])))
+            segments += [[n, columns[i]]] if grouped else []
+            n += sizes[i]
+        form = draw(forms(n, [coding], [dtype]))._replace(segments=np.array(segments) if grouped else None)
+        selections.append((form, members))
+        ks.append(form.k)
+    layout = BucketLayout(sizes, ks, columns, is_joint)
+    return DrawnBucket(rule, draw(st.sampled_from(wire.CENTRES)), layout, present, selections)
 
 
 def accumulated_by_the_twins(rule, centre, selections, seed):
@@ -207,37 +230,33 @@ def accumulated_by_the_twins(rule, centre, selections, seed):
     return payloads, thresholds, finite, before, after
 
 
-def layout_of(selections, payloads):
-    """Where the members and the payloads lie, one payload after the other."""
-    selected = [form for form, _ in selections]
-    offsets = np.cumsum([0, *(payload.size for payload in payloads)])[:-1].tolist()
-    numbers = [i for i, (_, members) in enumerate(selections) for _ in members]
-    begins = [member.begin for _, members in selections for member in members]
-    segments = [tensor(form.segments) for form in selected]
-    return ops.Layout([form.n for form in selected], [form.k for form in selected], offsets, segments, numbers, begins)
-
-
 @given(st.data(), buckets(), WIDE_SEEDS, st.booleans())
 @examples(150)
 def test_buckets(data, bucket, seed, contiguous):
-    rule, centre, selections = bucket
-    payloads, thresholds, finite, before, after = accumulated_by_the_twins(rule, centre, selections, seed)
-    members = [member for _, some in selections for member in some]
+    rule, layout = bucket.rule, bucket.layout
+    selected = [layout.is_joint or bool(members) for _, members in bucket.selections]
+    made = [one for one, is_made in zip(bucket.selections, selected, strict=True) if is_made]
+    payloads, thresholds, finite, before, after = accumulated_by_the_twins(rule, bucket.centre, made, seed)
+    members = [member for _, some in made for member in some]
     sizes = [member.gradient.numel() for member in members]
     memories = [copies(member.memory)[0] for member in members]
     residuals, velocities, parameters = ([memory[i] for memory in memories if memory[i] is not None] for i in range(3))
     if contiguous and members:  # then nothing need be joined where nothing is missing
         residuals = list(torch.cat(residuals).split(sizes))
     found = [[residual, memory[1]] for residual, memory in zip(residuals, memories, strict=True)]
-    form = {"layout": layout_of(selections, payloads)}
-    form |= dict(zip(("coding", "value_dtype"), selections[0][0].code, strict=True))
+    form = {"layout": layout, "members": bucket.present}
+    form |= dict(zip(("coding", "value_dtype"), bucket.selections[0][0].code, strict=True))
 
-    out = torch.full((sum(payload.size for payload in payloads),), 255, dtype=torch.uint8)
-    guesses = [data.draw(hints(threshold)) for threshold in thresholds]
-    options = {"factors": [member.factor for member in members], "hints": guesses, "centre": centre, "seed": seed}
+    whole = whole_message(bucket.selections, selected, payloads)
+    out = torch.full((whole.size,), 255, dtype=torch.uint8)
+    exact = iter(thresholds)
+    hinted = as_hints([data.draw(hints(next(exact))) if is_made else 1.0 for is_made in selected], layout.ks)
+    unused = hinted[[not is_made for is_made in selected]]
+    options = {"factors": [member.factor for member in members], "centre": bucket.centre, "seed": seed}
     lists = ([member.gradient for member in members], residuals, velocities, parameters)
-    info, is_finite = ops.accumulate_bucket(*lists, out=out, **rule, **options, **form)
-    same(out, np.concatenate(payloads))
+    info, is_finite = ops.accumulate_bucket(*lists, out=out, hints=hinted, **rule, **options, **form)
+    same(out, whole)
+    assert torch.equal(hinted[[not is_made for is_made in selected]], unused)
     assert (info[:, 0].tolist(), is_finite.tolist()) == (thresholds, finite)
     for ours, theirs in zip(found, before, strict=True):
         check_memory(ours, theirs)
@@ -246,7 +265,17 @@ def test_buckets(data, bucket, seed, contiguous):
         check_memory(ours, theirs)
     outs = [torch.full((n,), np.nan) for n in sizes]
     ops.reduce_bucket(torch.stack([out, out]), outs, 0.5, **form)
-    check_sums(selections, payloads, outs)
+    check_sums(made, payloads, outs)
+
+
+def whole_message(selections, selected, payloads):
+    """The payloads, and untouched bytes where no selection is made."""
+    payloads = iter(payloads)
+    parts = [
+        next(payloads) if is_made else np.full(form.size, 255, np.uint8)
+        for (form, _), is_made in zip(selections, selected, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 def check_sums(selections, payloads, outs):

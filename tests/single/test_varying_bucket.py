@@ -236,7 +236,7 @@ WRONG = [
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
     ({"ks": [0, -8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),  # exactly 8
-    ({"columns": [1, 2]}, "(columns must have one entry a member, 5, got 2|every list must be 5, one a member; got 2)"),
+    ({"columns": [1, 2]}, "columns must have one entry a member, 5, got 2"),
     ({"columns": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "columns"),
 ]
 

@@ -81,10 +81,11 @@ class FixedCount(Codec):
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
         """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
         entries, begin = sorted(entries, key=lambda entry: entry.name), 0
-        for bucket in plan_buckets(self._settled_sizes(entries), self.algorithm.bucket_bytes, "bucket"):
-            members = slice(begin, begin + len(bucket.offsets))
-            yield bucket.name, entries[members], members
-            begin = members.stop
+        planned = plan_buckets(self._settled_sizes(entries), self.algorithm.bucket_bytes, "bucket")
+        for name, members in planned.items():
+            part = slice(begin, begin + len(members))
+            yield name, entries[part], part
+            begin = part.stop
 
     def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
         """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""

@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.centres import segments_of
+from hvd_sparse.centres import columns_of, segments_of
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
+from hvd_sparse.wire import LOW_BITS
 
 
 @dataclass(slots=True)
@@ -57,20 +59,15 @@ class Payload(NamedTuple):
 
 @dataclass
 class Bucket:
-    """Tensors in one message, for as long as the same ones are expected at the same density.
-
-    offsets: where each member begins: its payload in the message, in bytes; or with a joint selection, the tensor in
-    that, in elements.
-    """
+    """Tensors in one message, for as long as the same ones are expected at the same density."""
 
     name: str  # of its collective
-    offsets: Mapping[str, int]
+    members: Mapping[str, int]  # their numbers, in the order of the message
     payloads: list[Payload]  # one for each member, or one of all where the selection is joint
-    is_joint: bool
+    layout: BucketLayout
     hints: torch.Tensor | None = None  # float64[selections, 3], what they have learned
     message: torch.Tensor | None = None  # uint8[bytes], what this rank sends
     most_bytes: int | None = None  # that any rank may send, where that differs
-    layouts: dict[tuple[str, ...], ops.Layout] = field(default_factory=dict)  # by the members that they are of
     missing: set[str] = field(default_factory=set)
     is_started: bool = False
     pending: Pending | None = None
@@ -84,32 +81,11 @@ class Bucket:
 
     def restart(self) -> None:
         """Begin a step."""
-        self.missing, self.is_started, self.sums, self.pending = set(self.offsets), False, {}, None
+        self.missing, self.is_started, self.sums, self.pending = set(self.members), False, {}, None
 
-    def layout(self, members: Iterable[str]) -> ops.Layout:
-        """Return where the payloads of these members lie."""
-        members = tuple(members)
-        found = self.layouts.get(members)
-        if found is None:
-            found = self.layouts[members] = self._layout(members)
-        return found
-
-    def _layout(self, members: Sequence[str]) -> ops.Layout:
-        begins = [self.offsets[name] for name in members]
-        if self.is_joint:
-            (whole,) = self.payloads
-            one = ([whole.n], [whole.k], [0], [whole.segments])
-            return ops.Layout(*one, selections=[0] * len(begins), begins=begins)
-        by_name = dict(zip(self.offsets, self.payloads, strict=True))
-        payloads = [by_name[name] for name in members]
-        return ops.Layout(
-            ns=[payload.n for payload in payloads],
-            ks=[payload.k for payload in payloads],
-            offsets=begins,
-            segments=[payload.segments for payload in payloads],
-            selections=list(range(len(payloads))),
-            begins=[0] * len(payloads),
-        )
+    def numbers(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of these members."""
+        return [self.members[name] for name in names]
 
 
 class Codec(abc.ABC):
@@ -173,6 +149,13 @@ class Codec(abc.ABC):
         """Return how payloads are coded, as the operators of buckets take it."""
         return {"coding": self.algorithm.coding, "value_dtype": self.algorithm.values}
 
+    def bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
+        """Return the bucket of these payloads, of the members in this order."""
+        sizes = [self.parameters[member].numel() for member in members]
+        ks = [payload.k for payload in payloads]
+        layout = BucketLayout(sizes, ks, self._columns(members), self.is_joint)
+        return Bucket(name, {member: number for number, member in enumerate(members)}, payloads, layout)
+
     def payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
         """Return the form of the payload of k of n elements of these tensors."""
         segments = self._segments_of(names)
@@ -183,6 +166,12 @@ class Codec(abc.ABC):
         """Write the payload of an empty contribution."""
         indices, values = out.new_empty(0, dtype=torch.int64), out.new_empty(0, dtype=torch.float32)
         ops.pack(indices, values, payload.n, payload.k, out, segments=payload.segments, **self._form())
+
+    def _columns(self, names: Iterable[str]) -> list[int]:
+        """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""
+        if self.algorithm.values not in LOW_BITS:
+            return []
+        return [columns_of(self.parameters[name].shape, self.algorithm) for name in names]
 
     def _segments_of(self, names: tuple[str, ...]) -> torch.Tensor | None:
         """Return what shares the centres of low-bit values in tensors that lie one after the other."""

@@ -43,10 +43,10 @@ class FixedCount(Codec):
             return [bucket]
         sizes = {name: self._payload(name).size for name in names}
         buckets = []
-        for planned in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix):
-            payloads = [self._payload(name) for name in planned.offsets]
-            bucket = Bucket(planned.name, planned.offsets, payloads, False, self._hints_of(planned.offsets))
-            self._hints.update(zip(planned.offsets, bucket.hints, strict=True))
+        for bucket_name, members in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix).items():
+            bucket = self.bucket_of(bucket_name, members, [self._payload(name) for name in members])
+            bucket.hints = torch.stack([self._hints[name] for name in members])
+            self._hints.update(zip(members, bucket.hints, strict=True))
             buckets.append(bucket)
         return buckets
 
@@ -55,55 +55,47 @@ class FixedCount(Codec):
         if bucket.message is None:
             bucket.message = torch.zeros(bucket.size, dtype=torch.uint8, device=self.device)
         training = in_training(entries)
-        if not training or not bucket.is_joint:
+        if not training or not self.is_joint:
             self._pack_absent(bucket, training)
         if not training:
             return
-        is_whole = bucket.is_joint or len(training) == len(bucket.offsets)
-        hints = bucket.hints if is_whole else self._hints_of(training)
-        feedback, units = [self.feedback[name] for name in training], self.now.units
-        layout = bucket.layout(training)
-        _, finite = ops.accumulate_bucket_hinted(
+        feedback, members = [self.feedback[name] for name in training], bucket.numbers(training)
+        _, finite = ops.accumulate_bucket(
             [entry.gradient for entry in training.values()],
             *destinations(feedback),
-            layout=layout,
+            layout=bucket.layout,
+            members=members,
             out=bucket.message,
             factors=[entry.factor for entry in training.values()],
-            weight_decay=decays(feedback, units),
-            hints=hints,
+            weight_decay=decays(feedback, self.now.units),
+            hints=bucket.hints,
             seed=self.now.seed,
             centre=self.algorithm.centre,
             **self._form(),
             **feedback[0].rule(),
         )
         self.finite.append(finite)
-        if not is_whole:
-            for name, learned in zip(training, hints, strict=True):
-                self._hints[name].copy_(learned)
-        self.traffic.count(sent=sum(layout.ks))
+        ks = bucket.layout.ks
+        self.traffic.count(sent=sum(ks if self.is_joint else (ks[member] for member in members)))
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Clear what was sent, and sum the payloads of all ranks."""
         training = in_training(entries)
         if training:
             feedback = [self.feedback[name] for name in training]
-            form = {**self._form(), "kept": feedback[0].kept}
-            ops.clear_bucket(bucket.message, *cleared(feedback), layout=bucket.layout(training), **form)
+            form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
+            ops.clear_bucket(bucket.message, *cleared(feedback), kept=feedback[0].kept, **form)
         bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
-        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout(entries), **self._form())
+        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())
 
     def _pack_absent(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
         """Write empty payloads for the members that take no part; for all of a joint selection without any."""
         offset = 0
-        for name, payload in zip(bucket.offsets, bucket.payloads, strict=not bucket.is_joint):
+        for name, payload in zip(bucket.members, bucket.payloads, strict=not self.is_joint):
             if name not in training:
                 self._pack_nothing(payload, bucket.message.narrow(0, offset, payload.size))
             offset += payload.size
-
-    def _hints_of(self, names) -> torch.Tensor:
-        """Return a copy of what the selections in these tensors have learned, float64[tensors, 3]."""
-        return torch.stack([self._hints[name] for name in names])
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
@@ -114,12 +106,9 @@ class FixedCount(Codec):
 
 def plan_joint(codec: Codec, names: Sequence[str], name: str) -> Bucket:
     """Return the one bucket of tensors that share a selection, in the order of names."""
-    offsets, n = {}, 0
-    for member in names:
-        offsets[member] = n
-        n += codec.parameters[member].numel()
+    n = sum(codec.parameters[member].numel() for member in names)
     payload = codec.payload_of(tuple(names), n, top_k_count(n, codec.now.density))
-    return Bucket(name, offsets, [payload], True)
+    return codec.bucket_of(name, names, [payload])
 
 
 def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -87,8 +87,7 @@ class SharedIndices(Codec):
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         indices, total, left = sum_values(bucket, whole.residual, indices, scale)
         summed = torch.zeros(payload.n).index_copy_(0, indices, total)
-        sizes = [self.parameters[name].numel() for name in bucket.offsets]
-        bucket.sums = dict(zip(bucket.offsets, summed.split(sizes), strict=True))
+        bucket.sums = dict(zip(bucket.members, summed.split(bucket.layout.sizes), strict=True))
         whole.clear(indices, left)
 
     def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float) -> tuple:
@@ -142,12 +141,11 @@ class SharedIndices(Codec):
 
     def _whole_of(self, bucket: Bucket) -> ErrorFeedback:
         """Return the error feedback of all members as one; theirs move into it."""
-        names = tuple(bucket.offsets)
+        names = tuple(bucket.members)
         if names not in self._whole:
             whole = make_error_feedback(self.algorithm, torch.empty(1).expand(bucket.payloads[0].n), self.device)
-            for name, offset in bucket.offsets.items():
-                for kind in whole.BUFFERS:
-                    part = whole.buffer(kind).narrow(0, offset, self.parameters[name].numel())
+            for kind in whole.BUFFERS:
+                for name, part in zip(names, whole.buffer(kind).split(bucket.layout.sizes), strict=True):
                     self.feedback[name].adopt(kind, part)
             self._whole = {names: whole}
         return self._whole[names]

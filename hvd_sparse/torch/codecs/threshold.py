@@ -1,18 +1,18 @@
 """What reaches a threshold in each tensor: the sizes of the payloads differ between ranks and steps."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 
-from hvd_sparse.centres import columns_of
+from hvd_sparse.plan import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount, cleared
 from hvd_sparse.torch.error_feedback import decays, destinations
-from hvd_sparse.wire import LOW_BITS, largest_payload
+from hvd_sparse.wire import largest_payload
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Threshold(FixedCount):
         """Return the buckets of these tensors."""
         buckets = super().plan(names, prefix)
         for bucket in buckets:
-            bucket.most_bytes = sum(map(self._largest_payload, bucket.offsets))
+            bucket.most_bytes = sum(map(self._largest_payload, bucket.members))
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
@@ -62,9 +62,9 @@ class Threshold(FixedCount):
                 self._thresholds[name].learn(self._payload(name).k, threshold, count)
             self.traffic.count(sent=sum(own.counts))
             bucket.message = own.payloads
-        if len(training) < len(bucket.offsets):
+        if len(training) < len(bucket.members):
             payloads = dict(zip(training, own.split(), strict=True)) if training else {}
-            whole = [payloads[name] if name in payloads else self._nothing(name) for name in bucket.offsets]
+            whole = [payloads[name] if name in payloads else self._nothing(name) for name in bucket.members]
             bucket.message = torch.cat(whole)
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
@@ -72,9 +72,9 @@ class Threshold(FixedCount):
         feedback = [self.feedback[name] for name in in_training(entries)]
         if feedback:
             own = self._own.pop(bucket.name)
-            layout = self._layout_of(list(in_training(entries)), own)
+            layout = self._layout_of(in_training(entries), own)
             ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
-        names = list(bucket.offsets)
+        names = list(bucket.members)
         places = [place for place, name in enumerate(names) if name in entries]
         bucket.sums = {names[place]: place_of(entries[names[place]].gradient) for place in places}
         self._sum(gathered, names, places, list(bucket.sums.values()), scale)
@@ -133,15 +133,9 @@ class Threshold(FixedCount):
     def _plan_of(self, name: str) -> Plan:
         return self._thresholds[name].plan(self.now.step, self._payload(name).k, self.feedback[name].values)
 
-    def _layout_of(self, names: list[str], own: Filtered) -> ops.Layout:
-        return ops.Layout(
-            ns=[self._payload(name).n for name in names],
-            ks=[max(1, count) for count in own.counts],
-            offsets=own.offsets,
-            segments=[self._payload(name).segments for name in names],
-            selections=list(range(len(names))),
-            begins=[0] * len(names),
-        )
+    def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
+        sizes = [self.parameters[name].numel() for name in names]
+        return BucketLayout(sizes, [max(1, count) for count in own.counts], self._columns(names))
 
     def _nothing(self, name: str) -> torch.Tensor:
         """Return the payload of a tensor that takes no part in this step."""
@@ -165,9 +159,3 @@ class Threshold(FixedCount):
         for place, out in zip(places, outs, strict=True):
             own, segments = found[:, :, place].contiguous(), self._segments_of((names[place],))
             ops.reduce_located(gathered, own, out.numel(), out, scale, **form, segments=segments)
-
-    def _columns(self, names) -> list[int]:
-        """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""
-        if self.algorithm.values not in LOW_BITS:
-            return []
-        return [columns_of(self.parameters[name].shape, self.algorithm) for name in names]

@@ -1,0 +1,77 @@
+#include "bucket_layout.h"
+
+#include <string>
+
+namespace hvd_sparse {
+namespace {
+
+Status CheckCount(const char* what, const char* of, size_t expected, size_t count) {
+  if (count == expected) return Status::Ok();
+  return Status::InvalidArgument(std::string(what) + " must have one entry a " + of + ", " + std::to_string(expected) +
+                                 ", got " + std::to_string(count));
+}
+
+Status CheckForm(const BucketForm& form) {
+  for (const int64_t size : form.sizes) {
+    if (size < 0 || size > kMaxElements) {
+      return Status::InvalidArgument("sizes must be in [0, 2^48], got " + std::to_string(size));
+    }
+  }
+  if (form.columns.empty()) return Status::Ok();
+  return CheckCount("columns", "member", form.sizes.size(), form.columns.size());
+}
+
+Status CheckMembers(const std::vector<int64_t>& members, size_t count) {
+  int64_t last = -1;
+  for (const int64_t member : members) {
+    if (member <= last || member >= static_cast<int64_t>(count)) {
+      return Status::InvalidArgument("members must ascend in [0, " + std::to_string(count) + "), got " +
+                                     std::to_string(member) + " after " + std::to_string(last));
+    }
+    last = member;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status PlanBucket(const BucketForm& form, const std::vector<int64_t>& ks, const std::vector<int64_t>& members,
+                  BucketLayout* layout) {
+  const size_t selections = form.joint ? 1 : form.sizes.size();
+  HVD_SPARSE_RETURN_IF_ERROR(CheckForm(form));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount("ks", "selection", selections, ks.size()));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckMembers(members, form.sizes.size()));
+  size_t member = 0, next = 0;
+  layout->bytes = 0;
+  for (size_t index = 0; index < selections; ++index) {
+    SelectionLayout selection{index, form.format, layout->bytes, next, next, {}};
+    selection.format.k = ks[index];
+    const size_t end = form.joint ? form.sizes.size() : index + 1;
+    for (; member < end; ++member) {
+      if (!form.columns.empty()) selection.format.segments.push_back({selection.format.n, form.columns[member]});
+      if (next < members.size() && members[next] == static_cast<int64_t>(member)) {
+        selection.begins.push_back(selection.format.n);
+        selection.last = ++next;
+      }
+      selection.format.n += form.sizes[member];
+    }
+    int64_t bytes = 0;
+    HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(selection.format, &bytes));
+    layout->bytes += bytes;
+    if (form.joint || selection.last > selection.first) layout->selections.push_back(std::move(selection));
+  }
+  return Status::Ok();
+}
+
+Status MemberFormats(const BucketForm& form, std::vector<PayloadFormat>* formats) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckForm(form));
+  formats->assign(form.sizes.size(), form.format);
+  for (size_t i = 0; i < form.sizes.size(); ++i) {
+    (*formats)[i].n = form.sizes[i];
+    (*formats)[i].k = 1;
+    if (!form.columns.empty()) (*formats)[i].segments = {{0, form.columns[i]}};
+  }
+  return Status::Ok();
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,130 @@
+// What the operators of buckets are told, checked: which members take part, and the tensors of each.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../core/bucket.h"
+#include "../core/bucket_layout.h"
+#include "arguments.h"
+
+namespace hvd_sparse {
+
+using at::IntArrayRef;
+using at::TensorList;
+
+inline void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<size_t> sizes) {
+  for (const size_t size : sizes) {
+    TORCH_CHECK_VALUE(size == count, "hvd_sparse.", op, ": every list must be ", count, ", one a ", what, "; got ",
+                      size);
+  }
+}
+
+// What selections learn from one step to the next, as a tensor.
+inline void CheckHints(const char* op, const Tensor& hints, size_t selections) {
+  TORCH_CHECK_VALUE(hints.dim() == 2 && hints.size(0) == static_cast<int64_t>(selections) && hints.size(1) == 3,
+                    "hvd_sparse.", op, ": hints must be [", selections, ", 3], got ", hints.sizes());
+}
+
+inline BucketForm ParseForm(const char* op, IntArrayRef sizes, IntArrayRef columns, bool joint,
+                            const std::string& coding, const std::string& value_dtype) {
+  return {sizes.vec(), columns.vec(), joint, ParseFormat(op, 0, 0, coding, value_dtype, {})};
+}
+
+// The payloads of members whose numbers of entries vary, but for these.
+inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef columns,
+                                            const std::string& coding, const std::string& value_dtype) {
+  std::vector<PayloadFormat> formats;
+  Raise(op, MemberFormats(ParseForm(op, sizes, columns, false, coding, value_dtype), &formats));
+  return formats;
+}
+
+// A call's tensors are those of the members that take part, in order.
+class Bucket {
+ public:
+  Bucket(const char* op, const BucketForm& form, IntArrayRef ks, IntArrayRef members) : op_(op) {
+    Raise(op, PlanBucket(form, ks.vec(), members.vec(), &layout_));
+    for (const int64_t member : members) sizes_.push_back(form.sizes[static_cast<size_t>(member)]);
+  }
+
+  const std::vector<SelectionLayout>& selections() const { return layout_.selections; }
+  size_t members() const { return sizes_.size(); }
+  int64_t size(size_t i) const { return sizes_[i]; }
+
+  // In elements.
+  void CheckSize(const char* name, const Tensor& tensor, size_t i) const {
+    TORCH_CHECK_VALUE(tensor.numel() == sizes_[i], "hvd_sparse.", op_, ": ", name, " ", i, " must have ", sizes_[i],
+                      " elements, got ", tensor.numel());
+  }
+
+  // The bytes of one rank's message.
+  void CheckBytes(const char* name, int64_t bytes) const {
+    TORCH_CHECK_VALUE(bytes == layout_.bytes, "hvd_sparse.", op_, ": ", name, " must have ", layout_.bytes,
+                      " bytes a rank, got ", bytes);
+  }
+
+ private:
+  const char* op_;
+  BucketLayout layout_;
+  std::vector<int64_t> sizes_;
+};
+
+inline std::optional<Tensor> MemberOf(TensorList list, size_t i) {
+  return list.empty() ? std::optional<Tensor>() : std::optional<Tensor>(list[i]);
+}
+
+// What is accumulated, one entry a member that takes part, or none, and how.
+struct BucketInputs {
+  TensorList gradients, residuals, velocities, parameters;
+  at::ArrayRef<double> factors;
+  double momentum;
+  bool nesterov;
+  at::ArrayRef<double> weight_decays;
+
+  void Check(const char* op, size_t members) const {
+    CheckCounts(op, "member", members,
+                {gradients.size(), residuals.size(), factors.size(), weight_decays.size(),
+                 velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
+  }
+
+  // `flat` keeps copies of gradients that are not contiguous.
+  Part PartOf(const char* op, size_t i, int64_t begin, at::Device device, std::vector<Tensor>* flat) const {
+    flat->push_back(gradients[i].contiguous());
+    CheckTensor(op, "gradient", flat->back(), flat->back().scalar_type(), device);
+    Tensor residual = residuals[i];
+    std::optional<Tensor> velocity = MemberOf(velocities, i);
+    const Accumulation a = AsAccumulation(op, flat->back(), residual, velocity, MemberOf(parameters, i), factors[i],
+                                          momentum, nesterov, weight_decays[i]);
+    return {a.gradient, a.params, a.memory, begin};
+  }
+};
+
+inline std::vector<Part> PartsOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
+                                 const BucketInputs& in, at::Device device, std::vector<Tensor>* flat) {
+  std::vector<Part> parts;
+  for (size_t i = selection.first; i < selection.last; ++i) {
+    bucket.CheckSize("gradient", in.gradients[i], i);
+    parts.push_back(in.PartOf(op, i, selection.begins[parts.size()], device, flat));
+  }
+  return parts;
+}
+
+// The memory that a selection's payload is to leave.
+inline std::vector<MemorySlice> MemoryOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
+                                         TensorList residuals, TensorList velocities, at::Device device) {
+  std::vector<MemorySlice> slices;
+  for (size_t i = selection.first; i < selection.last; ++i) {
+    Tensor residual = residuals[i];
+    std::optional<Tensor> velocity = MemberOf(velocities, i);
+    const int64_t size = bucket.size(i);
+    slices.push_back({selection.begins[slices.size()],
+                      size,
+                      {MemoryData(op, "residual", residual, size, device),
+                       velocity ? MemoryData(op, "velocity", *velocity, size, device) : nullptr}});
+  }
+  return slices;
+}
+
+}  // namespace hvd_sparse
