@@ -81,12 +81,12 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         default="float32",
         help="type of what is sent (default: %(default)s)",
     )
-    group.add_argument("--centre", choices=("mean", "min"), default="mean", help="of int2, int1 (default: %(default)s)")
+    group.add_argument("--level", choices=("mean", "min"), default="mean", help="of int2, int1 (default: %(default)s)")
     group.add_argument(
-        "--centre-scope",
-        choices=("tensor", "column"),
+        "--level-scope",
+        choices=("tensor", "channel"),
         default="tensor",
-        help="what shares a centre (default: %(default)s)",
+        help="what shares a level (default: %(default)s)",
     )
     group = parser.add_argument_group("optimizer")
     group.add_argument(
@@ -134,7 +134,7 @@ def compresses_momentum(args):
 
 def compression_settings(args, warmup_steps):
     """Return the arguments of `Compression.<method>`; no warm-up if its steps are 0."""
-    settings = {name: getattr(args, name) for name in ("seed", "values", "centre", "centre_scope")}
+    settings = {name: getattr(args, name) for name in ("seed", "values", "level", "granularity")}
     if args.method == "hard_threshold":
         return {"value": args.threshold, **settings}
     settings |= {"density": args.density, "warmup": warmup_steps or None}

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from hvd_sparse.library import find_library
-from hvd_sparse.wire import CENTRES, CODINGS, VALUE_DTYPES, Segments, payload_size, resolve_coding
+from hvd_sparse.wire import CODINGS, LEVELS, VALUE_DTYPES, Segments, payload_size, resolve_coding
 
 MESSAGE_BYTES = 512
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -163,7 +163,7 @@ def select_top_k(
 def quantize(
     values: np.ndarray,
     value_dtype: str,
-    centre: str = "mean",
+    level: str = "mean",
     indices: np.ndarray | None = None,
     segments: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -171,12 +171,12 @@ def quantize(
     k = _checked("values", values, np.float32).size
     if segments is not None and len(segments) > 0:
         _checked("indices", indices, np.int64, k)
-    if centre not in CENTRES:
-        raise ValueError(f"centre must be one of {', '.join(CENTRES)}; got {centre!r}")
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
     form = _form(2**48, k, "dense", value_dtype, segments)
     result = np.empty(k, np.float32)
     addresses = (_address(values), _address(indices), _address(result))
-    _call("quantize", ctypes.byref(form), CENTRES.index(centre), *addresses)
+    _call("quantize", ctypes.byref(form), LEVELS.index(level), *addresses)
     return result
 
 
@@ -230,7 +230,7 @@ def _form(n: int, k: int, coding: str, value_dtype: str, segments: Segments) -> 
         raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
     rows = np.ascontiguousarray(np.empty((0, 2)) if segments is None or len(segments) == 0 else segments, np.int64)
     if rows.ndim != 2 or rows.shape[1] != 2:
-        raise ValueError(f"segments must be pairs of begin and columns, got an array of shape {list(rows.shape)}")
+        raise ValueError(f"segments must be pairs of begin and channels, got an array of shape {list(rows.shape)}")
     form = _Form(n, k, CODINGS[resolve_coding(coding, n, k)], VALUE_DTYPES[value_dtype], _address(rows), rows.size // 2)
     form.rows = rows  # keeps the memory alive
     return form

@@ -7,13 +7,13 @@ from typing import NamedTuple
 class BucketLayout(NamedTuple):
     """What the operators of buckets are told about a message, whose payloads lie one after the other.
 
-    sizes: elements of each member. ks: entries of each selection. columns: how many groups of low-bit values each
+    sizes: elements of each member. ks: entries of each selection. channels: how many groups of low-bit values each
     member has; empty for other values. is_joint: one selection in all members, in place of one in each.
     """
 
     sizes: Sequence[int]
     ks: Sequence[int]
-    columns: Sequence[int] = ()
+    channels: Sequence[int] = ()
     is_joint: bool = False
 
 

@@ -20,15 +20,15 @@ are sent modulo 65536; a block of which every element is sent (count 65536) is m
 section is bit i % 8 of byte i // 8. Elias-Fano: see `elias_fano_low_bits`.
 
 With the value dtype "none" there are no values: a payload is a set of indices. The values of "int2" and "int1" start at
-a multiple of 4: float32 centres, then codes.
+a multiple of 4: float32 levels, then codes.
 
-    "int1": a centre for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
-    "int2": two centres for each, the smaller first; 2 bits an entry: its sign, and whether it has the second centre.
-            Where a group has one magnitude, both centres are that, and the entries have the first
+    "int1": a level for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
+    "int2": two levels for each, the smaller first; 2 bits an entry: its sign, and whether it has the second level.
+            Where a group has one magnitude, both levels are that, and the entries have the first
 
 There is room for as many groups as k entries could meet; the rest is zero. Code j is at bit j * bits % 8 of its byte. A
-group is all n elements, or a column of a matrix: `segments`, rows (begin, columns), say that the elements from `begin`
-to the next row's are a matrix of so many columns, row after row.
+group is all n elements, or a channel (column) of a matrix: `segments`, rows (begin, channels), say that elements from
+`begin` to the next row's are a matrix of so many channels, row after row.
 `hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
 
 Difference from Deep Gradient Compression (section 3.1), which names 32-bit values and 16-bit run lengths and no more:
@@ -52,15 +52,17 @@ PAYLOAD_ALIGNMENT = 8
 CODINGS = {"run_length": 0, "dense": 1, "elias_fano": 2, "bitmap": 3}
 VALUE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "none": 4, "int2": 5, "int1": 6}
 VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "none": 0}
-LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and centres a group
-CENTRE_BYTES = 4
-CENTRES = ("mean", "min")
+LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and levels a group
+LEVEL_BYTES = 4
+LEVELS = ("mean", "min")
 
 
-Segments = Sequence[tuple[int, int]] | None  # (begin, columns) of each; an array [segments, 2] will do; None: one group
+Segments = (
+    Sequence[tuple[int, int]] | None
+)  # (begin, channels) of each; an array [segments, 2] will do; None: one group
 
 
-class Layout(NamedTuple):
+class PayloadLayout(NamedTuple):
     """The coding, and byte offsets of a payload's sections, from its start.
 
     counts, bitmap, runs: those of run lengths; `bitmap_bytes` is 0 where there is no bitmap.
@@ -93,11 +95,11 @@ def top_k_count(n: int, density: float) -> int:
 
 def payload_layout(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
-) -> Layout:
+) -> PayloadLayout:
     """Return where each section of a payload of k of n entries lies.
 
     Raises ValueError unless 1 <= k <= n, coding and value_dtype are known ones, k = n if coding is "dense", and the
-    segments begin at 0, ascend below n, and have 1 to as many columns as elements.
+    segments begin at 0, ascend below n, and have 1 to as many channels as elements.
     """
     n = checked_integer("n", n, 1)
     k = checked_integer("k", k, 1)
@@ -116,7 +118,7 @@ def payload_layout(
     alignment, length = _values_form(n, k, value_dtype, segments)
     values = round_up(HEADER_BYTES + positions_size(coding, n, k), alignment)
     size = round_up(values + length, PAYLOAD_ALIGNMENT)
-    return Layout(coding, k, block_count(n), HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
+    return PayloadLayout(coding, k, block_count(n), HEADER_BYTES, bitmap, bitmap_bytes, runs, values, size)
 
 
 def largest_payload(
@@ -160,7 +162,7 @@ def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[
     if value_dtype not in LOW_BITS:
         return max(1, VALUE_BYTES[value_dtype]), VALUE_BYTES[value_dtype] * k
     bits, groups = LOW_BITS[value_dtype], group_count(segments, n)
-    return CENTRE_BYTES, bits * CENTRE_BYTES * min(k, groups) + -(-bits * k // 8)
+    return LEVEL_BYTES, bits * LEVEL_BYTES * min(k, groups) + -(-bits * k // 8)
 
 
 def group_count(segments: Segments, n: int) -> int:
@@ -168,11 +170,11 @@ def group_count(segments: Segments, n: int) -> int:
     if segments is None or len(segments) == 0:
         return 1
     begins = [int(begin) for begin, _ in segments]
-    columns = [int(number) for _, number in segments]
-    for number, begin, end in zip(columns, begins, [*begins[1:], n], strict=True):
+    channels = [int(number) for _, number in segments]
+    for number, begin, end in zip(channels, begins, [*begins[1:], n], strict=True):
         if begins[0] != 0 or not 1 <= number <= end - begin:
-            raise ValueError(f"segments: from {begin} to {end} of n = {n} elements, there cannot be {number} columns")
-    return sum(columns)
+            raise ValueError(f"segments: from {begin} to {end} of n = {n} elements, there cannot be {number} channels")
+    return sum(channels)
 
 
 def payload_size(

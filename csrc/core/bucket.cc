@@ -37,12 +37,12 @@ Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams&
 
 // Packs what the residual holds at the indices.
 Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& indices, const PayloadFormat& format,
-                    Centre centre, uint8_t* payload) {
+                    Level level, uint8_t* payload) {
   const auto entries = static_cast<int64_t>(indices.size());
   std::vector<float> values = ValuesAt(parts, indices);
   if (IsLowBit(format.dtype)) {
     HVD_SPARSE_RETURN_IF_ERROR(
-        QuantizeLowBit(values.data(), indices.data(), entries, format.dtype, centre, format.segments, values.data()));
+        QuantizeLowBit(values.data(), indices.data(), entries, format.dtype, level, format.segments, values.data()));
   }
   const bool is_wide = format.dtype == DType::kFloat64;  // what Pack takes as such
   const std::vector<double> wide(values.begin(), is_wide ? values.end() : values.begin());
@@ -83,7 +83,7 @@ Status FilterMemory(const Part& part, bool active, const FilterParams& filter, c
 }  // namespace
 
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
-                         Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
+                         Level level, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection) {
   int64_t size = 0;
   select.k = format.k;
@@ -91,10 +91,10 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
-  return PackSelected(parts, indices, format, centre, payload);
+  return PackSelected(parts, indices, format, level, payload);
 }
 
-Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Centre centre,
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
   std::vector<int64_t> indices;
   int64_t size = 0;
@@ -107,11 +107,11 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   const size_t begin = message->size();
   message->resize(begin + static_cast<size_t>(size));
-  return PackSelected({part}, indices, format, centre, message->data() + begin);
+  return PackSelected({part}, indices, format, level, message->data() + begin);
 }
 
 Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
-                 float kept) {
+                 float retained) {
   int64_t size = 0;
   PayloadView view;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
@@ -127,7 +127,7 @@ Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std:
     float* residual = slice->memory.residual + (index - slice->begin);
     const float sent = ValueAt(view, format.dtype, j);
     *residual = format.dtype == DType::kFloat32 ? 0.0f : *residual - sent;
-    if (kept != 0) *residual += kept * sent;
+    if (retained != 0) *residual += retained * sent;
     if (slice->memory.velocity != nullptr) slice->memory.velocity[index - slice->begin] = 0.0f;
   }
   return Status::Ok();

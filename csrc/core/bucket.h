@@ -17,7 +17,7 @@ namespace hvd_sparse {
 // into `payload`, exactly PayloadSize bytes; see AccumulateTopK. Unless active the memory stays, and the selection is
 // of what it holds. `select` has no say in k. The selection comes without its indices.
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
-                         Centre centre, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
+                         Level level, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection);
 
 // What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero:
@@ -37,7 +37,7 @@ struct Filtered {
 // Updates the memory of a part, selects what reaches a threshold in its residual, and adds the payload to `message`,
 // of `format` but for n, the part's size, and k, the count, at least 1; see AccumulateFilter. Unless active the memory
 // stays, and the selection is of what it holds.
-Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Centre centre,
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered);
 
 // The memory of elements [begin, begin + size) of a selection.
@@ -48,9 +48,9 @@ struct MemorySlice {
 };
 
 // Takes what a payload of the rank's own says out of the residuals, and sets the velocities, if there are any, to zero
-// there. Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is
+// there. Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is
 // added. The slices ascend and do not overlap.
 Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
-                 float kept = 0);
+                 float retained = 0);
 
 }  // namespace hvd_sparse

@@ -17,8 +17,8 @@ Status CheckForm(const BucketForm& form) {
       return Status::InvalidArgument("sizes must be in [0, 2^48], got " + std::to_string(size));
     }
   }
-  if (form.columns.empty()) return Status::Ok();
-  return CheckCount("columns", "member", form.sizes.size(), form.columns.size());
+  if (form.channels.empty()) return Status::Ok();
+  return CheckCount("channels", "member", form.sizes.size(), form.channels.size());
 }
 
 Status CheckMembers(const std::vector<int64_t>& members, size_t count) {
@@ -48,7 +48,7 @@ Status PlanBucket(const BucketForm& form, const std::vector<int64_t>& ks, const 
     selection.format.k = ks[index];
     const size_t end = form.joint ? form.sizes.size() : index + 1;
     for (; member < end; ++member) {
-      if (!form.columns.empty()) selection.format.segments.push_back({selection.format.n, form.columns[member]});
+      if (!form.channels.empty()) selection.format.segments.push_back({selection.format.n, form.channels[member]});
       if (next < members.size() && members[next] == static_cast<int64_t>(member)) {
         selection.begins.push_back(selection.format.n);
         selection.last = ++next;
@@ -69,7 +69,7 @@ Status MemberFormats(const BucketForm& form, std::vector<PayloadFormat>* formats
   for (size_t i = 0; i < form.sizes.size(); ++i) {
     (*formats)[i].n = form.sizes[i];
     (*formats)[i].k = 1;
-    if (!form.columns.empty()) (*formats)[i].segments = {{0, form.columns[i]}};
+    if (!form.channels.empty()) (*formats)[i].segments = {{0, form.channels[i]}};
   }
   return Status::Ok();
 }

@@ -12,10 +12,10 @@ namespace hvd_sparse {
 
 // A bucket: the tensors whose payloads are one message.
 struct BucketForm {
-  std::vector<int64_t> sizes;    // of the members, in elements
-  std::vector<int64_t> columns;  // of low-bit values, how many groups each member has; empty for other values
-  bool joint = false;            // one selection in all members, in place of one in each
-  PayloadFormat format = {};     // coding and dtype
+  std::vector<int64_t> sizes;     // of the members, in elements
+  std::vector<int64_t> channels;  // of low-bit values, how many groups each member has; empty for other values
+  bool joint = false;             // one selection in all members, in place of one in each
+  PayloadFormat format = {};      // coding and dtype
 };
 
 // A selection in which members of a call take part, and its payload in the message.

@@ -4,19 +4,19 @@
 #include <cstring>
 #include <string>
 
-#include "low_bit_centre.h"
+#include "low_bit_level.h"
 
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kCentreBytes = sizeof(float);
+constexpr int64_t kLevelBytes = sizeof(float);
 
-// Bits a value, and centres a group.
-int64_t Levels(DType dtype) { return dtype == DType::kInt2 ? 2 : 1; }
+// Bits a value, and levels a group.
+int64_t CodeBits(DType dtype) { return dtype == DType::kInt2 ? 2 : 1; }
 
 int64_t GroupCount(const Segments& segments) {
   int64_t count = segments.empty() ? 1 : 0;
-  for (const Segment& segment : segments) count += segment.columns;
+  for (const Segment& segment : segments) count += segment.channels;
   return count;
 }
 
@@ -30,8 +30,8 @@ struct Slots {
     size_t at = 0;
     int64_t first = 0;  // group of the segment
     for (int64_t j = 0; j < k; ++j) {
-      for (; at + 1 < segments.size() && indices[j] >= segments[at + 1].begin; ++at) first += segments[at].columns;
-      of[static_cast<size_t>(j)] = first + (indices[j] - segments[at].begin) % segments[at].columns;
+      for (; at + 1 < segments.size() && indices[j] >= segments[at + 1].begin; ++at) first += segments[at].channels;
+      of[static_cast<size_t>(j)] = first + (indices[j] - segments[at].begin) % segments[at].channels;
     }
     std::vector<int64_t> groups = of;
     std::sort(groups.begin(), groups.end());
@@ -62,24 +62,24 @@ Status CheckSegments(const Segments& segments, int64_t n) {
     const int64_t begin = segments[s].begin;
     const int64_t end = s + 1 < segments.size() ? segments[s + 1].begin : n;
     const bool fits = (s > 0 || begin == 0) && begin < end && end <= n;  // so that no difference overflows
-    if (!fits || segments[s].columns < 1 || end - begin < segments[s].columns) {
+    if (!fits || segments[s].channels < 1 || end - begin < segments[s].channels) {
       return Status::InvalidArgument("segment " + std::to_string(s) + " from " + std::to_string(begin) + " to " +
                                      std::to_string(end) + " of n = " + std::to_string(n) + " elements cannot have " +
-                                     std::to_string(segments[s].columns) + " columns");
+                                     std::to_string(segments[s].channels) + " channels");
     }
   }
   return Status::Ok();
 }
 
 int64_t LowBitSize(DType dtype, int64_t k, const Segments& segments) {
-  return kCentreBytes * Levels(dtype) * std::min(k, GroupCount(segments)) + (Levels(dtype) * k + 7) / 8;
+  return kLevelBytes * CodeBits(dtype) * std::min(k, GroupCount(segments)) + (CodeBits(dtype) * k + 7) / 8;
 }
 
-Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, Centre centre,
+Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, Level level,
                       const Segments& segments, float* result) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckIndices(segments, indices, k));
   const Slots slots(segments, indices, k);
-  const bool splits = Levels(dtype) == 2;
+  const bool splits = CodeBits(dtype) == 2;
   std::vector<double> split(static_cast<size_t>(slots.count), 0);
   std::vector<MagnitudeClass> classes(static_cast<size_t>(2 * slots.count));
   const auto class_of = [&](int64_t j) {
@@ -95,14 +95,14 @@ Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DT
     std::transform(whole.begin(), whole.end(), split.begin(), [](const MagnitudeClass& one) { return one.Mean(); });
   }
   for (int64_t j = 0; j < k; ++j) classes[class_of(j)].Add(MagnitudeBits(values[j]));
-  for (int64_t j = 0; j < k; ++j) result[j] = WithSignOf(values[j], classes[class_of(j)].Of(centre));
+  for (int64_t j = 0; j < k; ++j) result[j] = WithSignOf(values[j], classes[class_of(j)].Of(level));
   return Status::Ok();
 }
 
 Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
                    uint8_t* out) {
   const Slots slots(segments, indices, k);
-  const int64_t levels = Levels(dtype);
+  const int64_t code_bits = CodeBits(dtype);
   std::vector<uint32_t> low(static_cast<size_t>(slots.count), kUnsetMagnitude);
   std::vector<uint32_t> high(static_cast<size_t>(slots.count), 0);
   for (int64_t j = 0; j < k; ++j) {
@@ -110,20 +110,20 @@ Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType
     low[slot] = std::min(low[slot], MagnitudeBits(values[j]));
     high[slot] = std::max(high[slot], MagnitudeBits(values[j]));
   }
-  uint8_t* codes = out + LowBitSize(dtype, k, segments) - (levels * k + 7) / 8;
-  for (size_t slot = 0; slot < low.size(); ++slot, out += kCentreBytes * levels) {
+  uint8_t* codes = out + LowBitSize(dtype, k, segments) - (code_bits * k + 7) / 8;
+  for (size_t slot = 0; slot < low.size(); ++slot, out += kLevelBytes * code_bits) {
     std::memcpy(out, &low[slot], sizeof low[slot]);
-    if (levels == 2) std::memcpy(out + kCentreBytes, &high[slot], sizeof high[slot]);
+    if (code_bits == 2) std::memcpy(out + kLevelBytes, &high[slot], sizeof high[slot]);
   }
   for (int64_t j = 0; j < k; ++j) {
     const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
     const uint32_t bits = MagnitudeBits(values[j]);
     const bool is_large = bits != low[slot];
-    if (is_large && (levels == 1 || bits != high[slot])) {
+    if (is_large && (code_bits == 1 || bits != high[slot])) {
       return Status::InvalidArgument("values have more magnitudes in a group than their type; quantize them first");
     }
     const uint32_t code = (FloatToBits(values[j]) >> 31) | (is_large ? 2u : 0u);
-    codes[levels * j / 8] |= static_cast<uint8_t>(code << (levels * j % 8));
+    codes[code_bits * j / 8] |= static_cast<uint8_t>(code << (code_bits * j % 8));
   }
   return Status::Ok();
 }
@@ -131,13 +131,13 @@ Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType
 void ReadLowBit(const uint8_t* section, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
                 float* values) {
   const Slots slots(segments, indices, k);
-  const int64_t levels = Levels(dtype);
-  const uint8_t* codes = section + LowBitSize(dtype, k, segments) - (levels * k + 7) / 8;
+  const int64_t code_bits = CodeBits(dtype);
+  const uint8_t* codes = section + LowBitSize(dtype, k, segments) - (code_bits * k + 7) / 8;
   for (int64_t j = 0; j < k; ++j) {
-    const uint32_t code = codes[levels * j / 8] >> (levels * j % 8);
-    const int64_t level = levels == 2 ? (code >> 1) & 1u : 0;
+    const uint32_t code = codes[code_bits * j / 8] >> (code_bits * j % 8);
+    const int64_t which = code_bits == 2 ? (code >> 1) & 1u : 0;
     uint32_t bits;
-    std::memcpy(&bits, section + kCentreBytes * (levels * slots.of[static_cast<size_t>(j)] + level), sizeof bits);
+    std::memcpy(&bits, section + kLevelBytes * (code_bits * slots.of[static_cast<size_t>(j)] + which), sizeof bits);
     values[j] = BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
   }
 }

@@ -28,7 +28,7 @@ struct PayloadFormat {
   int64_t k = 0;
   Coding coding = Coding::kRunLength;
   DType dtype = DType::kFloat32;  // of the values on the wire
-  Segments segments = {};         // what shares the centres of low-bit values
+  Segments segments = {};         // what shares the levels of low-bit values
 };
 
 // In bytes. InvalidArgument unless 0 < k <= n, k = n for kDense, and the segments fit n.

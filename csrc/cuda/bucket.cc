@@ -25,13 +25,13 @@ const float* JoinedResiduals(const BucketSelection& selection) {
   return joined == selection.plan.n ? selection.parts[0].memory.residual : nullptr;
 }
 
-std::vector<LowBitJob> LowBitJobsOf(const BucketSelections& selections, Centre centre) {
+std::vector<LowBitJob> LowBitJobsOf(const BucketSelections& selections, Level level) {
   std::vector<LowBitJob> jobs;
   for (const BucketSelection& selection : selections) {
-    if (selection.plan.levels == 0) continue;
+    if (selection.plan.code_bits == 0) continue;
     jobs.emplace_back();
     jobs.back().plan = selection.plan;
-    jobs.back().centre = centre;
+    jobs.back().level = level;
   }
   return jobs;
 }
@@ -44,9 +44,9 @@ std::vector<PackJob> PackJobsOf(const BucketSelections& selections) {
 
 // The pieces of a workspace for a bucket, and the jobs of its kernels.
 struct BucketWork {
-  BucketWork(void* base, const BucketSelections& selections, bool active, Centre centre, double* info, bool* finite)
+  BucketWork(void* base, const BucketSelections& selections, bool active, Level level, double* info, bool* finite)
       : select(base, SizesOf(selections)),
-        low_bit_jobs(LowBitJobsOf(selections, centre)),
+        low_bit_jobs(LowBitJobsOf(selections, level)),
         low_bit(static_cast<uint8_t*>(base) + select.size, &low_bit_jobs),
         pack_jobs(PackJobsOf(selections)),
         pack(static_cast<uint8_t*>(base) + select.size + low_bit.size, &pack_jobs),
@@ -123,7 +123,7 @@ struct BucketWork {
       job.values = values + before;
       job.entries = plan.k;
       job.payload = selections[s].payload;
-      if (plan.levels > 0) {
+      if (plan.code_bits > 0) {
         LowBitJob& low = low_bit_jobs[next++];
         low.plan = plan;
         low.indices = indices + before;
@@ -157,15 +157,15 @@ struct BucketWork {
 cudaError_t accumulate_bucket_workspace_size(const BucketSelections& selections, int64_t* size) {
   *size = 0;
   if (selections.empty()) return cudaSuccess;
-  const BucketWork work(nullptr, selections, true, Centre::kMean, nullptr, nullptr);
+  const BucketWork work(nullptr, selections, true, Level::kMean, nullptr, nullptr);
   *size = work.size();
   return work.status;
 }
 
-cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Centre centre, double* info,
+cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Level level, double* info,
                                      bool* finite, void* workspace, cudaStream_t stream) {
   if (selections.empty()) return cudaSuccess;
-  const BucketWork work(workspace, selections, active, centre, info, finite);
+  const BucketWork work(workspace, selections, active, level, info, finite);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.status);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.tables.Upload(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(finite, 1, work.members * sizeof(bool), stream));

@@ -25,7 +25,7 @@ cudaError_t accumulate_bucket_workspace_size(const BucketSelections& selections,
 
 // Updates the memory of the parts, unless not active, selects in it, and packs. info, two a selection: the smallest
 // selected magnitude; how many elements reached the hint, k if there was none. finite, one a part: of each gradient.
-cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Centre centre, double* info,
+cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Level level, double* info,
                                      bool* finite, void* workspace, cudaStream_t stream);
 
 }  // namespace hvd_sparse

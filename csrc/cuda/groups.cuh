@@ -1,4 +1,4 @@
-// Which groups of low-bit values hold any entry, numbered in the order of groups: where their centres lie.
+// Which groups of low-bit values hold any entry, numbered in the order of groups: where their levels lie.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -29,8 +29,8 @@ __device__ inline int64_t GroupOf(const DevicePlan& plan, int64_t index) {
       high = middle - 1;
     }
   }
-  const Columns segment = plan.segments[low];
-  return segment.first + (index - segment.begin) % segment.columns;
+  const Channels segment = plan.segments[low];
+  return segment.first + (index - segment.begin) % segment.channels;
 }
 
 __device__ inline int64_t SlotOf(const DevicePlan& plan, const uint32_t* slots, int64_t index) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kGroupThreads) number_groups_kernel(Batch<Job>
 }
 
 // How many of these a job needs.
-inline int64_t SlotsFor(const DevicePlan& plan) { return plan.levels > 0 && plan.groups > 1 ? plan.groups + 1 : 0; }
+inline int64_t SlotsFor(const DevicePlan& plan) { return plan.code_bits > 0 && plan.groups > 1 ? plan.groups + 1 : 0; }
 
 // `slots`: of all jobs and rows, which lie together.
 template <typename Job>

@@ -1,6 +1,6 @@
 #include "low_bit.h"
 
-#include "../core/low_bit_centre.h"
+#include "../core/low_bit_level.h"
 #include "groups.cuh"
 #include "sort.h"
 #include "warp.cuh"
@@ -58,8 +58,8 @@ __device__ void ForMagnitudes(const LowBitJob& job, int64_t begin, int64_t end, 
   }
 }
 
-// A warp a group: the mean that tells small from large, if there are two centres, and the centres.
-__global__ void __launch_bounds__(kThreads) centres_kernel(Batch<LowBitJob> batch) {
+// A warp a group: the mean that tells small from large, if there are two levels, and the levels.
+__global__ void __launch_bounds__(kThreads) levels_kernel(Batch<LowBitJob> batch) {
   constexpr int kWarps = kThreads / kWarp;
   const Share<LowBitJob> share = ShareOf(batch);
   const LowBitJob& job = share.job;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) centres_kernel(Batch<LowBitJob> batc
     const int64_t begin = job.starts[slot];
     const int64_t end = slot + 1 < slots ? job.starts[slot + 1] : job.plan.k;
     double split = INFINITY;
-    if (job.plan.levels == 2) {
+    if (job.plan.code_bits == 2) {
       MagnitudeClass whole;
       ForMagnitudes(job, begin, end, [&](uint32_t bits) { whole.Add(bits); });
       split = whole.Mean();
@@ -77,17 +77,17 @@ __global__ void __launch_bounds__(kThreads) centres_kernel(Batch<LowBitJob> batc
     MagnitudeClass small;
     MagnitudeClass large;
     ForMagnitudes(job, begin, end, [&](uint32_t bits) {
-      const bool is_large = job.plan.levels == 2 && MagnitudeFromBits(float{}, bits) >= split;
+      const bool is_large = job.plan.code_bits == 2 && MagnitudeFromBits(float{}, bits) >= split;
       (is_large ? large : small).Add(bits);
     });
     if (threadIdx.x % kWarp != 0) continue;
     job.splits[slot] = split;
-    job.centres[2 * slot] = small.Of(job.centre);
-    job.centres[2 * slot + 1] = large.Of(job.centre);
+    job.levels[2 * slot] = small.Of(job.level);
+    job.levels[2 * slot + 1] = large.Of(job.level);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) to_centres_kernel(Batch<LowBitJob> batch) {
+__global__ void __launch_bounds__(kThreads) to_levels_kernel(Batch<LowBitJob> batch) {
   const Share<LowBitJob> share = ShareOf(batch);
   const LowBitJob& job = share.job;
   for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.plan.k;
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kThreads) to_centres_kernel(Batch<LowBitJob> b
     const int64_t slot = job.slots == nullptr ? 0 : SlotOf(job.plan, job.slots, job.indices[j]);
     const float value = job.values[j];
     const double magnitude = MagnitudeFromBits(float{}, MagnitudeBits(value));
-    const bool is_large = job.plan.levels == 2 && magnitude >= job.splits[slot];
-    job.values[j] = WithSignOf(value, job.centres[2 * slot + (is_large ? 1 : 0)]);
+    const bool is_large = job.plan.code_bits == 2 && magnitude >= job.splits[slot];
+    job.values[j] = WithSignOf(value, job.levels[2 * slot + (is_large ? 1 : 0)]);
   }
 }
 
@@ -121,15 +121,15 @@ LowBitWork::LowBitWork(void* base, std::vector<LowBitJob>* jobs) {
   int64_t slots_before = 0;
   int64_t before = 0;
   for (LowBitJob& job : *jobs) {
-    const int64_t centres = std::min(job.plan.k, job.plan.groups);
+    const int64_t levels = std::min(job.plan.k, job.plan.groups);
     job.bits = bits;
     job.tag = jobs->size() > 1 ? static_cast<uint64_t>(blocks.size()) << (bits + group_bits) : 0;
     job.keys = keys + before;
     job.sorted = (slot_count > 0 ? sorted : keys) + before;  // of one group each they ascend as they are
     job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
-    job.starts = workspace.Take<int64_t>(centres);
-    job.splits = workspace.Take<double>(centres);
-    job.centres = workspace.Take<float>(2 * centres);
+    job.starts = workspace.Take<int64_t>(levels);
+    job.splits = workspace.Take<double>(levels);
+    job.levels = workspace.Take<float>(2 * levels);
     slots_before += SlotsFor(job.plan);
     before += job.plan.k;
     blocks.push_back(BlocksFor(job.plan.k));
@@ -152,8 +152,8 @@ cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitW
         sort_numbers_launch(work.keys, work.total, work.sort_bits, work.sort, work.sort_size, work.sorted, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_starts_kernel));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(centres_kernel));
-  return launch(to_centres_kernel);
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(levels_kernel));
+  return launch(to_levels_kernel);
 }
 
 cudaError_t quantize_low_bit_workspace_size(const PayloadPlan& plan, int64_t* size) {
@@ -166,12 +166,12 @@ cudaError_t quantize_low_bit_workspace_size(const PayloadPlan& plan, int64_t* si
   return work.status;
 }
 
-cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Centre centre, const int64_t* indices, float* values,
+cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Level level, const int64_t* indices, float* values,
                                     void* workspace, cudaStream_t stream) {
   if (plan.k == 0) return cudaSuccess;
   std::vector<LowBitJob> jobs(1);
   jobs[0].plan = plan;
-  jobs[0].centre = centre;
+  jobs[0].level = level;
   jobs[0].indices = indices;
   jobs[0].values = values;
   const LowBitWork work(workspace, &jobs);

@@ -14,7 +14,7 @@ namespace hvd_sparse {
 // k values of elements at ascending indices, changed in place.
 struct LowBitJob {
   DevicePlan plan;  // n, k and the groups of it
-  Centre centre;
+  Level level;
   const int64_t* indices;  // unread if there is one group
   float* values;
   uint64_t tag;            // of this job, above the bits of its groups and entries
@@ -23,7 +23,7 @@ struct LowBitJob {
   uint32_t* slots;         // of its groups; null if there is one
   int64_t* starts;         // of each group that holds entries, where these begin among the sorted
   double* splits;          // [slots]: what tells small from large
-  float* centres;          // [slots, 2]
+  float* levels;           // [slots, 2]
   int bits;                // of an entry's number
 };
 
@@ -46,9 +46,9 @@ struct LowBitWork {
 
 cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitWork& work, cudaStream_t stream);
 
-// One job alone; of it plan, centre and indices are read.
+// One job alone; of it plan, level and indices are read.
 cudaError_t quantize_low_bit_workspace_size(const PayloadPlan& plan, int64_t* size);
-cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Centre centre, const int64_t* indices, float* values,
+cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Level level, const int64_t* indices, float* values,
                                     void* workspace, cudaStream_t stream);
 
 }  // namespace hvd_sparse

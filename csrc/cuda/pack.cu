@@ -112,11 +112,11 @@ __global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) 
   }
 }
 
-// The smallest and the largest magnitude of each group: its centres.
+// The smallest and the largest magnitude of each group: its levels.
 __global__ void __launch_bounds__(kThreads) extremes_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const PackJob& job = share.job;
-  if (job.plan.levels == 0) return;
+  if (job.plan.code_bits == 0) return;
   const auto* values = static_cast<const float*>(job.values);
   for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.entries;
        j += int64_t{share.blocks} * kThreads) {
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kThreads) extremes_kernel(Batch<PackJob> batch
   }
 }
 
-// A byte of codes: a sign each, and where there are two centres, whether it is the larger.
+// A byte of codes: a sign each, and where there are two levels, whether it is the larger.
 __device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
   const auto* values = static_cast<const float*>(job.values);
-  const int each = 8 / job.plan.levels;
+  const int each = 8 / job.plan.code_bits;
   uint32_t codes = 0;
   for (int e = 0; e < each; ++e) {
     const int64_t j = byte * each + e;
@@ -139,8 +139,8 @@ __device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
     const int64_t slot = SlotOf(job.plan, job.slots, job.indices[j]);
     const uint32_t bits = MagnitudeBits(values[j]);
     const bool is_large = bits != job.least[slot];
-    if (is_large && (job.plan.levels == 1 || bits != job.largest[slot])) job.state->refused = true;
-    codes |= (FloatToBits(values[j]) >> 31 | (is_large ? 2u : 0u)) << (e * job.plan.levels);
+    if (is_large && (job.plan.code_bits == 1 || bits != job.largest[slot])) job.state->refused = true;
+    codes |= (FloatToBits(values[j]) >> 31 | (is_large ? 2u : 0u)) << (e * job.plan.code_bits);
   }
   return static_cast<uint8_t>(codes);
 }
@@ -149,27 +149,27 @@ __device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
 __global__ void __launch_bounds__(kThreads) low_bit_values_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const PackJob& job = share.job;
-  if (job.plan.levels == 0 || job.entries == 0) return;
+  if (job.plan.code_bits == 0 || job.entries == 0) return;
   const int64_t thread = int64_t{share.block} * kThreads + threadIdx.x;
   const int64_t threads = int64_t{share.blocks} * kThreads;
   const int64_t slots = job.slots == nullptr ? 1 : job.slots[job.plan.groups];
   for (int64_t slot = thread; slot < slots; slot += threads) {
-    const int64_t at = job.plan.values_at + 4 * job.plan.levels * slot;
+    const int64_t at = job.plan.values_at + 4 * job.plan.code_bits * slot;
     StoreAs(job.payload, at, job.least[slot]);
-    if (job.plan.levels == 2) StoreAs(job.payload, at + 4, job.largest[slot]);
+    if (job.plan.code_bits == 2) StoreAs(job.payload, at + 4, job.largest[slot]);
   }
-  const int64_t bytes = (job.plan.levels * job.entries + 7) / 8;
+  const int64_t bytes = (job.plan.code_bits * job.entries + 7) / 8;
   for (int64_t byte = thread; byte < bytes; byte += threads) {
     job.payload[job.plan.codes_at + byte] = CodesAt(job, byte);
   }
 }
 
 cudaError_t WriteLowBitValues(const Batch<PackJob>& batch, const PackWork& work, cudaStream_t stream) {
-  if (work.centre_count == 0) return cudaSuccess;
-  const auto bytes = static_cast<size_t>(work.centre_count) * sizeof(uint32_t);
+  if (work.level_count == 0) return cudaSuccess;
+  const auto bytes = static_cast<size_t>(work.level_count) * sizeof(uint32_t);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(NumberGroups(batch, 1, work.slots, work.slot_count, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.least, 0xff, bytes, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.least + work.centre_count, 0, bytes, stream));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(work.least + work.level_count, 0, bytes, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(extremes_kernel, batch.blocks, kThreads, stream, batch));
   return Launch(low_bit_values_kernel, batch.blocks, kThreads, stream, batch);
 }
@@ -186,20 +186,20 @@ PackWork::PackWork(void* base, std::vector<PackJob>* jobs) {
   Workspace workspace(base);
   for (const PackJob& job : *jobs) {
     slot_count += SlotsFor(job.plan);
-    if (job.plan.levels > 0) centre_count += std::min(job.plan.k, job.plan.groups);
+    if (job.plan.code_bits > 0) level_count += std::min(job.plan.k, job.plan.groups);
   }
   auto* states = workspace.Take<PackState>(static_cast<int64_t>(jobs->size()));
   slots = workspace.Take<uint32_t>(slot_count);
-  least = workspace.Take<uint32_t>(2 * centre_count);
+  least = workspace.Take<uint32_t>(2 * level_count);
   int64_t slots_before = 0;
-  int64_t centres_before = 0;
+  int64_t levels_before = 0;
   for (PackJob& job : *jobs) {
     job.state = states + blocks.size();
     job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
-    job.least = least + centres_before;
-    job.largest = job.least + centre_count;
+    job.least = least + levels_before;
+    job.largest = job.least + level_count;
     slots_before += SlotsFor(job.plan);
-    if (job.plan.levels > 0) centres_before += std::min(job.plan.k, job.plan.groups);
+    if (job.plan.code_bits > 0) levels_before += std::min(job.plan.k, job.plan.groups);
     blocks.push_back(BlocksFor(job.plan.size, 8 * kThreads));
   }
   size = workspace.used();

@@ -37,7 +37,7 @@ struct PackWork {
   uint32_t* slots;
   int64_t slot_count = 0;
   uint32_t* least;  // with `largest` behind it
-  int64_t centre_count = 0;
+  int64_t level_count = 0;
   int64_t size;
 };
 

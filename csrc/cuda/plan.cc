@@ -42,22 +42,22 @@ Status MakePlan(const PayloadFormat& format, PayloadPlan* plan) {
   plan->values_at = ValuesAt(format);
   plan->checksum_start = ChecksumStart(size);
   SetGroups(format.dtype, format.segments, plan);
-  if (plan->levels > 0) {
-    const int64_t codes = (plan->levels * k + 7) / 8;
+  if (plan->code_bits > 0) {
+    const int64_t codes = (plan->code_bits * k + 7) / 8;
     plan->codes_at = plan->values_at + LowBitSize(format.dtype, k, format.segments) - codes;
   }
   return Status::Ok();
 }
 
 void SetGroups(DType dtype, const Segments& segments, PayloadPlan* plan) {
-  plan->levels = dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0;
+  plan->code_bits = dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0;
   plan->groups = 1;
-  plan->columns.clear();
-  if (plan->levels == 0 || segments.empty()) return;
+  plan->channels.clear();
+  if (plan->code_bits == 0 || segments.empty()) return;
   plan->groups = 0;
   for (const Segment& segment : segments) {
-    plan->columns.push_back({segment.begin, segment.columns, plan->groups});
-    plan->groups += segment.columns;
+    plan->channels.push_back({segment.begin, segment.channels, plan->groups});
+    plan->groups += segment.channels;
   }
 }
 

@@ -9,10 +9,10 @@
 
 namespace hvd_sparse {
 
-// A segment of low-bit values, as core/low_bit.h has them, and its first column's number among all groups.
-struct Columns {
+// A segment of low-bit values, as core/low_bit.h has them, and its first channel's number among all groups.
+struct Channels {
   int64_t begin;
-  int64_t columns;
+  int64_t channels;
   int64_t first;
 };
 
@@ -33,16 +33,16 @@ struct DevicePlan {
   int64_t bits_at;      // one bit set for each entry: Elias-Fano's upper section, or a bitmap
   int64_t bits;
   int64_t values_at;
-  uint32_t checksum_start;  // what joins the remainder of the bytes, to make their checksum
-  int levels;               // of low-bit values: bits each, and centres a group; 0 of others
-  int64_t groups;           // that share centres
-  int64_t codes_at;         // behind the centres of as many groups as could be met
-  const Columns* segments;  // on the device; null: all elements are one group
+  uint32_t checksum_start;   // what joins the remainder of the bytes, to make their checksum
+  int code_bits;             // of low-bit values: bits each, and levels a group; 0 of others
+  int64_t groups;            // that share levels
+  int64_t codes_at;          // behind the levels of as many groups as could be met
+  const Channels* segments;  // on the device; null: all elements are one group
   int64_t segment_count;
 };
 
 struct PayloadPlan : DevicePlan {
-  std::vector<Columns> columns;  // what is to lie at `segments`
+  std::vector<Channels> channels;  // what is to lie at `segments`
 };
 
 // InvalidArgument as PayloadSize.
@@ -54,9 +54,9 @@ void SetGroups(DType dtype, const Segments& segments, PayloadPlan* plan);
 // The plan for kernels: its segments will be where the tables put them.
 inline DevicePlan ForDevice(const PayloadPlan& plan, Tables* tables) {
   DevicePlan result = plan;
-  if (plan.columns.empty()) return result;
-  result.segments = tables->Add(plan.columns);
-  result.segment_count = static_cast<int64_t>(plan.columns.size());
+  if (plan.channels.empty()) return result;
+  result.segments = tables->Add(plan.channels);
+  result.segment_count = static_cast<int64_t>(plan.channels.size());
   return result;
 }
 

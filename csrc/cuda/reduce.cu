@@ -17,10 +17,10 @@ __device__ float LowBitAt(const DecodeJob& job, int64_t row, const uint8_t* payl
   const DevicePlan& plan = job.plan;
   const uint32_t* slots = job.rows.slots == nullptr ? nullptr : job.rows.slots + row * (plan.groups + 1);
   const int64_t slot = SlotOf(plan, slots, index);
-  const int64_t bit = plan.levels * j;
+  const int64_t bit = plan.code_bits * j;
   const auto code = static_cast<uint32_t>(ReadBytes(payload, plan.size, plan.codes_at + bit / 8, 1) >> (bit % 8));
-  const int64_t level = plan.levels == 2 ? (code >> 1) & 1u : 0;
-  const int64_t at = plan.values_at + 4 * (plan.levels * slot + level);
+  const int64_t which = plan.code_bits == 2 ? (code >> 1) & 1u : 0;
+  const int64_t at = plan.values_at + 4 * (plan.code_bits * slot + which);
   const auto bits = static_cast<uint32_t>(ReadBytes(payload, plan.size, at, 4));
   return BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
 }
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) finish_reduce_kernel(Batch<DecodeJob
   if (share.block == 0 && threadIdx.x == 0) Record(failure, status);
 }
 
-__global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch, float kept, DecodeStatus* status) {
+__global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch, float retained, DecodeStatus* status) {
   const Share<DecodeJob> share = ShareOf(batch);
   const DecodeJob& job = share.job;
   const int64_t first = int64_t{share.block} * kThreads + threadIdx.x;
@@ -148,9 +148,9 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch,
     const Memory memory = finder.Find(index);
     if (memory.residual == nullptr) continue;
     const bool is_exact = job.plan.dtype == DType::kFloat32;
-    const float sent = is_exact && kept == 0 ? 0.0f : FloatAt(job, 0, job.data, j, index);
+    const float sent = is_exact && retained == 0 ? 0.0f : FloatAt(job, 0, job.data, j, index);
     *memory.residual = is_exact ? 0.0f : *memory.residual - sent;
-    if (kept != 0) *memory.residual += kept * sent;
+    if (retained != 0) *memory.residual += retained * sent;
     if (memory.velocity != nullptr) *memory.velocity = 0.0f;
   }
 }
@@ -267,13 +267,13 @@ cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int
   return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
 }
 
-cudaError_t clear_launch(const ReduceSelections& selections, float kept, DecodeStatus* status, void* workspace,
+cudaError_t clear_launch(const ReduceSelections& selections, float retained, DecodeStatus* status, void* workspace,
                          cudaStream_t stream) {
   if (selections.empty()) return cudaSuccess;
   const ReduceWork work(workspace, selections, 0, 1);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
-  return Launch(clear_kernel, work.batch.blocks, kThreads, stream, work.batch, kept, status);
+  return Launch(clear_kernel, work.batch.blocks, kThreads, stream, work.batch, retained, status);
 }
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks) {

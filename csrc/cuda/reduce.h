@@ -30,8 +30,8 @@ int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks)
 cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
                           DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// Takes what payloads of the rank's own say out of the memory, as below; then `kept` times what was sent is added.
-cudaError_t clear_launch(const ReduceSelections& selections, float kept, DecodeStatus* status, void* workspace,
+// Takes what payloads of the rank's own say out of the memory, as below; then `retained` times what was sent is added.
+cudaError_t clear_launch(const ReduceSelections& selections, float retained, DecodeStatus* status, void* workspace,
                          cudaStream_t stream);
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks);

@@ -1,5 +1,5 @@
 // The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework: call, report. Sizes and
-// types of arrays are the caller's business; coding, value type and centre are numbers of the wire, which it has
+// types of arrays are the caller's business; coding, value type and level are numbers of the wire, which it has
 // checked.
 #include <algorithm>
 
@@ -79,14 +79,14 @@ HVD_SPARSE_API int hvd_sparse_select_top_k(const float* values, int64_t n, int64
 }
 
 // form->k values at indices, as they will be decoded: result[k].
-HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t centre, const float* values,
+HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t level, const float* values,
                                        const int64_t* indices, float* result, char* message) {
   const hvd_sparse::PayloadFormat format = FormatOf(*form);
   if (!hvd_sparse::IsLowBit(format.dtype)) {
     hvd_sparse::Quantize(values, format.k, format.dtype, result);
     return 0;
   }
-  const auto kind = static_cast<hvd_sparse::Centre>(centre);
+  const auto kind = static_cast<hvd_sparse::Level>(level);
   return Report(hvd_sparse::QuantizeLowBit(values, indices, format.k, format.dtype, kind, format.segments, result),
                 message);
 }

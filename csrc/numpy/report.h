@@ -15,7 +15,7 @@ struct HvdSparseForm {
   int64_t k;
   int32_t coding;
   int32_t dtype;
-  const int64_t* segments;  // pairs of begin and columns
+  const int64_t* segments;  // pairs of begin and channels
   int64_t segment_count;
 };
 

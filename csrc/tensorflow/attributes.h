@@ -47,15 +47,15 @@ absl::Status GetFormat(Source* source, PayloadFormat* format) {
 template <typename Source>
 absl::Status GetBucketForm(Source* source, bool may_be_joint, BucketForm* form) {
   TF_RETURN_IF_ERROR(GetFormat(source, &form->format));
-  TF_RETURN_IF_ERROR(source->GetAttr("columns", &form->columns));
+  TF_RETURN_IF_ERROR(source->GetAttr("channels", &form->channels));
   return may_be_joint ? source->GetAttr("joint", &form->joint) : absl::OkStatus();
 }
 
 template <typename Source>
-absl::Status GetCentre(Source* source, Centre* centre) {
+absl::Status GetLevel(Source* source, Level* level) {
   std::string name;
-  TF_RETURN_IF_ERROR(source->GetAttr("centre", &name));
-  *centre = name == "min" ? Centre::kMin : Centre::kMean;
+  TF_RETURN_IF_ERROR(source->GetAttr("level", &name));
+  *level = name == "min" ? Level::kMin : Level::kMean;
   return absl::OkStatus();
 }
 

@@ -32,7 +32,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
       : AccumulatingKernel(construction, "accumulate_bucket", copy) {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
-    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
+    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
   }
 
  protected:
@@ -45,7 +45,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
   };
 
   // Fills the payloads; info, two a selection; finite, one a part.
-  virtual absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Centre centre,
+  virtual absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Level level,
                             double* info, bool* finite) const = 0;
 
   absl::Status Run(const Call& call) const final {
@@ -68,7 +68,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     for (const SelectionLayout& selection : layout.selections) {
       TF_RETURN_IF_ERROR(Open(call, lists, selection, numbers, message, &jobs, &fillings));
     }
-    return Fill(call, fillings, lists.is_active, centre_, info, finite);
+    return Fill(call, fillings, lists.is_active, level_, info, finite);
   }
 
  private:
@@ -103,7 +103,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
   }
 
   BucketForm form_;
-  Centre centre_ = Centre::kMean;
+  Level level_ = Level::kMean;
 };
 
 class ClearBucketBase : public Kernel {
@@ -111,7 +111,7 @@ class ClearBucketBase : public Kernel {
   explicit ClearBucketBase(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
       : Kernel(construction, "clear_bucket", copy) {
     OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("kept", &kept_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("retained", &retained_));
   }
 
  protected:
@@ -124,7 +124,7 @@ class ClearBucketBase : public Kernel {
 
   virtual absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const = 0;
 
-  float kept_ = 0;  // of what was sent, in the residual
+  float retained_ = 0;  // of what was sent, in the residual
 
   absl::Status Run(const Call& call) const final {
     bool is_void = false;

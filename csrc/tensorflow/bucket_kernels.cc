@@ -11,11 +11,11 @@ class AccumulateBucketKernel : public AccumulateBucketBase {
   using AccumulateBucketBase::AccumulateBucketBase;
 
  protected:
-  absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Centre centre, double* info,
+  absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Level level, double* info,
                     bool* finite) const override {
     for (const Filling& filling : fillings) {
       Selection found;
-      TF_RETURN_IF_ERROR(call.Report(AccumulateAndPack(filling.parts, active, filling.select, filling.format, centre,
+      TF_RETURN_IF_ERROR(call.Report(AccumulateAndPack(filling.parts, active, filling.select, filling.format, level,
                                                        call.Pool(), filling.payload, finite, &found)));
       finite += filling.parts.size();
       *info++ = found.threshold;
@@ -32,7 +32,7 @@ class ClearBucketKernel : public ClearBucketBase {
  protected:
   absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const override {
     for (const Clearing& clearing : clearings) {
-      TF_RETURN_IF_ERROR(call.Report(ClearSent(clearing.format, clearing.payload, clearing.slices, kept_)));
+      TF_RETURN_IF_ERROR(call.Report(ClearSent(clearing.format, clearing.payload, clearing.slices, retained_)));
     }
     return absl::OkStatus();
   }

@@ -18,7 +18,7 @@ class CudaAccumulateBucketKernel : public AccumulateBucketBase {
       : AccumulateBucketBase(construction, CopyOnDevice) {}
 
  protected:
-  absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Centre centre, double* info,
+  absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Level level, double* info,
                     bool* finite) const override {
     BucketSelections selections;
     for (const Filling& filling : fillings) {
@@ -32,7 +32,7 @@ class CudaAccumulateBucketKernel : public AccumulateBucketBase {
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(CudaStatus(accumulate_bucket_workspace_size(selections, &size)));
     TF_RETURN_IF_ERROR(work.Allocate(size, &workspace));
-    return CudaStatus(accumulate_bucket_launch(selections, active, centre, info, finite, workspace, work.stream()));
+    return CudaStatus(accumulate_bucket_launch(selections, active, level, info, finite, workspace, work.stream()));
   }
 };
 
@@ -53,7 +53,7 @@ class CudaClearBucketKernel : public ClearBucketBase {
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, 1), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(clear_launch(selections, kept_, status, workspace, work.stream()));
+    return CudaStatus(clear_launch(selections, retained_, status, workspace, work.stream()));
   }
 };
 

@@ -160,7 +160,7 @@ class QuantizeKernel : public Kernel {
  public:
   explicit QuantizeKernel(OpKernelConstruction* construction) : Kernel(construction, "quantize") {
     std::string value_dtype;
-    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
+    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
     OP_REQUIRES_OK(construction, construction->GetAttr("value_dtype", &value_dtype));
     dtype_ = ParseDType(value_dtype);
   }
@@ -179,7 +179,7 @@ class QuantizeKernel : public Kernel {
     const int64_t n = values.NumElements();
     if (!segments.empty() && count != n) return call.Invalid(count, " indices but ", n, " values, and segments");
     if (IsLowBit(dtype_)) {
-      return call.Report(QuantizeLowBit(from, indices, n, dtype_, centre_, segments, quantized));
+      return call.Report(QuantizeLowBit(from, indices, n, dtype_, level_, segments, quantized));
     }
     Quantize(from, n, dtype_, quantized);
     return absl::OkStatus();
@@ -187,7 +187,7 @@ class QuantizeKernel : public Kernel {
 
  private:
   DType dtype_ = DType::kFloat32;
-  Centre centre_ = Centre::kMean;
+  Level level_ = Level::kMean;
 };
 
 class TokenKernel : public Kernel {

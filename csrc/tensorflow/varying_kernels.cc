@@ -15,7 +15,7 @@ class FilterBucketKernel : public AccumulatingKernel {
   explicit FilterBucketKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "filter_bucket") {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
-    OP_REQUIRES_OK(construction, GetCentre(construction, &centre_));
+    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
   }
 
  protected:
@@ -41,7 +41,7 @@ class FilterBucketKernel : public AccumulatingKernel {
       TF_RETURN_IF_ERROR(OpenMember(call, lists, i, numbers.factors[i], &job));
       TF_RETURN_IF_ERROR(call.Report(FilterAndPack(
           {job.gradient, job.params, job.memory, 0}, job.is_active, {numbers.thresholds[i], numbers.ks[i]},
-          formats[static_cast<size_t>(i)], centre_, call.Pool(), &message, finite + i, &found)));
+          formats[static_cast<size_t>(i)], level_, call.Pool(), &message, finite + i, &found)));
       *info++ = found.threshold;
       *info++ = static_cast<double>(found.count);
     }
@@ -66,7 +66,7 @@ class FilterBucketKernel : public AccumulatingKernel {
   }
 
   BucketForm form_;
-  Centre centre_ = Centre::kMean;
+  Level level_ = Level::kMean;
 };
 
 class ReduceLocatedBucketKernel : public Kernel {

@@ -61,9 +61,9 @@ inline DType ParseDType(const char* op, const std::string& name) {
   return DType::kBFloat16;
 }
 
-inline Centre ParseCentre(const char* op, const std::string& name) {
-  TORCH_CHECK_VALUE(name == "mean" || name == "min", "hvd_sparse.", op, ": centre must be mean or min, got ", name);
-  return name == "min" ? Centre::kMin : Centre::kMean;
+inline Level ParseLevel(const char* op, const std::string& name) {
+  TORCH_CHECK_VALUE(name == "mean" || name == "min", "hvd_sparse.", op, ": level must be mean or min, got ", name);
+  return name == "min" ? Level::kMin : Level::kMean;
 }
 
 inline Coding ParseCoding(const char* op, const std::string& name) {

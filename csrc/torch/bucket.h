@@ -28,16 +28,16 @@ inline void CheckHints(const char* op, const Tensor& hints, size_t selections) {
                     "hvd_sparse.", op, ": hints must be [", selections, ", 3], got ", hints.sizes());
 }
 
-inline BucketForm ParseForm(const char* op, IntArrayRef sizes, IntArrayRef columns, bool joint,
+inline BucketForm ParseForm(const char* op, IntArrayRef sizes, IntArrayRef channels, bool joint,
                             const std::string& coding, const std::string& value_dtype) {
-  return {sizes.vec(), columns.vec(), joint, ParseFormat(op, 0, 0, coding, value_dtype, {})};
+  return {sizes.vec(), channels.vec(), joint, ParseFormat(op, 0, 0, coding, value_dtype, {})};
 }
 
 // The payloads of members whose numbers of entries vary, but for these.
-inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef columns,
+inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef channels,
                                             const std::string& coding, const std::string& value_dtype) {
   std::vector<PayloadFormat> formats;
-  Raise(op, MemberFormats(ParseForm(op, sizes, columns, false, coding, value_dtype), &formats));
+  Raise(op, MemberFormats(ParseForm(op, sizes, channels, false, coding, value_dtype), &formats));
   return formats;
 }
 

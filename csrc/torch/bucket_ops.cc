@@ -12,18 +12,18 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
                                               TensorList parameters, at::ArrayRef<double> factors, double momentum,
                                               bool nesterov, at::ArrayRef<double> weight_decays, int64_t seed,
                                               Tensor hints, Tensor out, IntArrayRef sizes, IntArrayRef ks,
-                                              IntArrayRef columns, bool joint, IntArrayRef members,
+                                              IntArrayRef channels, bool joint, IntArrayRef members,
                                               const std::string& coding, const std::string& value_dtype,
-                                              const std::string& centre) {
+                                              const std::string& level) {
   const char* op = "accumulate_bucket";
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   in.Check(op, bucket.members());
   CheckTensor(op, "hints", hints, at::kDouble);
   CheckHints(op, hints, ks.size());
   CheckTensor(op, "out", out, at::kByte);
   bucket.CheckBytes("out", out.numel());
-  const Centre kind = ParseCentre(op, centre);
+  const Level kind = ParseLevel(op, level);
   Tensor info = at::empty({static_cast<int64_t>(bucket.selections().size()), 2}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(bucket.members())}, at::kBool);
   auto* row = info.mutable_data_ptr<double>();
@@ -44,25 +44,26 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
 }
 
 void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef sizes,
-                   IntArrayRef ks, IntArrayRef columns, bool joint, IntArrayRef members, const std::string& coding,
-                   const std::string& value_dtype, double kept) {
+                   IntArrayRef ks, IntArrayRef channels, bool joint, IntArrayRef members, const std::string& coding,
+                   const std::string& value_dtype, double retained) {
   const char* op = "clear_bucket";
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   const size_t count = bucket.members();
   CheckCounts(op, "member", count, {residuals.size(), velocities.empty() ? count : velocities.size()});
   CheckTensor(op, "message", message, at::kByte);
   bucket.CheckBytes("message", message.numel());
   for (const SelectionLayout& selection : bucket.selections()) {
-    Raise(op, ClearSent(selection.format, message.const_data_ptr<uint8_t>() + selection.offset,
-                        MemoryOf(op, bucket, selection, residuals, velocities, at::kCPU), static_cast<float>(kept)));
+    Raise(op,
+          ClearSent(selection.format, message.const_data_ptr<uint8_t>() + selection.offset,
+                    MemoryOf(op, bucket, selection, residuals, velocities, at::kCPU), static_cast<float>(retained)));
   }
 }
 
 void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntArrayRef sizes, IntArrayRef ks,
-                    IntArrayRef columns, bool joint, IntArrayRef members, const std::string& coding,
+                    IntArrayRef channels, bool joint, IntArrayRef members, const std::string& coding,
                     const std::string& value_dtype) {
   const char* op = "reduce_bucket";
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   CheckCounts(op, "member", bucket.members(), {outs.size()});
   CheckTensor(op, "gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0, "hvd_sparse.", op,
@@ -87,13 +88,13 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "accumulate_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
       "float[] factors, float momentum, bool nesterov, float[] weight_decays, int seed, Tensor(c!) hints, "
-      "Tensor(d!) out, int[] sizes, int[] ks, int[] columns, bool joint, int[] members, str coding, str value_dtype, "
-      "str centre) -> (Tensor, Tensor)");
+      "Tensor(d!) out, int[] sizes, int[] ks, int[] channels, bool joint, int[] members, str coding, str value_dtype, "
+      "str level) -> (Tensor, Tensor)");
   m.def(
       "clear_bucket(Tensor message, Tensor(a!)[] residuals, Tensor(b!)[] velocities, int[] sizes, int[] ks, "
-      "int[] columns, bool joint, int[] members, str coding, str value_dtype, float kept) -> ()");
+      "int[] channels, bool joint, int[] members, str coding, str value_dtype, float retained) -> ()");
   m.def(
-      "reduce_bucket(Tensor gathered, Tensor(a!)[] outs, float scale, int[] sizes, int[] ks, int[] columns, "
+      "reduce_bucket(Tensor gathered, Tensor(a!)[] outs, float scale, int[] sizes, int[] ks, int[] channels, "
       "bool joint, int[] members, str coding, str value_dtype) -> ()");
 }
 

@@ -21,13 +21,13 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
                                               TensorList parameters, at::ArrayRef<double> factors, double momentum,
                                               bool nesterov, at::ArrayRef<double> weight_decays, int64_t seed,
                                               Tensor hints, Tensor out, IntArrayRef sizes, IntArrayRef ks,
-                                              IntArrayRef columns, bool joint, IntArrayRef members,
+                                              IntArrayRef channels, bool joint, IntArrayRef members,
                                               const std::string& coding, const std::string& value_dtype,
-                                              const std::string& centre) {
+                                              const std::string& level) {
   const CudaCall call("accumulate_bucket", "out", out);
   const char* op = call.op();
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   in.Check(op, bucket.members());
   call.CheckTensorHere("hints", hints, at::kDouble);
   CheckHints(op, hints, ks.size());
@@ -52,17 +52,17 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
   const Tensor workspace = call.Bytes(size);
   Tensor info = call.Empty({static_cast<int64_t>(selections.size()), 2}, at::kDouble);
   Tensor finite = call.Empty({static_cast<int64_t>(bucket.members())}, at::kBool);
-  call.Run(accumulate_bucket_launch(selections, true, ParseCentre(op, centre), info.mutable_data_ptr<double>(),
+  call.Run(accumulate_bucket_launch(selections, true, ParseLevel(op, level), info.mutable_data_ptr<double>(),
                                     finite.mutable_data_ptr<bool>(), workspace.data_ptr(), call.stream()));
   return {info, finite};
 }
 
 void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList velocities, IntArrayRef sizes,
-                   IntArrayRef ks, IntArrayRef columns, bool joint, IntArrayRef members, const std::string& coding,
-                   const std::string& value_dtype, double kept) {
+                   IntArrayRef ks, IntArrayRef channels, bool joint, IntArrayRef members, const std::string& coding,
+                   const std::string& value_dtype, double retained) {
   const CudaCall call("clear_bucket", "message", message);
   const char* op = call.op();
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   const size_t count = bucket.members();
   CheckCounts(op, "member", count, {residuals.size(), velocities.empty() ? count : velocities.size()});
   call.CheckTensorHere("message", message, at::kByte);
@@ -73,15 +73,15 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
                     MemoryOf(op, bucket, selection, residuals, velocities, call.device())});
   }
   const Tensor workspace = call.Bytes(reduce_workspace_size(sent, 1));
-  call.Run(clear_launch(sent, static_cast<float>(kept), call.decode_status(), workspace.data_ptr(), call.stream()));
+  call.Run(clear_launch(sent, static_cast<float>(retained), call.decode_status(), workspace.data_ptr(), call.stream()));
 }
 
 void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntArrayRef sizes, IntArrayRef ks,
-                    IntArrayRef columns, bool joint, IntArrayRef members, const std::string& coding,
+                    IntArrayRef channels, bool joint, IntArrayRef members, const std::string& coding,
                     const std::string& value_dtype) {
   const CudaCall call("reduce_bucket", "gathered", gathered);
   const char* op = call.op();
-  const Bucket bucket(op, ParseForm(op, sizes, columns, joint, coding, value_dtype), ks, members);
+  const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   CheckCounts(op, "member", bucket.members(), {outs.size()});
   call.CheckTensorHere("gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0 && gathered.size(0) < kMostRanks, "hvd_sparse.", op,

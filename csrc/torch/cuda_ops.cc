@@ -184,11 +184,11 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
 
 // Where payloads lie, and how large they are, the host has to know before it can read them: it waits for their headers.
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
-                        const std::string& value_dtype, at::IntArrayRef columns) {
+                        const std::string& value_dtype, at::IntArrayRef channels) {
   static const auto on_host = c10::Dispatcher::singleton()
                                   .findSchemaOrThrow("hvd_sparse::locate_payloads", "")
                                   .typed<decltype(LocatePayloadsOp)>();
-  return on_host.call(gathered.cpu(), ns, ranks, coding, value_dtype, columns);
+  return on_host.call(gathered.cpu(), ns, ranks, coding, value_dtype, channels);
 }
 
 void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Tensor out, double scale,
@@ -215,7 +215,7 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
 }
 
 // Changes k values of elements at the indices, which are not looked at where there are no segments.
-void QuantizeLowBitHere(const CudaCall& call, Tensor& values, const Tensor& indices, DType dtype, Centre centre,
+void QuantizeLowBitHere(const CudaCall& call, Tensor& values, const Tensor& indices, DType dtype, Level level,
                         const Segments& segments) {
   PayloadPlan plan{};
   plan.n = kMaxElements;
@@ -225,15 +225,15 @@ void QuantizeLowBitHere(const CudaCall& call, Tensor& values, const Tensor& indi
   int64_t size = 0;
   call.Run(quantize_low_bit_workspace_size(plan, &size));
   const Tensor workspace = call.Bytes(size);
-  call.Run(quantize_low_bit_launch(plan, centre, indices.const_data_ptr<int64_t>(), values.mutable_data_ptr<float>(),
+  call.Run(quantize_low_bit_launch(plan, level, indices.const_data_ptr<int64_t>(), values.mutable_data_ptr<float>(),
                                    workspace.data_ptr(), call.stream()));
 }
 
-Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
+Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& level,
                   const std::optional<Tensor>& indices, const std::optional<Tensor>& segments) {
   const CudaCall call("quantize", "values", values);
   call.CheckTensorHere("values", values, at::kFloat);
-  const Centre kind = ParseCentre(call.op(), centre);
+  const Level kind = ParseLevel(call.op(), level);
   const Tensor places = indices.value_or(call.Empty({0}, at::kLong));
   call.CheckTensorHere("indices", places, at::kLong);
   const Segments groups = ParseSegments(call.op(), segments);

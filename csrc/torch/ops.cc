@@ -116,10 +116,10 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
 }
 
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
-                        const std::string& value_dtype, at::IntArrayRef columns) {
+                        const std::string& value_dtype, at::IntArrayRef channels) {
   CheckTensor("locate_payloads", "gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
-  std::vector<PayloadFormat> members = FormatsOf("locate_payloads", ns, columns, coding, value_dtype);
+  std::vector<PayloadFormat> members = FormatsOf("locate_payloads", ns, channels, coding, value_dtype);
   Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);
   auto* offsets = found.mutable_data_ptr<int64_t>();
   Raise("locate_payloads", LocatePayloads(std::move(members), ranks, gathered.const_data_ptr<uint8_t>(),
@@ -152,10 +152,10 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
                           {{0, n, out.mutable_data_ptr<float>()}}));
 }
 
-Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& centre,
+Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const std::string& level,
                   const std::optional<Tensor>& indices, const std::optional<Tensor>& segments) {
   CheckTensor("quantize", "values", values, at::kFloat);
-  const Centre kind = ParseCentre("quantize", centre);
+  const Level kind = ParseLevel("quantize", level);
   const Tensor places = indices.value_or(at::empty({0}, at::kLong));
   CheckTensor("quantize", "indices", places, at::kLong);
   const Segments groups = ParseSegments("quantize", segments);
@@ -192,11 +192,11 @@ TORCH_LIBRARY(hvd_sparse, m) {
   m.def(
       "reduce_payloads(Tensor gathered, int offset, int n, int k, Tensor(a!) out, float scale, str coding, "
       "str value_dtype, Tensor? segments) -> ()");
-  m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype, int[] columns) -> Tensor");
+  m.def("locate_payloads(Tensor gathered, int[] ns, int ranks, str coding, str value_dtype, int[] channels) -> Tensor");
   m.def(
       "reduce_located(Tensor gathered, Tensor places, int n, Tensor(a!) out, float scale, str coding, "
       "str value_dtype, Tensor? segments) -> ()");
-  m.def("quantize(Tensor values, str value_dtype, str centre, Tensor? indices, Tensor? segments) -> Tensor");
+  m.def("quantize(Tensor values, str value_dtype, str level, Tensor? indices, Tensor? segments) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {

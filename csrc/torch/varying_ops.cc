@@ -12,7 +12,7 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
                                                   bool nesterov, at::ArrayRef<double> weight_decays, bool is_active,
                                                   at::ArrayRef<double> thresholds, IntArrayRef ks,
                                                   const std::string& coding, const std::string& value_dtype,
-                                                  const std::string& centre, IntArrayRef columns) {
+                                                  const std::string& level, IntArrayRef channels) {
   const char* op = "filter_bucket";
   const size_t members = gradients.size();
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
@@ -20,8 +20,8 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   CheckCounts(op, "member", members, {thresholds.size(), ks.size()});
   std::vector<int64_t> ns;
   for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
-  const std::vector<PayloadFormat> formats = FormatsOf(op, ns, columns, coding, value_dtype);
-  const Centre kind = ParseCentre(op, centre);
+  const std::vector<PayloadFormat> formats = FormatsOf(op, ns, channels, coding, value_dtype);
+  const Level kind = ParseLevel(op, level);
   std::vector<uint8_t> message;
   Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
 
 void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks, TensorList outs, IntArrayRef places,
                            double scale, const std::string& coding, const std::string& value_dtype,
-                           IntArrayRef columns) {
+                           IntArrayRef channels) {
   const char* op = "reduce_located_bucket";
   CheckTensor(op, "gathered", gathered, at::kByte);
   CheckCounts(op, "sum", outs.size(), {places.size()});
@@ -59,7 +59,7 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
                       outs[i].numel());
     sums[static_cast<size_t>(place)] = static_cast<float*>(outs[i].data_ptr());
   }
-  Raise(op, ReduceLocated(FormatsOf(op, ns, columns, coding, value_dtype), ranks, gathered.const_data_ptr<uint8_t>(),
+  Raise(op, ReduceLocated(FormatsOf(op, ns, channels, coding, value_dtype), ranks, gathered.const_data_ptr<uint8_t>(),
                           gathered.numel(), static_cast<float>(scale), TorchParallelFor, sums));
 }
 
@@ -70,10 +70,10 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "filter_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
       "float[] factors, float momentum, bool nesterov, float[] weight_decays, bool is_active, float[] thresholds, "
-      "int[] ks, str coding, str value_dtype, str centre, int[] columns) -> (Tensor, Tensor, Tensor)");
+      "int[] ks, str coding, str value_dtype, str level, int[] channels) -> (Tensor, Tensor, Tensor)");
   m.def(
       "reduce_located_bucket(Tensor gathered, int[] ns, int ranks, Tensor(a!)[] outs, int[] places, float scale, "
-      "str coding, str value_dtype, int[] columns) -> ()");
+      "str coding, str value_dtype, int[] channels) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {

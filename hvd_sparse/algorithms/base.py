@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule, make_schedule
-from hvd_sparse.wire import CENTRES, checked_integer
+from hvd_sparse.wire import LEVELS, checked_integer
 
 SCOPES = ("tensor", "model")
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
-CENTRE_SCOPES = ("tensor", "column")
+GRANULARITIES = ("tensor", "channel")
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -40,9 +40,9 @@ SHARED_ARGUMENTS = {
         smallest of them.
     values: Type of the values sent: "float32", "float16", "bfloat16", "int2" (a sign and one of two magnitudes) or
         "int1" (a sign and one magnitude). What rounding loses stays in the residual.
-    centre: The magnitude that "int1" and "int2" send: the "mean" of the values that share it, or their "min"
+    level: The magnitude that "int1" and "int2" send: the "mean" of the values that share it, or their "min"
         (Gradient Dropping, section 5.4).
-    centre_scope: Which values share a magnitude: all of a "tensor", or those of a "column" (last dimension) of a
+    granularity: Which values share a magnitude: all of a "tensor", or those of a "channel" (last dimension) of a
         tensor with two dimensions or more.
     bucket_bytes: Payloads are sent in messages of about so many bytes (`scope="tensor"` and the thresholds).
     seed: Seed of all random choices. The same on every rank.
@@ -88,8 +88,8 @@ class Algorithm(abc.ABC):
     min_numel: int
     coding: str
     values: str
-    centre: str
-    centre_scope: str
+    level: str
+    granularity: str
     bucket_bytes: int
     seed: int
 
@@ -98,8 +98,8 @@ class Algorithm(abc.ABC):
     def __post_init__(self):
         check_choice("coding", self.coding, CODINGS)
         check_choice("values", self.values, WIRE_VALUES)
-        check_choice("centre", self.centre, CENTRES)
-        check_choice("centre_scope", self.centre_scope, CENTRE_SCOPES)
+        check_choice("level", self.level, LEVELS)
+        check_choice("granularity", self.granularity, GRANULARITIES)
         checked_integer("min_numel", self.min_numel, 0)
         checked_integer("bucket_bytes", self.bucket_bytes, 1)
         checked_integer("seed", self.seed, 0)

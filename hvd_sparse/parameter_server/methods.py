@@ -12,7 +12,7 @@ from typing import ClassVar
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
 from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.schedule import Schedule, make_schedule
-from hvd_sparse.wire import CENTRES, checked_density, checked_integer
+from hvd_sparse.wire import LEVELS, checked_density, checked_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Method:
         values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". What rounding loses stays
             in the residual.
         pull_values: Type of the values that servers send back. What rounding loses is sent later.
-        centre: The magnitude that "int1" and "int2" send: "mean" or "min".
+        level: The magnitude that "int1" and "int2" send: "mean" or "min".
         seed: Breaks ties.
 
     Raises:
@@ -46,7 +46,7 @@ class Method:
     coding: str = "auto"
     values: str = "float32"
     pull_values: str = "float32"
-    centre: str = "mean"
+    level: str = "mean"
     seed: int = 0
 
     name: ClassVar[str]
@@ -63,7 +63,7 @@ class Method:
         check_choice("coding", self.coding, CODINGS)
         check_choice("values", self.values, WIRE_VALUES)
         check_choice("pull_values", self.pull_values, WIRE_VALUES)
-        check_choice("centre", self.centre, CENTRES)
+        check_choice("level", self.level, LEVELS)
         checked_integer("seed", self.seed, 0)
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
 
@@ -78,7 +78,7 @@ class Method:
         return False
 
     @property
-    def kept(self) -> float:
+    def retained(self) -> float:
         """What part of a value stays in the residual when it is sent: only SAMomentum keeps any."""
         return 0.0
 
@@ -115,7 +115,7 @@ class DGS(Method):
     name: ClassVar[str] = "dgs"
 
     @property
-    def kept(self) -> float:
+    def retained(self) -> float:
         """What was sent decays by the momentum."""
         return self.momentum
 

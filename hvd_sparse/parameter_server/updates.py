@@ -77,13 +77,13 @@ def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarra
 
 
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:
-    """Return an update as it survives the wire, without its zeros unless it is dense. segments: of centres."""
+    """Return an update as it survives the wire, without its zeros unless it is dense. segments: of levels."""
     indices, numbers = update
     if values == "float32" and indices is None:
         return update
     if values != "float32":
         indices = np.arange(numbers.size) if indices is None else indices
-        numbers = native.quantize(numbers, values, method.centre, indices, low_bit_segments(values, segments))
+        numbers = native.quantize(numbers, values, method.level, indices, low_bit_segments(values, segments))
     sent = numbers != 0.0
     return Update(indices, numbers) if sent.all() else Update(indices[sent], numbers[sent])
 
@@ -128,10 +128,10 @@ def finite(update: Update) -> Update:
 
 
 def segments_of(pieces: list[Piece], begin: int) -> np.ndarray:
-    """Return what tells the centres of pieces apart, counted from `begin`: int64[pieces, 2], one group each."""
+    """Return what tells the levels of pieces apart, counted from `begin`: int64[pieces, 2], one group each."""
     return np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
 
 
 def low_bit_segments(values: str, segments: np.ndarray) -> np.ndarray | None:
-    """Return the segments where values have centres."""
+    """Return the segments where values have levels."""
     return segments if values in LOW_BITS else None

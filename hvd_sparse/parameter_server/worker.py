@@ -209,8 +209,8 @@ class Worker:
     def _take(self, update: Update) -> None:
         """Take what is sent out of the memory: all of it, or for SAMomentum, what the momentum leaves."""
         self.residual[update.at] -= update.values
-        if self.method.kept:
-            self.residual[update.at] += np.float32(self.method.kept) * update.values
+        if self.method.retained:
+            self.residual[update.at] += np.float32(self.method.retained) * update.values
         if self.method.masks_velocity:
             self.velocity[update.at] = 0.0
 

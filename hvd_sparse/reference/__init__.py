@@ -31,7 +31,7 @@ from hvd_sparse.reference.coding import (
     unpack,
 )
 from hvd_sparse.reference.low_bit import (
-    CENTRES,
+    LEVELS,
     decode_low_bit,
     encode_low_bit,
     group_of,

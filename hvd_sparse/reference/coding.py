@@ -112,7 +112,7 @@ def decode_values(encoded: np.ndarray, value_dtype: str) -> np.ndarray:
 
 
 def quantize(
-    values, value_dtype: str = "float32", centre: str = "mean", indices=None, segments: Segments = None
+    values, value_dtype: str = "float32", level: str = "mean", indices=None, segments: Segments = None
 ) -> np.ndarray:
     """Return what of float32[n] values survives the wire, as float32[n]; the rest belongs in the residual.
 
@@ -125,7 +125,7 @@ def quantize(
         raise ValueError(f"values must be of dtype float32, got {values.dtype.name}")
     payload_layout(1, 1, value_dtype=value_dtype)
     if value_dtype in LOW_BITS:
-        return quantize_low_bit(values, value_dtype, centre, indices, segments)
+        return quantize_low_bit(values, value_dtype, level, indices, segments)
     return decode_values(encode_values(values, value_dtype), value_dtype).astype(np.float32)
 
 
@@ -249,11 +249,11 @@ def _read_positions(payload: np.ndarray, n: int, entries: int, layout: Layout) -
 
 
 def locate_payloads(
-    gathered, ns, ranks: int, coding: str = "run_length", value_dtype: str = "float32", columns=None
+    gathered, ns, ranks: int, coding: str = "run_length", value_dtype: str = "float32", channels=None
 ) -> np.ndarray:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    gathered, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
+    gathered, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `channels` each if
     these are given, which only low-bit values heed. k: its entries, at least 1. ValueError if a header says more
     entries than n, or if bytes are missing or left over.
     """
@@ -268,7 +268,7 @@ def locate_payloads(
             if k > n:
                 raise ValueError(f"rank {rank}: payload entries exceed n")
             places[:, rank, member] = at, k
-            segments = None if columns is None else [(0, columns[member])]
+            segments = None if channels is None else [(0, channels[member])]
             at += payload_layout(n, k, coding, value_dtype, segments).size
             if at > gathered.size:
                 raise ValueError(f"rank {rank}: payload is cut off")

@@ -1,10 +1,10 @@
-"""Values of 2 bits or 1, and what shares their centres: the twin of low_bit."""
+"""Values of 2 bits or 1, and what shares their levels: the twin of low_bit."""
 
 import numpy as np
 
-from hvd_sparse.centres import group_of
+from hvd_sparse.granularity import group_of
 from hvd_sparse.reference.selection import flatten
-from hvd_sparse.wire import CENTRE_BYTES, CENTRES, LOW_BITS, Segments, group_count
+from hvd_sparse.wire import LEVEL_BYTES, LEVELS, LOW_BITS, Segments, group_count
 
 MOST_ELEMENTS = 1 << 48
 
@@ -15,13 +15,13 @@ def slots_of(indices, segments: Segments) -> tuple[np.ndarray, int]:
     return slots.reshape(-1).astype(np.int64), groups.size
 
 
-def quantize_low_bit(values, value_dtype: str, centre: str = "mean", indices=None, segments=None) -> np.ndarray:
-    """Return float32[k] values as they will be decoded: signs, and their group's one ("int1") or two ("int2") centres.
+def quantize_low_bit(values, value_dtype: str, level: str = "mean", indices=None, segments=None) -> np.ndarray:
+    """Return float32[k] values as they will be decoded: signs, and their group's one ("int1") or two ("int2") levels.
 
-    centre: "mean" of the magnitudes, or "min", the smallest. "int2" has one for magnitudes below the group's mean and
+    level: "mean" of the magnitudes, or "min", the smallest. "int2" has one for magnitudes below the group's mean and
     one for the others. Zeros count in none and take the smaller. Means are summed in float64, in order. ValueError for
-    another centre, or indices that do not ascend from 0.
-    Source: Gradient Dropping, section 5.4; two centres after its conclusion (large movers and small changes).
+    another level, or indices that do not ascend from 0.
+    Source: Gradient Dropping, section 5.4; two levels after its conclusion (small and large values).
     """
     values = flatten(values)
     single = segments is None or len(segments) == 0
@@ -29,8 +29,8 @@ def quantize_low_bit(values, value_dtype: str, centre: str = "mean", indices=Non
         raise ValueError("segments need the indices")
     group_count(segments, MOST_ELEMENTS)  # refuses segments that fit nothing
     indices = np.arange(values.size) if single else np.asarray(indices, np.int64).reshape(-1)
-    if centre not in CENTRES:
-        raise ValueError(f"centre must be one of {', '.join(map(repr, CENTRES))}; got {centre!r}")
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(map(repr, LEVELS))}; got {level!r}")
     if indices.size != values.size or (np.diff(indices, prepend=-1) <= 0).any():
         raise ValueError(f"indices must ascend from 0, one a value; got {indices.size} for {values.size} values")
     slots, count = slots_of(indices, segments)
@@ -38,13 +38,13 @@ def quantize_low_bit(values, value_dtype: str, centre: str = "mean", indices=Non
     classes = 2 * slots
     if value_dtype == "int2":
         classes += magnitudes >= _means(slots, magnitudes, count)[slots]
-    if centre == "mean":
-        centres = _means(classes, magnitudes, 2 * count)
+    if level == "mean":
+        levels = _means(classes, magnitudes, 2 * count)
     else:
-        centres = np.full(2 * count, np.inf)
-        np.minimum.at(centres, classes[magnitudes > 0], magnitudes[magnitudes > 0])
-        centres[~np.isin(np.arange(2 * count), classes[magnitudes > 0])] = 0.0
-    return np.copysign(centres[classes].astype(np.float32), values)
+        levels = np.full(2 * count, np.inf)
+        np.minimum.at(levels, classes[magnitudes > 0], magnitudes[magnitudes > 0])
+        levels[~np.isin(np.arange(2 * count), classes[magnitudes > 0])] = 0.0
+    return np.copysign(levels[classes].astype(np.float32), values)
 
 
 def _means(classes: np.ndarray, magnitudes: np.ndarray, count: int) -> np.ndarray:
@@ -55,29 +55,29 @@ def _means(classes: np.ndarray, magnitudes: np.ndarray, count: int) -> np.ndarra
 
 
 def encode_low_bit(values, indices, n: int, value_dtype: str, segments: Segments) -> bytes:
-    """Return centres and codes, as `hvd_sparse.wire` has them, of what `quantize_low_bit` gave; else ValueError."""
+    """Return levels and codes, as `hvd_sparse.wire` has them, of what `quantize_low_bit` gave; else ValueError."""
     values, bits = flatten(values).astype(np.float32), LOW_BITS[value_dtype]
     slots, count = slots_of(indices, segments)
     magnitudes = np.abs(values)
-    centres = np.zeros((min(values.size, group_count(segments, n)), bits), "<f4")
-    centres[:count, 0] = np.inf
-    np.minimum.at(centres[:, 0], slots, magnitudes)
+    levels = np.zeros((min(values.size, group_count(segments, n)), bits), "<f4")
+    levels[:count, 0] = np.inf
+    np.minimum.at(levels[:, 0], slots, magnitudes)
     if bits == 2:
-        np.maximum.at(centres[:, 1], slots, magnitudes)
-    is_large = magnitudes != centres[slots, 0]
-    if (magnitudes != np.where(is_large, centres[slots, bits - 1], magnitudes)).any():
+        np.maximum.at(levels[:, 1], slots, magnitudes)
+    is_large = magnitudes != levels[slots, 0]
+    if (magnitudes != np.where(is_large, levels[slots, bits - 1], magnitudes)).any():
         raise ValueError("values have more magnitudes in a group than their type; quantize them first")
     codes = np.stack([np.signbit(values), is_large], axis=1)[:, :bits]
-    return centres.tobytes() + np.packbits(codes.reshape(-1), bitorder="little").tobytes()
+    return levels.tobytes() + np.packbits(codes.reshape(-1), bitorder="little").tobytes()
 
 
 def decode_low_bit(section: bytes, indices, n: int, value_dtype: str, segments: Segments) -> np.ndarray:
     """Return the values, float32[k], of a section that `encode_low_bit` made for k = len(indices) entries."""
     bits, k = LOW_BITS[value_dtype], len(indices)
     room = bits * min(k, group_count(segments, n))
-    centres = np.abs(np.frombuffer(section, "<f4", room)).reshape(-1, bits)
-    codes = np.frombuffer(section, np.uint8, -(-bits * k // 8), CENTRE_BYTES * room)
+    levels = np.abs(np.frombuffer(section, "<f4", room)).reshape(-1, bits)
+    codes = np.frombuffer(section, np.uint8, -(-bits * k // 8), LEVEL_BYTES * room)
     codes = np.unpackbits(codes, count=bits * k, bitorder="little").reshape(k, bits)
     slots, _ = slots_of(indices, segments)
-    magnitudes = centres[slots, codes[:, 1] if bits == 2 else 0]
+    magnitudes = levels[slots, codes[:, 1] if bits == 2 else 0]
     return np.where(codes[:, 0] == 1, -magnitudes, magnitudes).astype(np.float32)

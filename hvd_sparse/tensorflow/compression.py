@@ -58,7 +58,7 @@ class SparseCompressor(tf.Module):
         super().__init__(name="hvd_sparse")
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.feedback: dict[str, ErrorFeedback] = {}
-        self.kept: list[tf.Variable] = []  # thresholds that outlive a step
+        self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
@@ -167,7 +167,7 @@ class SparseCompressor(tf.Module):
             A dictionary of NumPy arrays.
         """
         self._load()
-        return gather_state(self, self._parts.kept_rows, self._parts.exchange, summed, session)
+        return gather_state(self, self._parts.threshold_rows, self._parts.exchange, summed, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:
         """Continue from `state_dict()`; call it on every rank, between training steps.
@@ -183,11 +183,11 @@ class SparseCompressor(tf.Module):
                 job), before anything has changed.
         """
         self._load()
-        restore_state(self, self._parts.kept_rows, state, self._parts.exchange, session)
+        restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no residual, step 0. The loss scale stays."""
-        own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.kept]
+        own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
         self._change([(variable, tf.zeros_like) for variable in own], session)
 
     def _buffers(self) -> list[tf.Variable]:
@@ -211,7 +211,7 @@ class SparseCompressor(tf.Module):
         }
         self.feedback = feedback
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic)
-        self.kept, parts.kept_rows = parts.step.codec.kept, parts.step.codec.kept_rows
+        self.thresholds, parts.threshold_rows = parts.step.codec.thresholds, parts.step.codec.threshold_rows
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -270,7 +270,7 @@ class Parts:
         self.variables = variables
         self.exchange = exchange
         self.traffic = traffic
-        self.kept_rows: Mapping[str, int] = {}
+        self.threshold_rows: Mapping[str, int] = {}
         self.agreed = False
         self.call: TracedCall | None = None  # the one that is being traced
         self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds

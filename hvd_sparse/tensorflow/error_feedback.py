@@ -22,7 +22,7 @@ class ErrorFeedback(tf.Module):
     """
 
     BUFFERS = ("residual",)
-    kept = 0.0  # what part of a value stays in the residual when it is sent
+    retained = 0.0  # what part of a value stays in the residual when it is sent
 
     def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float):
         super().__init__()
@@ -31,7 +31,7 @@ class ErrorFeedback(tf.Module):
         self.variable = variable
         self.size = variable.shape.num_elements()
         self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.schedule)
-        waits = self.size >= algorithm.min_numel or self.kept > 0.0 or self.may_be_cut()
+        waits = self.size >= algorithm.min_numel or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
             for kind in self.BUFFERS
@@ -212,7 +212,7 @@ class SparsificationAware(ErrorFeedback):
     algorithm: SparsificationAwareMomentum
 
     @property
-    def kept(self) -> float:
+    def retained(self) -> float:
         """The momentum."""
         return self.algorithm.momentum
 
@@ -231,7 +231,7 @@ class SparsificationAware(ErrorFeedback):
         sent, after = self._local(gradient, factor, units), {}
         if "residual" in self.buffers:
             sent, left = self._sent(sent + self.residual.read_value(), units, most)
-            after["residual"] = sent * self.kept + left
+            after["residual"] = sent * self.retained + left
         sent = enlarged(sent, units)
         return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
 

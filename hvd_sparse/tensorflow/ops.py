@@ -5,7 +5,7 @@ and damaged payloads raise tf.errors.InvalidArgumentError; what TensorFlow sees 
 is a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any shape: they are read
 flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python's or scalar tensors, which may change
 from step to step inside a tf.function. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what
-shares the centres of low-bit values, see `hvd_sparse.wire`; None: all elements.
+shares the levels of low-bit values, see `hvd_sparse.wire`; None: all elements.
 """
 
 from collections.abc import Sequence
@@ -150,30 +150,30 @@ def locate_payloads(
     ranks: Integer,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
 ) -> tf.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
-    these are given, which only low-bit values heed. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. `channels`: of low-bit values, how
+    many groups each has; empty for other values. k: its entries, at least 1.
     """
-    form = {"ns": ns, "coding": coding, "value_dtype": value_dtype, "columns": list(columns)}
+    form = {"ns": ns, "coding": coding, "value_dtype": value_dtype, "channels": list(channels)}
     return _ops.hvd_sparse_locate_payloads(gathered, _integer(ranks), **form)
 
 
 def quantize(
     values: tf.Tensor,
     value_dtype: str,
-    centre: str = "mean",
+    level: str = "mean",
     indices: tf.Tensor | None = None,
     segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`.
 
-    "int2" and "int1": signs and centres, "mean" or "min", of all values, or with segments, of those of each group.
+    "int2" and "int1": signs and levels, "mean" or "min", of all values, or with segments, of those of each group.
     """
     indices = tf.zeros([0], tf.int64) if indices is None else indices
-    return _ops.hvd_sparse_quantize(values, indices, _segments(segments), value_dtype=value_dtype, centre=centre)
+    return _ops.hvd_sparse_quantize(values, indices, _segments(segments), value_dtype=value_dtype, level=level)
 
 
 def token(rank: Integer) -> tf.Tensor:
@@ -210,8 +210,8 @@ def accumulate_bucket(
     weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    centre: str = "mean",
-    columns: Sequence[int] = (),
+    level: str = "mean",
+    channels: Sequence[int] = (),
     joint: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
@@ -219,13 +219,13 @@ def accumulate_bucket(
     One pass over memory if the hints are good. Each has a selection of its own; if joint they share one, laid out one
     after the other. Velocities and parameters are as many as gradients, or none; weight_decay: a number, or one a
     member; the parameter of a member that has 0 is not read; factors float32[members], ks int64[selections],
-    threshold_hints float64[selections]; columns: see `locate_payloads`. Returns the payloads, uint8[bytes], one after
+    threshold_hints float64[selections]; channels: see `locate_payloads`. Returns the payloads, uint8[bytes], one after
     the other, whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
     rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
-    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint, "centre": centre}
+    form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "joint": joint, "level": level}
     return tuple(_ops.hvd_sparse_accumulate_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
 
@@ -244,8 +244,8 @@ def filter_bucket(
     weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    centre: str = "mean",
-    columns: Sequence[int] = (),
+    level: str = "mean",
+    channels: Sequence[int] = (),
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
@@ -259,7 +259,7 @@ def filter_bucket(
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, thresholds, ks)
     rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
-    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "centre": centre}
+    form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "level": level}
     return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
 
@@ -270,10 +270,10 @@ def reduce_located_bucket(
     scale: Real = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
 ) -> list[tf.Tensor]:
     """Do `locate_payloads`, then sum the payloads of each variable of a bucket, of n elements: float32[n] each."""
-    form = {"M": len(ns), "ns": list(ns), "coding": coding, "value_dtype": value_dtype, "columns": list(columns)}
+    form = {"M": len(ns), "ns": list(ns), "coding": coding, "value_dtype": value_dtype, "channels": list(channels)}
     numbers = (_integer(ranks), _number(scale, tf.float32))
     return _ops.hvd_sparse_reduce_located_bucket(gathered, *numbers, **form)
 
@@ -286,17 +286,23 @@ def clear_bucket(
     velocities: Sequence[tf.Variable] = (),
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
     joint: bool = False,
-    kept: float = 0.0,
+    retained: float = 0.0,
 ) -> tf.Operation:
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
-    Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is added.
+    Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is added.
     Nothing is done if void.
     """
     buffers = ([one.handle for one in residuals], [one.handle for one in velocities])
-    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint, "kept": kept}
+    form = {
+        "coding": coding,
+        "value_dtype": value_dtype,
+        "channels": list(channels),
+        "joint": joint,
+        "retained": retained,
+    }
     return _ops.hvd_sparse_clear_bucket(message, ks, is_void, *buffers, **form)
 
 
@@ -308,14 +314,14 @@ def reduce_bucket(
     scale: Real = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
     joint: bool = False,
 ) -> list[tf.Tensor]:
     """Do `reduce_payloads` for the variables of a bucket, of n elements each: float32[n] each.
 
     `gathered`, uint8[bytes]: the messages of all ranks, one after the other.
     """
-    form = {"coding": coding, "value_dtype": value_dtype, "columns": list(columns), "joint": joint}
+    form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "joint": joint}
     form |= {"M": len(ns), "ns": list(ns)}
     numbers = (_integer(ranks), ks, _number(scale, tf.float32))
     return _ops.hvd_sparse_reduce_bucket(gathered, *numbers, **form)

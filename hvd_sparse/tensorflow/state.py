@@ -21,8 +21,8 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
             exchange.allreduce(f"state.{name}.{kind}", buffer.read_value())
             for (name, kind), buffer in zip(keys, buffers, strict=True)
         ]
-    step, *values = evaluate([compressor.step, *compressor.kept, *buffers], session)
-    kept, values = values[: len(compressor.kept)], values[len(compressor.kept) :]
+    step, *values = evaluate([compressor.step, *compressor.thresholds, *buffers], session)
+    kept, values = values[: len(compressor.thresholds)], values[len(compressor.thresholds) :]
     memory: dict[str, dict] = {name: {} for name in compressor.feedback}
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
@@ -34,7 +34,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
 def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
     """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
     feedback = compressor.feedback
-    thresholds = dict.fromkeys(rows, len(compressor.kept))
+    thresholds = dict.fromkeys(rows, len(compressor.thresholds))
     exchange.refuse_together(refused(lambda: _check(feedback, thresholds, state, exchange.size())), session)
     share = 1.0 / exchange.size() if state["summed"] else 1.0
     changes = [compressor.step.assign(state["step"])]
@@ -43,7 +43,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
         for kind, buffer in memory.buffers.items():
             value = on_host(saved[kind]) if kind in saved else np.zeros(memory.size)
             changes.append(buffer.assign(value.astype(np.float32) * np.float32(share)))
-    for number, variable in enumerate(compressor.kept):
+    for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():
             values[rows[name]] = on_host(numbers)[number]

@@ -32,7 +32,7 @@ class ErrorFeedback:
     """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3)."""
 
     BUFFERS = ("residual",)
-    kept = 0.0  # what part of a value stays in the residual when it is sent
+    retained = 0.0  # what part of a value stays in the residual when it is sent
 
     def __init__(self, algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float):
         self.algorithm = algorithm
@@ -241,7 +241,7 @@ class SparsificationAware(ErrorFeedback):
     algorithm: SparsificationAwareMomentum
 
     @property
-    def kept(self) -> float:
+    def retained(self) -> float:
         """The momentum."""
         return self.algorithm.momentum
 
@@ -259,7 +259,7 @@ class SparsificationAware(ErrorFeedback):
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
         finite = ops.accumulate(gradient, sent.copy_(self.residual), None, self.weights(), **rule)
         left = self._cut(sent, most * units.incoming)
-        torch.mul(sent, self.kept, out=decayed)
+        torch.mul(sent, self.retained, out=decayed)
         if left is not None:
             decayed.add_(left)
         finite = finite & _enlarge(sent, units)

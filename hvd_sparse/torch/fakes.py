@@ -66,7 +66,7 @@ def _register_wire_fakes() -> None:
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::locate_payloads")
-    def _(gathered, ns, ranks, coding, value_dtype, columns):
+    def _(gathered, ns, ranks, coding, value_dtype, channels):
         return torch.empty((2, ranks, len(ns)), dtype=torch.int64)  # on the CPU, wherever the payloads lie
 
     @fake("hvd_sparse::reduce_located")
@@ -88,7 +88,7 @@ def _register_wire_fakes() -> None:
         return None
 
     @fake("hvd_sparse::quantize")
-    def _(values, value_dtype, centre, indices, segments):
+    def _(values, value_dtype, level, indices, segments):
         return torch.empty_like(values)
 
 

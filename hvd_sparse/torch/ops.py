@@ -3,7 +3,7 @@
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; those of buckets
 do what others do one by one. Bad arguments and damaged payloads raise ValueError. Values may be float32, float64,
 float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any integer that fits 64
-bits. `segments`, int64[segments, 2]: what shares the centres of low-bit values, see `hvd_sparse.wire`; None: all
+bits. `segments`, int64[segments, 2]: what shares the levels of low-bit values, see `hvd_sparse.wire`; None: all
 elements.
 
 Tensors of one call lie on one device, where the results lie, too; `segments` always on the CPU. What differs on CUDA
@@ -149,14 +149,14 @@ def locate_payloads(
     ranks: int,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
 ) -> torch.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements, a matrix of as many `columns` each if
-    these are given, which only low-bit values heed. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. `channels`: of low-bit values, how
+    many groups each has; empty for other values. k: its entries, at least 1.
     """
-    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype, columns)
+    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype, channels)
 
 
 def reduce_located(
@@ -176,15 +176,15 @@ def reduce_located(
 def quantize(
     values: torch.Tensor,
     value_dtype: str,
-    centre: str = "mean",
+    level: str = "mean",
     indices: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the float32 values that survive the wire as `value_dtype`.
 
-    "int2" and "int1": signs and centres, "mean" or "min", of all values, or with segments, of those of each group.
+    "int2" and "int1": signs and levels, "mean" or "min", of all values, or with segments, of those of each group.
     """
-    return _ops.quantize(values, value_dtype, centre, indices, segments)
+    return _ops.quantize(values, value_dtype, level, indices, segments)
 
 
 def new_hints(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -209,7 +209,7 @@ def accumulate_bucket(
     weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    centre: str = "mean",
+    level: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the members of a bucket that take part.
 
@@ -236,7 +236,7 @@ def accumulate_bucket(
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     rule = (momentum, nesterov, _of_each(weight_decay, gradients), _signed(seed), hints, out)
-    return _ops.accumulate_bucket(*lists, *rule, *_numbers(layout, members), coding, value_dtype, centre)
+    return _ops.accumulate_bucket(*lists, *rule, *_numbers(layout, members), coding, value_dtype, level)
 
 
 def filter_bucket(
@@ -254,21 +254,21 @@ def filter_bucket(
     weight_decay: float | Sequence[float] = 0.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    centre: str = "mean",
-    columns: Sequence[int] = (),
+    level: str = "mean",
+    channels: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
 
     ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least
     the smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Where
     below 0, the -k largest are selected and no more, zeros left out. Unless is_active no gradient enters a
-    residual. columns: of low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the
+    residual. channels: of low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the
     other; float64[members, 3], threshold, entries, and the payload's offset in bytes; and bool[members]: was each
     gradient finite everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
-    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, centre, columns)
+    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels)
 
 
 def reduce_located_bucket(
@@ -280,13 +280,13 @@ def reduce_located_bucket(
     scale: float = 1.0,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    columns: Sequence[int] = (),
+    channels: Sequence[int] = (),
 ) -> None:
     """Do `locate_payloads`, then `reduce_located` of those members of `ns` that `places` says, into `outs`; on the CPU.
 
     outs: float32[ns[place]] for each of `places`. An error names the rank; sums of members before are then written.
     """
-    _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, columns)
+    _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, channels)
 
 
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:
@@ -308,14 +308,14 @@ def clear_bucket(
     members: Sequence[int] | None = None,
     coding: str = "run_length",
     value_dtype: str = "float32",
-    kept: float = 0.0,
+    retained: float = 0.0,
 ) -> None:
     """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
 
-    Nothing is left of float32 values; of others, what rounding kept back; then `kept` times what was sent is added.
+    Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is added.
     Layout and members: as in `accumulate_bucket`.
     """
-    form = (*_numbers(layout, members), coding, value_dtype, kept)
+    form = (*_numbers(layout, members), coding, value_dtype, retained)
     _ops.clear_bucket(message, list(residuals), list(velocities), *form)
 
 

@@ -173,11 +173,11 @@ def test_quantize_to_bits():
         for kind in MAKERS:
             values = make(kind, 65_537)
             for value_dtype in ("int2", "int1"):
-                for centre in ("mean", "min"):
-                    expected = ops.quantize(values, value_dtype, centre, places, segments)
+                for level in ("mean", "min"):
+                    expected = ops.quantize(values, value_dtype, level, places, segments)
                     on_gpu = None if places is None else places.cuda()
-                    found = ops.quantize(values.cuda(), value_dtype, centre, on_gpu, segments)
-                    assert_same(found, expected, (kind, value_dtype, centre))
+                    found = ops.quantize(values.cuda(), value_dtype, level, on_gpu, segments)
+                    assert_same(found, expected, (kind, value_dtype, level))
 
 
 def test_tensors_on_two_devices_are_refused():

@@ -82,7 +82,7 @@ Step MeasureStep(int64_t n) {
     Selection found;
     bool finite = false;
     step.compress = Measure([&] {
-      EXPECT(AccumulateAndPack(parts, true, {format.k, hint, 0}, format, Centre::kMean, SerialFor, payload.data(),
+      EXPECT(AccumulateAndPack(parts, true, {format.k, hint, 0}, format, Level::kMean, SerialFor, payload.data(),
                                &finite, &found)
                  .ok(),
              n);

@@ -76,7 +76,7 @@ TEST(AJointSelection) {
     EXPECT_EQ(segments.size(), one.format.segments.size(), "joint");
     for (size_t s = 0; s < segments.size(); ++s) {
       EXPECT(one.format.segments[s].begin == segments[s].begin, "segment");
-      EXPECT(one.format.segments[s].columns == segments[s].columns, "segment");
+      EXPECT(one.format.segments[s].channels == segments[s].channels, "segment");
     }
   }
 }
@@ -85,12 +85,12 @@ TEST(SeparateSelectionsHaveSegmentsOfTheirOwn) {
   const BucketLayout layout = Plan({kSizes, {10, 1, 7}, false, kLowBit}, {5, 1, 70}, {0, 1, 2});
   EXPECT_EQ(SizeOf(kLowBit, 500, 5, {{0, 10}}), layout.selections[1].offset, "the first payload");
   EXPECT(layout.selections[2].format.segments.size() == 1 && layout.selections[2].format.segments[0].begin == 0 &&
-             layout.selections[2].format.segments[0].columns == 7,
+             layout.selections[2].format.segments[0].channels == 7,
          "the third");
   std::vector<PayloadFormat> formats(7);
   EXPECT_STATUS(StatusKind::kOk, MemberFormats({kSizes, {10, 1, 7}, false, kLowBit}, &formats), "formats");
   EXPECT_EQ(size_t{3}, formats.size(), "formats");
-  EXPECT(formats[2].n == 70000 && formats[2].k == 1 && formats[2].segments[0].columns == 7, "formats");
+  EXPECT(formats[2].n == 70000 && formats[2].k == 1 && formats[2].segments[0].channels == 7, "formats");
   EXPECT(formats[2].dtype == DType::kInt2 && formats[2].coding == Coding::kRunLength, "formats");
 }
 
@@ -105,7 +105,7 @@ TEST(WhatDoesNotFitIsRefused) {
   const BucketForm form{kSizes, {}, false, kCode}, joint{kSizes, {}, true, kCode};
   ExpectRefused(form, {5, 1}, {0, 1, 2}, "ks must have one entry a selection, 3, got 2");
   ExpectRefused(joint, {5, 1}, {0, 1, 2}, "ks must have one entry a selection, 1, got 2");
-  ExpectRefused({kSizes, {1, 1}, false, kLowBit}, {5, 1, 70}, {0}, "columns must have one entry a member, 3, got 2");
+  ExpectRefused({kSizes, {1, 1}, false, kLowBit}, {5, 1, 70}, {0}, "channels must have one entry a member, 3, got 2");
   ExpectRefused(form, {5, 1, 70}, {1, 0}, "members must ascend in [0, 3), got 0 after 1");
   ExpectRefused(form, {5, 1, 70}, {1, 1}, "members must ascend in [0, 3), got 1 after 1");
   ExpectRefused(joint, {5}, {3}, "members must ascend in [0, 3), got 3 after -1");
@@ -114,9 +114,8 @@ TEST(WhatDoesNotFitIsRefused) {
   ExpectRefused({{5, -1}, {}, true, kCode}, {1}, {}, "sizes must be in [0, 2^48], got -1");
   ExpectRefused({{5, int64_t{1} << 49}, {}, true, kCode}, {1}, {}, "sizes must be in [0, 2^48]");
   std::vector<PayloadFormat> formats;
-  EXPECT_STATUS(StatusKind::kInvalidArgument, MemberFormats({kSizes, {1}, false, kLowBit}, &formats), "columns");
+  EXPECT_STATUS(StatusKind::kInvalidArgument, MemberFormats({kSizes, {1}, false, kLowBit}, &formats), "channels");
 }
 
 }  // namespace
 }  // namespace hvd_sparse
-

@@ -143,11 +143,11 @@ TEST(NoPartsAreZeros) {
 
 // The payload by the parts of the core that payload_test.cc and low_bit_test.cc check.
 Bytes PackByHand(const PayloadFormat& format, const std::vector<int64_t>& indices, const Floats& residual,
-                 Centre centre) {
+                 Level level) {
   Floats values;
   for (const int64_t index : indices) values.push_back(residual[static_cast<size_t>(index)]);
   if (IsLowBit(format.dtype)) {
-    EXPECT(QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, centre, format.segments, values.data())
+    EXPECT(QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, level, format.segments, values.data())
                .ok(),
            "quantize");
   }
@@ -161,23 +161,22 @@ Bytes PackByHand(const PayloadFormat& format, const std::vector<int64_t>& indice
   return payload;
 }
 
-void CheckPacked(const Shape& shape, const PayloadFormat& format, bool active, Centre centre,
-                 const std::string& where) {
+void CheckPacked(const Shape& shape, const PayloadFormat& format, bool active, Level level, const std::string& where) {
   for (const Cut& cut : AllCuts()) {
     const Rule& rule = kRules[static_cast<size_t>(format.k) % kRules.size()];
     Joined joined(shape, DType::kFloat16, Pattern::kMixed, rule);
-    Cutting cutting(shape, joined, centre == Centre::kMin);
+    Cutting cutting(shape, joined, level == Level::kMin);
     if (active) Accumulate(joined.gradient.array(), joined.params, SerialFor, joined.memory());
     const SelectParams select{format.k, 2.0, 9};
     Selection expected, received;
     EXPECT(SelectTopK(joined.residuals(), select, cut.run, &expected).ok(), where);
-    const Bytes payload = PackByHand(format, expected.indices, joined.residual, centre);
+    const Bytes payload = PackByHand(format, expected.indices, joined.residual, level);
     const std::unique_ptr<uint8_t[]> out(new uint8_t[payload.size()]);
     std::fill_n(out.get(), payload.size(), uint8_t{0xEE});
     const auto finite = cutting.NoneFinite();
     EXPECT_STATUS(
         StatusKind::kOk,
-        AccumulateAndPack(cutting.parts, active, select, format, centre, cut.run, out.get(), finite.get(), &received),
+        AccumulateAndPack(cutting.parts, active, select, format, level, cut.run, out.get(), finite.get(), &received),
         where);
     EXPECT_EQ(payload, Bytes(out.get(), out.get() + payload.size()), where << ", " << cut.name);
     EXPECT(received.indices.empty(), where);
@@ -199,9 +198,9 @@ TEST(AccumulatesAndPacks) {
           if (coding == Coding::kDense && k != shape.n) continue;
           const Segments segments = IsLowBit(dtype) ? Segments{{0, 7}, {1000, 50}} : Segments{};
           for (const bool active : {true, false}) {
-            for (const Centre centre : {Centre::kMean, Centre::kMin}) {
+            for (const Level level : {Level::kMean, Level::kMin}) {
               if (!expect::Chosen(8)) continue;
-              CheckPacked(shape, {shape.n, k, coding, dtype, segments}, active, centre,
+              CheckPacked(shape, {shape.n, k, coding, dtype, segments}, active, level,
                           std::string(shape.name) + ", " + Name(dtype) + ", " + Name(coding) +
                               ", k = " + std::to_string(k) + (active ? "" : ", inactive"));
             }
@@ -290,7 +289,7 @@ TEST(RefusesWithoutTouching) {
                     AccumulateTopK(cutting.parts, shape.n, select, SerialFor, finite.get(), &selection), k);
       for (const bool active : {true, false}) {
         EXPECT_STATUS(StatusKind::kInvalidArgument,
-                      AccumulateAndPack(cutting.parts, active, select, {shape.n, k}, Centre::kMean, SerialFor, nullptr,
+                      AccumulateAndPack(cutting.parts, active, select, {shape.n, k}, Level::kMean, SerialFor, nullptr,
                                         finite.get(), &selection),
                       k);
       }
@@ -300,7 +299,7 @@ TEST(RefusesWithoutTouching) {
   for (const Segments& segments : {Segments{{1, 1}}, Segments{{0, 9}, {0, 9}}, Segments{{0, shape.n + 1}}}) {
     EXPECT_STATUS(StatusKind::kInvalidArgument,
                   AccumulateAndPack(cutting.parts, true, {3, 0, 0}, {shape.n, 3, Coding::kAuto, DType::kInt2, segments},
-                                    Centre::kMean, SerialFor, payload, finite.get(), &selection),
+                                    Level::kMean, SerialFor, payload, finite.get(), &selection),
                   segments.size());
   }
   cutting.residuals.ExpectEqual(joined.residual, "nothing has happened");

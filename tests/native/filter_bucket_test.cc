@@ -23,7 +23,7 @@ struct Filtering {
   bool finite = false;
 };
 
-Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, PayloadFormat format, Centre centre) {
+Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, PayloadFormat format, Level level) {
   Filtering result;
   const Array gradient = joined->gradient.array();
   result.finite =
@@ -49,7 +49,7 @@ Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, 
   for (const int64_t index : indices) values.push_back(joined->residual[static_cast<size_t>(index)]);
   if (IsLowBit(format.dtype)) {
     EXPECT(
-        QuantizeLowBit(values.data(), indices.data(), count, format.dtype, centre, format.segments, values.data()).ok(),
+        QuantizeLowBit(values.data(), indices.data(), count, format.dtype, level, format.segments, values.data()).ok(),
         "quantized");
   }
   const std::vector<double> wide(values.begin(), values.end());
@@ -70,13 +70,13 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
                             std::to_string(filter.k) + (active ? "" : ", not active");
   for (const Cut& cut : AllCuts()) {
     Joined expected(shape, dtype, pattern, rule), received(shape, dtype, pattern, rule);
-    const Filtering wanted = FilterByHand(&expected, active, filter, format, Centre::kMin);
+    const Filtering wanted = FilterByHand(&expected, active, filter, format, Level::kMin);
     Bytes message{1, 2, 3};  // it is appended to
     Filtered found;
     bool finite = !wanted.finite;
     const Part part{received.gradient.array(), received.params, received.memory(), 0};
     EXPECT_STATUS(StatusKind::kOk,
-                  FilterAndPack(part, active, filter, format, Centre::kMin, cut.run, &message, &finite, &found), where);
+                  FilterAndPack(part, active, filter, format, Level::kMin, cut.run, &message, &finite, &found), where);
     EXPECT_EQ(wanted.found.threshold, found.threshold, where << ", " << cut.name);
     EXPECT_EQ(wanted.found.count, found.count, where << ", " << cut.name);
     EXPECT_EQ(wanted.finite, finite, where);
@@ -124,10 +124,10 @@ TEST(AFilterRefusesWithoutTouching) {
       bool finite = true;
       Filtered found;
       EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    FilterAndPack(part, active, filter, plain, Centre::kMean, SerialFor, &message, &finite, &found),
+                    FilterAndPack(part, active, filter, plain, Level::kMean, SerialFor, &message, &finite, &found),
                     filter.threshold << ", " << filter.k);
       EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    FilterAndPack(part, active, {1, 0}, apart, Centre::kMean, SerialFor, &message, &finite, &found),
+                    FilterAndPack(part, active, {1, 0}, apart, Level::kMean, SerialFor, &message, &finite, &found),
                     "segments that do not start at 0");
       EXPECT(message.empty(), "nothing is written");
     }

@@ -2,7 +2,7 @@
 // also a test of its own.
 //
 // An input is a format and then the bytes. Format: flags u8; coding u8; dtype u8; number of segments u8, modulo 4;
-// n - 1 u24; k u24; ranks u8; of each segment u16 begin and u16 columns. make_corpus.py writes the same.
+// n - 1 u24; k u24; ranks u8; of each segment u16 begin and u16 channels. make_corpus.py writes the same.
 #include "fuzz_payload.h"
 
 #include <algorithm>
@@ -173,13 +173,13 @@ Bytes WithoutPadding(const PayloadFormat& format, Bytes bytes, size_t entries) {
 }
 
 // What was unpacked makes the same bytes again, where there is only one way to write it: NaN has several in 16 bits,
-// low bits have centres that nobody reads. Those at least stay what they are from then on.
+// low bits have levels that nobody reads. Those at least stay what they are from then on.
 void CheckRepacked(const PayloadFormat& format, const Bytes& bytes, const Entries& entries) {
   Bytes again(bytes.size(), 0xff);
   const auto count = static_cast<int64_t>(entries.count);
   const Status status = Pack(format, entries.indices.get(), entries.values.get(), count, again.data());
   Require(status.ok(), format, "does not pack what it unpacked");
-  bool one_way = LevelsOf(format.dtype) == 0;
+  bool one_way = CodeBitsOf(format.dtype) == 0;
   for (size_t j = 0; j < entries.count && ItemSize(format.dtype) == 2; ++j) one_way &= !std::isnan(entries.At(j));
   if (one_way || entries.count == 0) {
     Require(again == WithoutPadding(format, bytes, entries.count), format, "packed other bytes than it unpacked");

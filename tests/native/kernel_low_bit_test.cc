@@ -10,10 +10,10 @@ namespace {
 TEST(LowBitValues) {
   const std::vector<Segments> groupings{{}, {{0, 7}}, {{0, 1}, {64, 64}, {128, 1000}, {2177, 3}}, {{0, 3000}}};
   for (const DType dtype : {DType::kInt2, DType::kInt1}) {
-    for (const Centre centre : {Centre::kMean, Centre::kMin}) {
+    for (const Level level : {Level::kMean, Level::kMin}) {
       for (const Segments& segments : groupings) {
         Check({AllShapes(), Coding::kAuto, dtype, AccumulateRule::kMomentum, 1.5, false, true, Kind::kNormal, segments,
-               centre});
+               level});
       }
     }
     for (const Kind kind : {Kind::kTies, Kind::kZeros, Kind::kConstant, Kind::kDenormal, Kind::kSparse}) {
@@ -48,7 +48,7 @@ TEST(LowBitValuesOfASelectionAlone) {
     for (const DType dtype : {DType::kInt2, DType::kInt1}) {
       std::vector<float> expected = drawn, found = drawn;
       EXPECT_STATUS(StatusKind::kOk,
-                    QuantizeLowBit(drawn.data(), indices.data(), 1000, dtype, Centre::kMean, segments, expected.data()),
+                    QuantizeLowBit(drawn.data(), indices.data(), 1000, dtype, Level::kMean, segments, expected.data()),
                     "quantize");
       PayloadPlan plan{};
       plan.n = kMaxElements;
@@ -58,7 +58,7 @@ TEST(LowBitValuesOfASelectionAlone) {
       EXPECT_EQ(cudaSuccess, quantize_low_bit_workspace_size(plan, &size), "size");
       Scratch workspace(size);
       EXPECT_EQ(cudaSuccess,
-                quantize_low_bit_launch(plan, Centre::kMean, indices.data(), found.data(), workspace.data(), nullptr),
+                quantize_low_bit_launch(plan, Level::kMean, indices.data(), found.data(), workspace.data(), nullptr),
                 "launch");
       EXPECT(SameFloats(expected, found), segments.size() << " segments, type " << static_cast<int>(dtype));
     }
@@ -72,7 +72,7 @@ Words PayloadOf(const PayloadFormat& format, uint64_t rank) {
   std::vector<float> values = DrawValues<float>(Kind::kNormal, format.k, rank);
   if (IsLowBit(format.dtype)) {
     EXPECT_STATUS(StatusKind::kOk,
-                  QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, Centre::kMean, format.segments,
+                  QuantizeLowBit(values.data(), indices.data(), format.k, format.dtype, Level::kMean, format.segments,
                                  values.data()),
                   "quantize");
   }

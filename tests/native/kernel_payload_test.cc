@@ -284,7 +284,7 @@ TEST(PlansOfWhatCannotBeAreRefused) {
   PayloadPlan plan{};
   EXPECT_STATUS(StatusKind::kInvalidArgument, MakePlan({10, 11, Coding::kAuto, DType::kFloat32}, &plan), "k > n");
   EXPECT_STATUS(StatusKind::kInvalidArgument, MakePlan({10, 2, Coding::kAuto, DType::kInt1, {{0, 11}}}, &plan),
-                "columns > n");
+                "channels > n");
 }
 
 }  // namespace

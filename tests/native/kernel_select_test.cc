@@ -117,7 +117,7 @@ void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule,
   Selection selection;
   bool finite = false;
   EXPECT_STATUS(StatusKind::kOk,
-                AccumulateAndPack({expected.PartOf(gradient, rule, decays)}, true, select, format, Centre::kMean,
+                AccumulateAndPack({expected.PartOf(gradient, rule, decays)}, true, select, format, Level::kMean,
                                   SerialFor, reinterpret_cast<uint8_t*>(wanted.data()), &finite, &selection),
                 context);
   const BucketSelections bucket{
@@ -128,7 +128,7 @@ void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule,
   double info[2] = {-1, -1};
   bool found_finite = !finite;
   EXPECT_EQ(cudaSuccess,
-            accumulate_bucket_launch(bucket, true, Centre::kMean, info, &found_finite, workspace.data(), nullptr),
+            accumulate_bucket_launch(bucket, true, Level::kMean, info, &found_finite, workspace.data(), nullptr),
             context);
   EXPECT(SameFloats(expected.residual, state.residual), context);
   EXPECT(SameFloats(expected.velocity, state.velocity), context);

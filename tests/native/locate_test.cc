@@ -10,7 +10,7 @@
 namespace hvd_sparse {
 namespace {
 
-const std::vector<int64_t> kNs{70000, 3, 500}, kColumns{7, 3, 20};
+const std::vector<int64_t> kNs{70000, 3, 500}, kChannels{7, 3, 20};
 const std::vector<std::vector<int64_t>> kCounts{{12, 3, 1}, {66000, 1, 0}, {1, 2, 500}};  // by rank and member
 
 struct Form {
@@ -29,7 +29,7 @@ std::vector<Form> AllForms(const std::vector<DType>& dtypes = {DType::kFloat32, 
 }
 
 PayloadFormat FormatOf(const Form& form, size_t member, int64_t count) {
-  return {kNs[member], std::max<int64_t>(1, count), form.coding, form.dtype, {{0, kColumns[member]}}};
+  return {kNs[member], std::max<int64_t>(1, count), form.coding, form.dtype, {{0, kChannels[member]}}};
 }
 
 std::vector<PayloadFormat> Members(const Form& form) {
@@ -183,7 +183,7 @@ TEST(ADamagedMessageIsNotSummed) {
   EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
 }
 
-TEST(OtherColumnsAreNotFound) {
+TEST(OtherChannelsAreNotFound) {
   for (const Form& form : AllForms({DType::kInt2, DType::kInt1})) {
     std::vector<size_t> starts;
     const Bytes bytes = WholeMessage(form, &starts);

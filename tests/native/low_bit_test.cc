@@ -11,7 +11,7 @@ namespace hvd_sparse {
 namespace {
 
 constexpr DType kLowBit[] = {DType::kInt2, DType::kInt1};
-constexpr Centre kCentres[] = {Centre::kMean, Centre::kMin};
+constexpr Level kLevels[] = {Level::kMean, Level::kMin};
 constexpr float kHuge = std::numeric_limits<float>::max(), kTiny = std::numeric_limits<float>::denorm_min();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -48,19 +48,19 @@ std::vector<Entries> AllKinds(size_t k) {
 double MagnitudeOf(float value) { return std::fabs(static_cast<double>(value)); }
 
 // The mean of the magnitudes, or the smallest, in the order in which they came; 0 of none.
-double CentreOf(const std::vector<double>& magnitudes, Centre centre) {
+double LevelOf(const std::vector<double>& magnitudes, Level level) {
   double sum = 0, least = kInfinity;
   for (const double magnitude : magnitudes) {
     sum += magnitude;
     least = std::min(least, magnitude);
   }
   if (magnitudes.empty()) return 0;
-  return centre == Centre::kMean ? sum / static_cast<double>(magnitudes.size()) : least;
+  return level == Level::kMean ? sum / static_cast<double>(magnitudes.size()) : least;
 }
 
 // The bits of each decoded value by the definition, each from all entries anew.
 std::vector<uint64_t> QuantizedByHand(const std::vector<float>& values, const std::vector<int64_t>& indices,
-                                      DType dtype, Centre centre, const Segments& segments) {
+                                      DType dtype, Level level, const Segments& segments) {
   std::vector<uint64_t> result;
   for (size_t j = 0; j < values.size(); ++j) {
     std::vector<double> group, same_class;
@@ -68,12 +68,12 @@ std::vector<uint64_t> QuantizedByHand(const std::vector<float>& values, const st
       const bool counts = values[i] != 0 && GroupOf(segments, indices[i]) == GroupOf(segments, indices[j]);
       if (counts) group.push_back(MagnitudeOf(values[i]));
     }
-    const double mean = CentreOf(group, Centre::kMean);
+    const double mean = LevelOf(group, Level::kMean);
     for (const double magnitude : group) {
       const bool fellow = dtype == DType::kInt1 || (magnitude >= mean) == (MagnitudeOf(values[j]) >= mean);
       if (fellow) same_class.push_back(magnitude);
     }
-    const auto magnitude = static_cast<float>(CentreOf(same_class, centre));
+    const auto magnitude = static_cast<float>(LevelOf(same_class, level));
     result.push_back(FloatToBits(std::signbit(values[j]) ? -magnitude : magnitude));
   }
   return result;
@@ -86,11 +86,11 @@ std::vector<uint64_t> BitsOfAll(const std::vector<float>& values) {
 }
 
 std::vector<float> Quantized(const std::vector<float>& values, const std::vector<int64_t>& indices, DType dtype,
-                             Centre centre, const Segments& segments) {
+                             Level level, const Segments& segments) {
   std::vector<float> result(values.size(), 5.0f);
   const auto k = static_cast<int64_t>(values.size());
   EXPECT_STATUS(StatusKind::kOk,
-                QuantizeLowBit(values.data(), indices.data(), k, dtype, centre, segments, result.data()), "");
+                QuantizeLowBit(values.data(), indices.data(), k, dtype, level, segments, result.data()), "");
   return result;
 }
 
@@ -116,12 +116,12 @@ void CheckThereAndBack(DType dtype, const std::vector<int64_t>& indices, const s
 
 TEST(SizesWorkedOutByHand) {
   const Segments three{{0, 3}}, nine{{0, 3}, {12, 1}, {20, 5}};
-  EXPECT_EQ(size_t{4 + 1}, SizeOf(DType::kInt1, 1, {}), "a centre and a bit");
-  EXPECT_EQ(size_t{4 + 1}, SizeOf(DType::kInt1, 8, {}), "a centre and a byte");
-  EXPECT_EQ(size_t{4 + 2}, SizeOf(DType::kInt1, 9, {}), "a centre and 9 bits");
-  EXPECT_EQ(size_t{8 + 1}, SizeOf(DType::kInt2, 1, {}), "two centres and 2 bits");
-  EXPECT_EQ(size_t{8 + 1}, SizeOf(DType::kInt2, 4, {}), "two centres and a byte");
-  EXPECT_EQ(size_t{8 + 2}, SizeOf(DType::kInt2, 5, {}), "two centres and 10 bits");
+  EXPECT_EQ(size_t{4 + 1}, SizeOf(DType::kInt1, 1, {}), "a level and a bit");
+  EXPECT_EQ(size_t{4 + 1}, SizeOf(DType::kInt1, 8, {}), "a level and a byte");
+  EXPECT_EQ(size_t{4 + 2}, SizeOf(DType::kInt1, 9, {}), "a level and 9 bits");
+  EXPECT_EQ(size_t{8 + 1}, SizeOf(DType::kInt2, 1, {}), "two levels and 2 bits");
+  EXPECT_EQ(size_t{8 + 1}, SizeOf(DType::kInt2, 4, {}), "two levels and a byte");
+  EXPECT_EQ(size_t{8 + 2}, SizeOf(DType::kInt2, 5, {}), "two levels and 10 bits");
   EXPECT_EQ(size_t{4 * 2 + 1}, SizeOf(DType::kInt1, 2, three), "two entries meet two groups of three");
   EXPECT_EQ(size_t{4 * 3 + 13}, SizeOf(DType::kInt1, 100, three), "three groups and 100 bits");
   EXPECT_EQ(size_t{8 * 9 + 25}, SizeOf(DType::kInt2, 100, nine), "3 + 1 + 5 groups and 200 bits");
@@ -133,16 +133,16 @@ TEST(SizesWorkedOutByHand) {
 TEST(QuantizesExamplesWorkedOutByHand) {
   const std::vector<float> values{-3, 1, 0, -0.0f, 2, -6};  // magnitudes 3, 1, 2, 6: a mean of 3
   const std::vector<int64_t> indices = Consecutive(0, 6);
-  const auto check = [&](DType dtype, Centre centre, const Segments& segments, const std::vector<float>& expected) {
-    EXPECT_EQ(BitsOfAll(expected), BitsOfAll(Quantized(values, indices, dtype, centre, segments)),
-              Name(dtype) << ", centre " << static_cast<int>(centre) << ", " << segments.size() << " segments");
+  const auto check = [&](DType dtype, Level level, const Segments& segments, const std::vector<float>& expected) {
+    EXPECT_EQ(BitsOfAll(expected), BitsOfAll(Quantized(values, indices, dtype, level, segments)),
+              Name(dtype) << ", level " << static_cast<int>(level) << ", " << segments.size() << " segments");
   };
-  check(DType::kInt1, Centre::kMean, {}, {-3, 3, 3, -3, 3, -3});
-  check(DType::kInt1, Centre::kMin, {}, {-1, 1, 1, -1, 1, -1});
-  check(DType::kInt2, Centre::kMean, {}, {-4.5f, 1.5f, 1.5f, -1.5f, 1.5f, -4.5f});
-  check(DType::kInt2, Centre::kMin, {}, {-3, 1, 1, -1, 1, -3});
-  check(DType::kInt1, Centre::kMean, {{0, 2}}, {-2.5f, 3.5f, 2.5f, -3.5f, 2.5f, -3.5f});  // 3, 0, 2 and 1, 0, 6
-  check(DType::kInt1, Centre::kMean, {{0, 1}, {3, 3}}, {-2, 2, 2, -0.0f, 2, -6});         // 3, 1, 0; then 0; 2; 6
+  check(DType::kInt1, Level::kMean, {}, {-3, 3, 3, -3, 3, -3});
+  check(DType::kInt1, Level::kMin, {}, {-1, 1, 1, -1, 1, -1});
+  check(DType::kInt2, Level::kMean, {}, {-4.5f, 1.5f, 1.5f, -1.5f, 1.5f, -4.5f});
+  check(DType::kInt2, Level::kMin, {}, {-3, 1, 1, -1, 1, -3});
+  check(DType::kInt1, Level::kMean, {{0, 2}}, {-2.5f, 3.5f, 2.5f, -3.5f, 2.5f, -3.5f});  // 3, 0, 2 and 1, 0, 6
+  check(DType::kInt1, Level::kMean, {{0, 1}, {3, 3}}, {-2, 2, 2, -0.0f, 2, -6});         // 3, 1, 0; then 0; 2; 6
 }
 
 TEST(MeansHalfwayBetweenTwoFloatsAreRoundedToEven) {
@@ -150,7 +150,7 @@ TEST(MeansHalfwayBetweenTwoFloatsAreRoundedToEven) {
   std::vector<float> values(49, odd);  // a product with 1 / 98, rounded, would be below the middle
   values.insert(values.end(), 49, even);
   const std::vector<int64_t> indices = Consecutive(0, 98);
-  EXPECT_EQ(std::vector<float>(98, even), Quantized(values, indices, DType::kInt1, Centre::kMean, {}), "one centre");
+  EXPECT_EQ(std::vector<float>(98, even), Quantized(values, indices, DType::kInt1, Level::kMean, {}), "one level");
 }
 
 TEST(QuantizesAndTravelsAsDefined) {
@@ -160,12 +160,12 @@ TEST(QuantizesAndTravelsAsDefined) {
       for (const auto& [kind, values] : AllKinds(k)) {
         for (const Segments& segments : kLayouts) {
           for (const DType dtype : kLowBit) {
-            for (const Centre centre : kCentres) {
+            for (const Level level : kLevels) {
               const std::string where = std::string(Name(dtype)) + ", " + kind + ", k = " + std::to_string(k) + ", " +
-                                        std::to_string(segments.size()) + " segments, centre " +
-                                        std::to_string(static_cast<int>(centre));
-              const std::vector<float> sent = Quantized(values, indices, dtype, centre, segments);
-              EXPECT_EQ(QuantizedByHand(values, indices, dtype, centre, segments), BitsOfAll(sent), where);
+                                        std::to_string(segments.size()) + " segments, level " +
+                                        std::to_string(static_cast<int>(level));
+              const std::vector<float> sent = Quantized(values, indices, dtype, level, segments);
+              EXPECT_EQ(QuantizedByHand(values, indices, dtype, level, segments), BitsOfAll(sent), where);
               CheckThereAndBack(dtype, indices, sent, segments, where);
             }
           }
@@ -181,9 +181,9 @@ TEST(QuantizesInPlace) {
       const std::vector<int64_t> indices = ChooseIndices(10000, 150, 1);
       std::vector<float> in_place = values;
       const Status status =
-          QuantizeLowBit(in_place.data(), indices.data(), 150, dtype, Centre::kMean, kLayouts[4], in_place.data());
+          QuantizeLowBit(in_place.data(), indices.data(), 150, dtype, Level::kMean, kLayouts[4], in_place.data());
       EXPECT_STATUS(StatusKind::kOk, status, kind);
-      EXPECT_EQ(BitsOfAll(Quantized(values, indices, dtype, Centre::kMean, kLayouts[4])), BitsOfAll(in_place), kind);
+      EXPECT_EQ(BitsOfAll(Quantized(values, indices, dtype, Level::kMean, kLayouts[4])), BitsOfAll(in_place), kind);
     }
   }
 }
@@ -193,7 +193,7 @@ TEST(WithoutSegmentsIndicesAreNotRead) {
   for (const DType dtype : kLowBit) {
     float result[2] = {5, 5};
     uint8_t bytes[16] = {};
-    EXPECT_STATUS(StatusKind::kOk, QuantizeLowBit(values, nullptr, 2, dtype, Centre::kMin, {}, result), "");
+    EXPECT_STATUS(StatusKind::kOk, QuantizeLowBit(values, nullptr, 2, dtype, Level::kMin, {}, result), "");
     EXPECT_STATUS(StatusKind::kOk, WriteLowBit(result, nullptr, 2, dtype, {}, bytes), "");
     float read[2] = {5, 5};
     ReadLowBit(bytes, nullptr, 2, dtype, {}, read);
@@ -205,7 +205,7 @@ TEST(WithoutSegmentsIndicesAreNotRead) {
 TEST(NoValuesAreQuantizedToNone) {
   for (const Segments& segments : kLayouts) {
     for (const DType dtype : kLowBit) {
-      EXPECT_STATUS(StatusKind::kOk, QuantizeLowBit(nullptr, nullptr, 0, dtype, Centre::kMean, segments, nullptr), "");
+      EXPECT_STATUS(StatusKind::kOk, QuantizeLowBit(nullptr, nullptr, 0, dtype, Level::kMean, segments, nullptr), "");
       EXPECT_EQ(size_t{0}, SizeOf(dtype, 0, segments), segments.size());
     }
   }
@@ -217,9 +217,9 @@ TEST(TakesSegmentsThatFitAndRefusesOthers) {
   const int64_t lowest = std::numeric_limits<int64_t>::min(), highest = std::numeric_limits<int64_t>::max();
   const Segments wrong[] = {{{1, 1}},                        // not from 0
                             {{-1, 1}},                       //
-                            {{0, 0}},                        // no columns
+                            {{0, 0}},                        // no channels
                             {{0, -1}},                       //
-                            {{0, 11}},                       // more columns than elements
+                            {{0, 11}},                       // more channels than elements
                             {{0, highest}},                  //
                             {{0, 5}, {4, 1}},                // before another begins
                             {{0, 1}, {6, 5}},                // or ends
@@ -234,7 +234,7 @@ TEST(TakesSegmentsThatFitAndRefusesOthers) {
                             {{0, 1}, {lowest, 1}}};
   for (const Segments& segments : wrong) {
     std::string where;
-    for (const Segment& one : segments) where += std::to_string(one.begin) + ":" + std::to_string(one.columns) + " ";
+    for (const Segment& one : segments) where += std::to_string(one.begin) + ":" + std::to_string(one.channels) + " ";
     EXPECT_STATUS(StatusKind::kInvalidArgument, CheckSegments(segments, 10), where);
     for (const DType dtype : kLowBit) {
       int64_t size = -1;
@@ -253,14 +253,14 @@ TEST(QuantizeRefusesSegmentsAndIndicesAndWritesNothing) {
     for (const DType dtype : kLowBit) {
       float result[] = {5, 5, 5};
       EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    QuantizeLowBit(values, indices, 3, dtype, Centre::kMean, segments, result), where);
+                    QuantizeLowBit(values, indices, 3, dtype, Level::kMean, segments, result), where);
       EXPECT(std::count(result, result + 3, 5.0f) == 3, where);
     }
   };
   check(good, {{1, 1}}, "not from 0");
-  check(good, {{0, 0}}, "no columns");
+  check(good, {{0, 0}}, "no channels");
   check(good, {{0, -3}}, "fewer than none");
-  check(good, {{0, 1}, {5, highest}}, "more columns than there can be elements");
+  check(good, {{0, 1}, {5, highest}}, "more channels than there can be elements");
   check(good, {{lowest, 1}}, "far below 0");
   const int64_t far[] = {0, 1, highest};
   check(far, {{0, 1}}, "an index that no tensor has");

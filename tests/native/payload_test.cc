@@ -113,7 +113,7 @@ TEST(PacksFullBlocks) {
   CheckPack({131072, 65536, Coding::kRunLength, DType::kFloat16}, {}, 6);
 }
 
-// What may share the centres of n elements: all, a column, a row, several matrices.
+// What may share the levels of n elements: all, a channel, a row, several matrices.
 std::vector<Segments> LayoutsOf(int64_t n) {
   std::vector<Segments> layouts{{}, {{0, 1}}, {{0, n}}, {{0, (n + 2) / 3}}};
   if (n >= 4) layouts.push_back({{0, 1}, {1, n / 4}, {n / 2, 1}, {n - 1, 1}});
@@ -143,7 +143,7 @@ TEST(PacksLowBitValues) {
 TEST(PacksAllElementsWithoutPlaces) {
   for (const DType dtype : kWithLowBit) {
     for (const int64_t n : {1, 2, 9, 1000, 65535, 65536, 65537, 131080}) {
-      for (const Segments& segments : LevelsOf(dtype) > 0 ? LayoutsOf(n) : std::vector<Segments>{{}}) {
+      for (const Segments& segments : CodeBitsOf(dtype) > 0 ? LayoutsOf(n) : std::vector<Segments>{{}}) {
         if (!expect::Chosen(4)) continue;
         CheckPack({n, n, Coding::kDense, dtype, segments}, Consecutive(0, n), 1);
         CheckPack({n, n, Coding::kDense, dtype, segments}, {}, 2);
@@ -268,7 +268,7 @@ TEST(PackRefusesWrongEntries) {
 }
 
 TEST(PackWritesNothingWhenItRefuses) {
-  const Segments columns{{0, 2}};
+  const Segments channels{{0, 2}};
   const std::vector<int64_t> good{0, 1, 2}, falling{0, 2, 1};
   const std::vector<float> two_levels{1, -2, 1}, three_levels{1, -2, 3};
   const auto check = [](const PayloadFormat& format, const std::vector<int64_t>& indices,
@@ -283,7 +283,7 @@ TEST(PackWritesNothingWhenItRefuses) {
   for (const Coding coding : {Coding::kRunLength, Coding::kDense, Coding::kEliasFano, Coding::kBitmap, Coding::kAuto}) {
     check({3, 3, coding, DType::kInt2}, good, three_levels);
     check({3, 3, coding, DType::kInt1}, good, two_levels);
-    check({3, 3, coding, DType::kInt1, columns}, good, three_levels);
+    check({3, 3, coding, DType::kInt1, channels}, good, three_levels);
     for (const DType dtype : {DType::kFloat32, DType::kInt2}) {
       check({3, 3, coding, dtype}, falling, two_levels);
       check({3, 3, coding, dtype}, {0, 1}, two_levels);

@@ -49,7 +49,7 @@ inline void KeepLevels(const PayloadFormat& format, const std::vector<int64_t>& 
   for (size_t j = 0; j < indices.size(); ++j) {
     std::vector<uint64_t>& kept = magnitudes[GroupOf(format.segments, indices[j])];
     uint64_t& value = (*values)[j];
-    if (kept.size() < LevelsOf(format.dtype)) kept.push_back(value & 0x7fffffffu);
+    if (kept.size() < CodeBitsOf(format.dtype)) kept.push_back(value & 0x7fffffffu);
     value = (value & 0x80000000u) | kept[value % kept.size()];
   }
 }
@@ -66,7 +66,7 @@ inline Content MakeContent(const PayloadFormat& format, const std::vector<int64_
     content.values.push_back(DrawWireBits(format.dtype, random));
     place = index + 1;
   }
-  if (LevelsOf(format.dtype) > 0) KeepLevels(format, indices, &content.values);
+  if (CodeBitsOf(format.dtype) > 0) KeepLevels(format, indices, &content.values);
   return content;
 }
 
@@ -77,7 +77,7 @@ class WideValues {
     for (const uint64_t value : bits) {
       if (dtype == DType::kFloat64) {
         AppendNumber(&bytes_, value, 8);
-      } else if (dtype == DType::kFloat32 || LevelsOf(dtype) > 0) {
+      } else if (dtype == DType::kFloat32 || CodeBitsOf(dtype) > 0) {
         AppendNumber(&bytes_, value, 4);
       } else {
         AppendNumber(&bytes_, FloatToBits(static_cast<float>(Decode(dtype, value))), 4);

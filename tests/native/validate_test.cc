@@ -20,7 +20,7 @@ std::vector<std::pair<PayloadFormat, Bytes>> SmallPayloads() {
     add(full, Consecutive(0, 9));
     add({format.n, 13, Coding::kEliasFano, dtype}, ChooseIndices(format.n, 13, 8));
     add({101, 13, Coding::kBitmap, dtype}, ChooseIndices(101, 13, 9));
-    if (LevelsOf(dtype) == 0) continue;
+    if (CodeBitsOf(dtype) == 0) continue;
     add({format.n, 13, Coding::kEliasFano, dtype, matrices}, ChooseIndices(format.n, 13, 10));
     add({format.n, 13, Coding::kRunLength, dtype, matrices}, ChooseIndices(format.n, 13, 7));
     add({9, 9, Coding::kDense, dtype, {{0, 2}, {6, 1}}}, Consecutive(0, 9));

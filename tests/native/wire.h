@@ -81,35 +81,35 @@ inline size_t RoundUp(size_t size, size_t multiple) {
   return size;
 }
 
-// Of low-bit types the bits an entry, and centres a group; of others 0.
-inline size_t LevelsOf(DType dtype) { return dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0; }
+// Of low-bit types the bits an entry, and levels a group; of others 0.
+inline size_t CodeBitsOf(DType dtype) { return dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0; }
 
 inline size_t GroupsOf(const Segments& segments) {
   size_t groups = 0;
-  for (const Segment& segment : segments) groups += static_cast<size_t>(segment.columns);
+  for (const Segment& segment : segments) groups += static_cast<size_t>(segment.channels);
   return segments.empty() ? 1 : groups;
 }
 
-// Which segment, and which of its columns: they compare as groups are ordered.
+// Which segment, and which of its channels: they compare as groups are ordered.
 using Group = std::pair<size_t, int64_t>;
 
 inline Group GroupOf(const Segments& segments, int64_t index) {
   if (segments.empty()) return {0, 0};
   size_t at = 0;
   while (at + 1 < segments.size() && segments[at + 1].begin <= index) ++at;
-  return {at, (index - segments[at].begin) % segments[at].columns};
+  return {at, (index - segments[at].begin) % segments[at].channels};
 }
 
-// How many bytes of a low-bit section are centres.
-inline size_t CentresSize(DType dtype, size_t k, const Segments& segments) {
-  return 4 * LevelsOf(dtype) * std::min(k, GroupsOf(segments));
+// How many bytes of a low-bit section are levels.
+inline size_t LevelsSize(DType dtype, size_t k, const Segments& segments) {
+  return 4 * CodeBitsOf(dtype) * std::min(k, GroupsOf(segments));
 }
 
-// The values of entries at `indices`, by their bits, in a section of its own: centres in the order of groups, the
+// The values of entries at `indices`, by their bits, in a section of its own: levels in the order of groups, the
 // smaller first, then the codes.
 inline Bytes BuildLowBit(DType dtype, const std::vector<int64_t>& indices, const std::vector<uint64_t>& values,
                          const Segments& segments) {
-  const size_t levels = LevelsOf(dtype);
+  const size_t code_bits = CodeBitsOf(dtype);
   std::map<Group, std::set<uint64_t>> magnitudes;
   for (size_t j = 0; j < indices.size(); ++j) {
     magnitudes[GroupOf(segments, indices[j])].insert(values[j] & 0x7fffffffu);
@@ -117,15 +117,15 @@ inline Bytes BuildLowBit(DType dtype, const std::vector<int64_t>& indices, const
   Bytes section;
   for (const auto& [group, found] : magnitudes) {
     AppendNumber(&section, *found.begin(), 4);
-    if (levels == 2) AppendNumber(&section, *found.rbegin(), 4);
+    if (code_bits == 2) AppendNumber(&section, *found.rbegin(), 4);
   }
-  const size_t codes = CentresSize(dtype, indices.size(), segments);
-  section.resize(codes + RoundUp(levels * indices.size(), 8) / 8);
+  const size_t codes = LevelsSize(dtype, indices.size(), segments);
+  section.resize(codes + RoundUp(code_bits * indices.size(), 8) / 8);
   for (size_t j = 0; j < indices.size(); ++j) {
     const bool second = (values[j] & 0x7fffffffu) != *magnitudes[GroupOf(segments, indices[j])].begin();
     const uint64_t code = values[j] >> 31 | (second ? 2u : 0u);
-    for (size_t bit = 0; bit < levels; ++bit) {
-      const size_t place = levels * j + bit;
+    for (size_t bit = 0; bit < code_bits; ++bit) {
+      const size_t place = code_bits * j + bit;
       section[codes + place / 8] |= static_cast<uint8_t>((code >> bit & 1u) << place % 8);
     }
   }
@@ -135,19 +135,19 @@ inline Bytes BuildLowBit(DType dtype, const std::vector<int64_t>& indices, const
 // The bits of the float32 that a section of any bytes spells, from byte `at` on.
 inline std::vector<uint64_t> ParseLowBit(DType dtype, const std::vector<int64_t>& indices, const Segments& segments,
                                          const Bytes& bytes, size_t at) {
-  const size_t levels = LevelsOf(dtype), codes = at + CentresSize(dtype, indices.size(), segments);
-  std::map<Group, size_t> places;  // of a group's first centre
+  const size_t code_bits = CodeBitsOf(dtype), codes = at + LevelsSize(dtype, indices.size(), segments);
+  std::map<Group, size_t> places;  // of a group's first level
   for (const int64_t index : indices) places[GroupOf(segments, index)] = 0;
   for (auto& [group, place] : places) {
     place = at;
-    at += 4 * levels;
+    at += 4 * code_bits;
   }
   const auto bit_at = [&](size_t place) { return static_cast<size_t>(bytes[codes + place / 8] >> place % 8 & 1); };
   std::vector<uint64_t> values;
   for (size_t j = 0; j < indices.size(); ++j) {
-    const size_t level = levels == 2 ? bit_at(2 * j + 1) : 0;
-    const uint64_t centre = ReadNumber(bytes, places[GroupOf(segments, indices[j])] + 4 * level, 4);
-    values.push_back((centre & 0x7fffffffu) | uint64_t{bit_at(levels * j)} << 31);
+    const size_t which = code_bits == 2 ? bit_at(2 * j + 1) : 0;
+    const uint64_t level = ReadNumber(bytes, places[GroupOf(segments, indices[j])] + 4 * which, 4);
+    values.push_back((level & 0x7fffffffu) | uint64_t{bit_at(code_bits * j)} << 31);
   }
   return values;
 }
@@ -186,8 +186,8 @@ inline Coding CodingOf(const PayloadFormat& format) {
 
 inline Parts PartsOf(const PayloadFormat& format) {
   const auto n = static_cast<size_t>(format.n), k = static_cast<size_t>(format.k);
-  const size_t levels = LevelsOf(format.dtype);
-  const size_t width = levels > 0 ? 4 : static_cast<size_t>(ItemSize(format.dtype));
+  const size_t code_bits = CodeBitsOf(format.dtype);
+  const size_t width = code_bits > 0 ? 4 : static_cast<size_t>(ItemSize(format.dtype));
   const Coding coding = CodingOf(format);
   Parts parts{kCountsAt, kCountsAt, 0, 0};
   if (coding == Coding::kRunLength) {
@@ -196,8 +196,8 @@ inline Parts PartsOf(const PayloadFormat& format) {
     parts.runs = RoundUp(parts.bitmap + (k >= 65536 ? RoundUp(blocks, 8) / 8 : 0), 2);
   }
   parts.values = RoundUp(kCountsAt + PlacesSize(coding, n, k), std::max<size_t>(1, width));
-  const size_t low_bit = CentresSize(format.dtype, k, format.segments) + RoundUp(levels * k, 8) / 8;
-  parts.end = RoundUp(parts.values + (levels > 0 ? low_bit : width * k), 8);
+  const size_t low_bit = LevelsSize(format.dtype, k, format.segments) + RoundUp(code_bits * k, 8) / 8;
+  parts.end = RoundUp(parts.values + (code_bits > 0 ? low_bit : width * k), 8);
   return parts;
 }
 
@@ -296,7 +296,7 @@ inline Bytes BuildPayload(const PayloadFormat& format, const Content& content) {
     bytes.insert(bytes.end(), section.begin(), section.end());
   }
   bytes.resize(parts.values);
-  if (LevelsOf(format.dtype) > 0) {
+  if (CodeBitsOf(format.dtype) > 0) {
     const Bytes section = BuildLowBit(format.dtype, PlacesOf(content), content.values, format.segments);
     bytes.insert(bytes.end(), section.begin(), section.end());
   } else {
@@ -365,7 +365,7 @@ inline bool ParsePayload(const PayloadFormat& format, const Bytes& bytes, std::v
   indices->clear();
   values->clear();
   if (!ParsePlaces(format, bytes, entries, indices)) return false;
-  if (LevelsOf(format.dtype) > 0) {
+  if (CodeBitsOf(format.dtype) > 0) {
     *values = ParseLowBit(format.dtype, *indices, format.segments, bytes, parts.values);
     return true;
   }

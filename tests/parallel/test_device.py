@@ -73,7 +73,7 @@ THRESHOLDS = {
     "dct": {"density": 0.02, "lifespan": 4, "warmup": 2},
     "drained": {"density": 0.02, "lifespan": 4, "drain": 3},
     "float16": {"density": 0.02, "lifespan": 2, "values": "float16", "coding": "elias_fano"},
-    "int2": {"density": 0.02, "values": "int2", "centre_scope": "column"},
+    "int2": {"density": 0.02, "values": "int2", "granularity": "channel"},
     "hard_threshold": {"value": 1.5},
     "nothing": {"value": 1e9},
 }

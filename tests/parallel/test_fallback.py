@@ -28,7 +28,7 @@ METHODS = {
     "dgc, model, small ones": ("dgc", {"scope": "model", "values": "bfloat16", "min_numel": 100}),
     "samomentum": ("samomentum", {"weight_decay": 0.1, "min_numel": 100}),
     "samomentum, model": ("samomentum", {"scope": "model", "weight_decay": 0.1, "min_numel": 100}),
-    "gradient_dropping": ("gradient_dropping", {"values": "int2", "centre_scope": "column"}),
+    "gradient_dropping": ("gradient_dropping", {"values": "int2", "granularity": "channel"}),
     "topk": ("topk", {"min_numel": 100}),
     "dct": ("dct", {"min_numel": 100, "lifespan": 2}),
     "dct, int1": ("dct", {"values": "int1"}),

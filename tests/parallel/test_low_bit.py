@@ -27,10 +27,10 @@ METHODS = {
     "random_k": SETTINGS,
 }
 FORMS = [
-    {"values": values, "centre": centre, "centre_scope": centre_scope}
+    {"values": values, "level": level, "granularity": granularity}
     for values in ("int2", "int1")
-    for centre in ("mean", "min")
-    for centre_scope in ("tensor", "column")
+    for level in ("mean", "min")
+    for granularity in ("tensor", "channel")
 ]
 
 
@@ -42,23 +42,23 @@ def make(request):
 
 
 @pytest.mark.parametrize("values", ["int2", "int1"])
-@pytest.mark.parametrize("centre_scope", ["tensor", "column"])
-def test_what_is_sent_is_signs_and_the_papers_centres(values, centre_scope):
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_what_is_sent_is_signs_and_the_papers_levels(values, granularity):
     """Over 100 steps, residual and velocity with it."""
     trials = []
     for number, (method, settings, also) in enumerate(
         [
             ("gradient_dropping", {"scope": "tensor"}, {}),
-            ("gradient_dropping", {"scope": "model", "centre": "min"}, {}),
+            ("gradient_dropping", {"scope": "model", "level": "min"}, {}),
             ("dgc", {"scope": "tensor", "momentum": 0.9, "weight_decay": 0.01}, {}),
             ("samomentum", {"scope": "tensor", "momentum": 0.7}, {"samomentum": True}),
-            ("dgc", {"scope": "model", "momentum": 0.7, "nesterov": True, "centre": "min"}, {}),
+            ("dgc", {"scope": "model", "momentum": 0.7, "nesterov": True, "level": "min"}, {}),
             ("topk", {"scope": "model"}, {}),
             ("dct", {"lifespan": 7}, {}),
             ("cltk", {}, {"cyclic": True, "scope": "model"}),
         ]
     ):
-        settings = {**SETTINGS, **settings, "values": values, "centre_scope": centre_scope}
+        settings = {**SETTINGS, **settings, "values": values, "granularity": granularity}
         build = getattr(Compression, method)
         trials.append(
             Trial(
@@ -73,7 +73,7 @@ def test_what_is_sent_is_signs_and_the_papers_centres(values, centre_scope):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form.values()))
 def test_nothing_is_lost(make, form):
-    """Whole numbers stay whole with centre "min", and then every sum is exact; means are rounded in every step."""
+    """Whole numbers stay whole with level "min", and then every sum is exact; means are rounded in every step."""
     parameters = make_parameters()
     compression = make(parameters.items(), **form)
     ledger = Ledger(parameters)
@@ -81,7 +81,7 @@ def test_nothing_is_lost(make, form):
         gradients = whole_numbers(SHAPES, t, hvd.rank())
         ledger.feed(gradients)
         ledger.receive(drive(compression, parameters, gradients, order=shuffled(SHAPES, t, hvd.rank())))
-    tolerance = 0.0 if form["centre"] == "min" else 15 * 2e-4 * hvd.size()
+    tolerance = 0.0 if form["level"] == "min" else 15 * 2e-4 * hvd.size()
     assert ledger.check(compression, tolerance) > 0.0
 
 
@@ -113,9 +113,9 @@ def test_nothing_to_send_is_sent_as_nothing():
     """Gradients of zeros: the union is empty, and so are payloads below a threshold."""
     shapes = {"only": (30, 50)}
     for method, settings in (("micro", SETTINGS), ("hard_threshold", METHODS["hard_threshold"]), ("topk", SETTINGS)):
-        for centre_scope in ("tensor", "column"):
+        for granularity in ("tensor", "channel"):
             parameters = make_parameters(shapes)
-            form = {"values": "int2", "centre_scope": centre_scope}
+            form = {"values": "int2", "granularity": granularity}
             compression = getattr(Compression, method)(parameters.items(), **settings, **form)
             for t in range(3):
                 nothing = whole_numbers(shapes, t, hvd.rank(), most=0)

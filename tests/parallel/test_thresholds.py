@@ -251,8 +251,8 @@ def test_a_checkpoint_continues_from_the_same_thresholds():
         (lambda named: Compression.hard_threshold(named), TypeError, "value"),
         (lambda named: Compression.topk(named, density=2.0), ValueError, "density"),
         (lambda named: Compression.cltk(named, values="int8"), ValueError, "values"),
-        (lambda named: Compression.cltk(named, values="int2", centre="median"), ValueError, "centre"),
-        (lambda named: Compression.dct(named, values="int1", centre_scope="row"), ValueError, "centre_scope"),
+        (lambda named: Compression.cltk(named, values="int2", level="median"), ValueError, "level"),
+        (lambda named: Compression.dct(named, values="int1", granularity="row"), ValueError, "granularity"),
         (lambda named: Compression.cltk(named, scope="tensor"), TypeError, "scope"),
     ],
 )

@@ -16,17 +16,17 @@ SETTINGS = {"density": 0.1, "min_numel": 100}
 
 
 @pytest.mark.parametrize("values", ["int2", "int1"])
-def test_what_is_sent_is_signs_and_the_papers_centres(values):
+def test_what_is_sent_is_signs_and_the_papers_levels(values):
     """Over 60 steps, residual and velocity with it."""
     trials = []
     for number, (method, settings, also) in enumerate(
         [
             ("gradient_dropping", {"scope": "tensor"}, {}),
-            ("gradient_dropping", {"scope": "model", "centre": "min", "centre_scope": "column"}, {}),
-            ("dgc", {"scope": "tensor", "momentum": 0.9, "centre_scope": "column"}, {}),
-            ("dgc", {"scope": "model", "momentum": 0.7, "nesterov": True, "centre": "min"}, {}),
-            ("dct", {"lifespan": 7, "centre_scope": "column"}, {}),
-            ("cltk", {"centre_scope": "column"}, {"cyclic": True, "scope": "model"}),
+            ("gradient_dropping", {"scope": "model", "level": "min", "granularity": "channel"}, {}),
+            ("dgc", {"scope": "tensor", "momentum": 0.9, "granularity": "channel"}, {}),
+            ("dgc", {"scope": "model", "momentum": 0.7, "nesterov": True, "level": "min"}, {}),
+            ("dct", {"lifespan": 7, "granularity": "channel"}, {}),
+            ("cltk", {"granularity": "channel"}, {"cyclic": True, "scope": "model"}),
         ]
     ):
         settings = {**SETTINGS, **settings, "values": values}
@@ -52,9 +52,9 @@ def test_nothing_to_send_is_sent_as_nothing():
     """Gradients of zeros: the union is empty, and so are payloads below a threshold."""
     shapes = {"only": (30, 50)}
     for method, settings in (("micro", SETTINGS), ("hard_threshold", {"value": 1.0}), ("topk", SETTINGS)):
-        for centre_scope in ("tensor", "column"):
+        for granularity in ("tensor", "channel"):
             variables = make_variables(shapes)
-            form = {"values": "int2", "centre_scope": centre_scope, "min_numel": 100}
+            form = {"values": "int2", "granularity": granularity, "min_numel": 100}
             compression = getattr(Compression, method)(list(variables.values()), **{**settings, **form})
             reduce = Reducer(variables, compression)
             something = draw(shapes, 0, hvd.rank())

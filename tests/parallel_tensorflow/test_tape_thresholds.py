@@ -86,8 +86,8 @@ def test_sidco_is_that_of_the_paper():
     [
         {"values": "float32"},
         {"values": "bfloat16"},
-        {"values": "int2", "centre": "min", "centre_scope": "column"},  # whole numbers stay whole
-        {"values": "int1", "centre": "min"},
+        {"values": "int2", "level": "min", "granularity": "channel"},  # whole numbers stay whole
+        {"values": "int1", "level": "min"},
     ],
     ids=lambda form: form["values"],
 )

@@ -162,10 +162,10 @@ def messages(draw):
         draw(st.sampled_from([one for one in CODINGS if one != "dense"])),
         draw(st.sampled_from([*wire.VALUE_DTYPES])),
     )
-    columns = [draw(st.integers(1, min(n, 300))) for n in ns]
+    channels = [draw(st.integers(1, min(n, 300))) for n in ns]
     placed, parts = {}, []
     for rank, member in itertools.product(range(ranks), range(len(ns))):
-        n, segments = ns[member], np.array([[0, columns[member]]]) if dtype in wire.LOW_BITS else None
+        n, segments = ns[member], np.array([[0, channels[member]]]) if dtype in wire.LOW_BITS else None
         count = draw(st.one_of(st.just(0), counts(n)))
         form = Form(n, max(1, count), coding, dtype, segments)
         if count == 0:
@@ -173,4 +173,4 @@ def messages(draw):
         else:
             parts.append(draw(contents(form, may_be_none=False))[2])
         placed[rank, member] = form
-    return ranks, ns, columns, placed, np.concatenate(parts)
+    return ranks, ns, channels, placed, np.concatenate(parts)

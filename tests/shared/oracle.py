@@ -35,8 +35,8 @@ class Method:
     distribution: str = "exponential"
     cyclic: bool = False  # CLT-k: the rank whose turn it is selects for all
     values: str = "float32"  # or "int2", "int1": Gradient Dropping, section 5.4
-    centre: str = "mean"
-    centre_scope: str = "tensor"
+    level: str = "mean"
+    granularity: str = "tensor"
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -130,16 +130,16 @@ def accumulate(method, u, v, local):
 
 
 def quantized(method, v, mask):
-    """Return signs times centres where the mask is, and how clear the edges between small and large ones are.
+    """Return signs times levels where the mask is, and how clear the edges between small and large ones are.
 
-    One centre for all of a tensor or of a column (its last dimension), or one for what is below their mean magnitude
+    One level for all of a tensor or of a channel (its last dimension), or one for what is below their mean magnitude
     and one for the rest.
     """
     sent, gap = np.zeros(v.shape), np.inf
-    by_column = method.centre_scope == "column" and v.ndim > 1
-    columns = range(v.shape[-1]) if by_column else [...]
-    for column in columns:
-        at = (..., column) if by_column else ...
+    by_channel = method.granularity == "channel" and v.ndim > 1
+    channels = range(v.shape[-1]) if by_channel else [...]
+    for channel in channels:
+        at = (..., channel) if by_channel else ...
         magnitudes, chosen = np.abs(v[at]), mask[at]
         if not chosen.any():
             continue
@@ -151,8 +151,8 @@ def quantized(method, v, mask):
             gap = min(gap, np.min(np.abs(others - edge)) / edge) if others.size else gap
         for one in classes:
             if one.any():
-                centre = magnitudes[one].mean() if method.centre == "mean" else magnitudes[one].min()
-                sent[at] += np.sign(v[at]) * one * centre
+                level = magnitudes[one].mean() if method.level == "mean" else magnitudes[one].min()
+                sent[at] += np.sign(v[at]) * one * level
     return sent, gap
 
 

@@ -16,7 +16,7 @@ SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in the o
 STEPS, LR = 50, 0.1
 LOSS_SCALE = 1000.0  # no power of two: what is divided by it rounds
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
-COLUMN = {"centre_scope": "column"}
+CHANNEL = {"granularity": "channel"}
 DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 15.0}
 CASES = {
     f"{method}-{scope}-{number}": (method, {"scope": scope, **SETTINGS, **options})
@@ -39,15 +39,15 @@ CASES = {
     "sidco-pareto": ("sidco", {**SETTINGS, "distribution": "pareto", "stages": 3}),
     "random_k": ("random_k", {**SETTINGS, "seed": 3}),
     "gradient_dropping-int2": ("gradient_dropping", {**SETTINGS, "values": "int2"}),
-    "dgc-int1-column": ("dgc", {**SETTINGS, "scope": "model", "values": "int1", "centre": "min", **COLUMN}),
-    "dct-int2-column": ("dct", {**SETTINGS, "lifespan": 9, "values": "int2", **COLUMN}),
+    "dgc-int1-channel": ("dgc", {**SETTINGS, "scope": "model", "values": "int1", "level": "min", **CHANNEL}),
+    "dct-int2-channel": ("dct", {**SETTINGS, "lifespan": 9, "values": "int2", **CHANNEL}),
     "micro-scaling": ("micro", {**SETTINGS, "controller": "scaling"}),
     "dgc-elias_fano": ("dgc", {**SETTINGS, "coding": "elias_fano"}),
     "dct-auto-int2": ("dct", {**SETTINGS, "lifespan": 5, "coding": "auto", "values": "int2"}),
     "micro-bitmap": ("micro", {**SETTINGS, "coding": "bitmap"}),
     "micro-int1": ("micro", {**SETTINGS, "values": "int1"}),
     "cltk-float16": ("cltk", {**SETTINGS, "values": "float16"}),
-    "random_k-int2-column": ("random_k", {**SETTINGS, "values": "int2", "centre": "min", **COLUMN}),
+    "random_k-int2-channel": ("random_k", {**SETTINGS, "values": "int2", "level": "min", **CHANNEL}),
 }
 if not tiers.ALL:
     CASES = dict(list(CASES.items())[::5])  # of both scopes, several methods

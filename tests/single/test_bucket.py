@@ -25,7 +25,7 @@ FORMS = {
     "float32": {},
     "float16": {"value_dtype": "float16", "coding": "elias_fano"},
     "int2": {"value_dtype": "int2", "coding": "auto"},
-    "int1": {"value_dtype": "int1", "centre": "min"},
+    "int1": {"value_dtype": "int1", "level": "min"},
 }
 
 
@@ -67,13 +67,13 @@ class Bucket:
         self.velocities = [one[2].clone() for one in draw] if rule else []
         self.parameters = [one[3].clone() for one in draw] if "weight_decay" in rule else []
         self.ks = [max(1, n // 50) for n in SIZES]
-        self.columns = [1 + n // 100 for n in SIZES] if form.get("value_dtype", "").startswith("int") else []
-        self.segments = [torch.tensor([[0, count]]) for count in self.columns] or [None] * len(SIZES)
-        self.wire = {name: value for name, value in form.items() if name != "centre"}
+        self.channels = [1 + n // 100 for n in SIZES] if form.get("value_dtype", "").startswith("int") else []
+        self.segments = [torch.tensor([[0, count]]) for count in self.channels] or [None] * len(SIZES)
+        self.wire = {name: value for name, value in form.items() if name != "level"}
         pairs = zip(SIZES, self.ks, self.segments, strict=True)
         sizes = [ops.payload_size(n, k, **self.wire, segments=segments) for n, k, segments in pairs]
         self.offsets = np.cumsum([0, *sizes])[:-1].tolist()
-        self.layout = BucketLayout(SIZES, self.ks, self.columns)
+        self.layout = BucketLayout(SIZES, self.ks, self.channels)
         self.out = torch.full((sum(sizes),), 7, dtype=torch.uint8)
 
     def accumulate(self, guess=2.0, **changes):
@@ -89,8 +89,8 @@ class Bucket:
         for i, n in enumerate(SIZES):
             memory = [part[i] if part else None for part in (self.residuals, self.velocities, self.parameters)]
             indices, values, info = accumulated_by_the_twin(self.gradients[i], *memory, k=self.ks[i], **self.rule)
-            dtype, centre = self.form.get("value_dtype", "float32"), self.form.get("centre", "mean")
-            sent = ops.quantize(values, dtype, centre, indices, self.segments[i])
+            dtype, level = self.form.get("value_dtype", "float32"), self.form.get("level", "mean")
+            sent = ops.quantize(values, dtype, level, indices, self.segments[i])
             size = ops.payload_size(n, self.ks[i], **self.wire, segments=self.segments[i])
             payload = torch.empty(size, dtype=torch.uint8)
             ops.pack(indices, sent, n, self.ks[i], payload, **self.wire, segments=self.segments[i])
@@ -110,9 +110,9 @@ def form(request):
     return FORMS[request.param]
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.7])
+@pytest.mark.parametrize("retained", [0.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, kept):
+def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, retained):
     bucket, single = Bucket(rule, form, dtype=dtype), Bucket(rule, form, dtype=dtype)
     info, finite = bucket.accumulate()
     payloads, infos, lefts = single.one_by_one()
@@ -121,11 +121,16 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, kept):
         expected.check(one, 2.0)
     for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
         assert torch.equal(ours, theirs)
-    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire, kept=kept)
+    ops.clear_bucket(
+        bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire, retained=retained
+    )
     for i, (indices, left) in enumerate(lefts):
-        left = left + kept * (single.residuals[i][indices] - left)
+        left = left + retained * (single.residuals[i][indices] - left)
         torch.testing.assert_close(
-            bucket.residuals[i], single.residuals[i].index_copy(0, indices, left), rtol=1e-6 if kept else 0.0, atol=0.0
+            bucket.residuals[i],
+            single.residuals[i].index_copy(0, indices, left),
+            rtol=1e-6 if retained else 0.0,
+            atol=0.0,
         )
         if rule:
             assert torch.equal(bucket.velocities[i], single.velocities[i].index_fill(0, indices, 0.0))
@@ -217,7 +222,7 @@ def test_hints_of_a_wrong_shape_are_refused():
         ({"sizes": [1, 7]}, "ks must have one entry a selection, 2, got 5"),
         ({"sizes": [1, 7, 1000, 65_537, 69_999]}, "gradient 4 must have 69999 elements, got 70000"),
         ({"sizes": [1, 7, 1000, 65_537, -1]}, r"sizes must be in \[0, 2\^48\], got -1"),
-        ({"columns": [1, 1]}, "columns must have one entry a member, 5, got 2"),
+        ({"channels": [1, 1]}, "channels must have one entry a member, 5, got 2"),
         ({"members": [0, 1, 2, 3]}, "every list must be 4, one a member; got 5"),
         ({"members": [0, 1, 2, 4, 3]}, r"members must ascend in \[0, 5\), got 3 after 4"),
         ({"members": [0, 1, 2, 3, 3]}, r"members must ascend in \[0, 5\), got 3 after 3"),
@@ -228,7 +233,7 @@ def test_hints_of_a_wrong_shape_are_refused():
         ({"ks": [1, 0, 1, 1, 1]}, r"k must be in \[1, n = 7\], got 0"),
         ({"out": torch.zeros(9, dtype=torch.uint8)}, "out must have [0-9]+ bytes a rank, got 9"),
         ({"out": torch.zeros(9)}, "out must be Byte"),
-        ({"centre": "median"}, "centre must be mean or min, got median"),
+        ({"level": "median"}, "level must be mean or min, got median"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):
@@ -275,11 +280,11 @@ class Joint(Bucket):
     def __init__(self, rule, form, **options):
         super().__init__(rule, form, **options)
         self.n, begins = sum(SIZES), np.cumsum([0, *SIZES])[:-1].tolist()
-        segments = torch.tensor([*zip(begins, self.columns, strict=True)]) if self.columns else None
+        segments = torch.tensor([*zip(begins, self.channels, strict=True)]) if self.channels else None
         self.segments = segments
         size = ops.payload_size(self.n, self.K, **self.wire, segments=segments)
         self.out = torch.full((size,), 7, dtype=torch.uint8)
-        self.layout = BucketLayout(SIZES, [self.K], self.columns, True)
+        self.layout = BucketLayout(SIZES, [self.K], self.channels, True)
 
 
 @pytest.mark.parametrize("hint", [0.0, 2.0, 50.0], ids=["no hint", "a good hint", "a hint that misses"])
@@ -293,9 +298,7 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
         for name in ("gradients", "residuals", "velocities", "parameters")
     }
     indices, values, info = accumulated_by_the_twin(*whole.values(), k=bucket.K, **rule)
-    sent = ops.quantize(
-        values, form.get("value_dtype", "float32"), form.get("centre", "mean"), indices, bucket.segments
-    )
+    sent = ops.quantize(values, form.get("value_dtype", "float32"), form.get("level", "mean"), indices, bucket.segments)
     expected = torch.empty_like(bucket.out)
     ops.pack(indices, sent, bucket.n, bucket.K, expected, **bucket.wire, segments=bucket.segments)
 

@@ -243,7 +243,7 @@ def test_reduce_payloads(n, k, coding, value_dtype):
     same(out, sums)
 
 
-NS, COLUMNS = [70_000, 5, 1000], [7, 5, 20]
+NS, CHANNELS = [70_000, 5, 1000], [7, 5, 20]
 COUNTS = [[30, 0, 1000], [0, 5, 1], [66_000, 2, 17]]  # by rank and member: so "auto" is now one coding, now another
 
 
@@ -252,8 +252,8 @@ def located_message(coding, value_dtype):
     rng, parts, sizes = np.random.default_rng(3), [], []
     sums = [np.zeros(n, np.float32) for n in NS]
     for counts in COUNTS:
-        for n, columns, count, total in zip(NS, COLUMNS, counts, sums, strict=True):
-            form = (n, max(1, count), coding, value_dtype, [[0, columns]])
+        for n, channels, count, total in zip(NS, CHANNELS, counts, sums, strict=True):
+            form = (n, max(1, count), coding, value_dtype, [[0, channels]])
             indices = np.sort(rng.choice(n, count, replace=False))
             values = rng.standard_normal(count).astype(np.float32)
             sent = reference.quantize(values, value_dtype, "mean", indices, form[4])
@@ -270,17 +270,17 @@ def located_message(coding, value_dtype):
 def test_found_and_added(coding, value_dtype):
     form = (coding, value_dtype)
     gathered, places, sums = located_message(*form)
-    same(tensor(reference.locate_payloads(gathered, NS, 3, *form, COLUMNS)), places)
-    same(ops.locate_payloads(tensor(gathered), NS, 3, *form, COLUMNS), places)
+    same(tensor(reference.locate_payloads(gathered, NS, 3, *form, CHANNELS)), places)
+    same(ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS), places)
     for cut in (gathered[:-8], np.append(gathered, np.zeros(8, np.uint8))):
         for locate in (
-            lambda cut=cut: reference.locate_payloads(cut, NS, 3, *form, COLUMNS),
-            lambda cut=cut: ops.locate_payloads(tensor(cut), NS, 3, *form, COLUMNS),
+            lambda cut=cut: reference.locate_payloads(cut, NS, 3, *form, CHANNELS),
+            lambda cut=cut: ops.locate_payloads(tensor(cut), NS, 3, *form, CHANNELS),
         ):
             with pytest.raises(ValueError, match=r"cut off|size"):
                 locate()
     for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
-        place, segments = places[:, :, member].copy(), [[0, COLUMNS[member]]]
+        place, segments = places[:, :, member].copy(), [[0, CHANNELS[member]]]
         same(tensor(reference.reduce_located(gathered, place, n, *form, 0.5, segments)), total)
         out = torch.full((n,), 7.0)
         ops.reduce_located(tensor(gathered), tensor(place), n, out, 0.5, *form, tensor(segments))

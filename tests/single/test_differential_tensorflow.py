@@ -123,12 +123,12 @@ def test_damaged_payloads(data, form, damage, seal):
 @given(messages(), DAMAGE, st.booleans())
 @examples(80)
 def test_located_and_damaged_messages(case, damage, whole):
-    ranks, ns, columns, placed, gathered = case
+    ranks, ns, channels, placed, gathered = case
     code, message = placed[0, 0].code, gathered if whole else damaged(gathered, damage)
-    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, columns))
-    found = verdict(lambda: ops.locate_payloads(message, ns, ranks, *code, columns), Invalid)
+    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, channels))
+    found = verdict(lambda: ops.locate_payloads(message, ns, ranks, *code, channels), Invalid)
     agree(found if found is None else (found,), places if places is None else (places,))
-    added = verdict(lambda: ops.reduce_located_bucket(message, ns, ranks, 0.5, *code, columns), Invalid)
+    added = verdict(lambda: ops.reduce_located_bucket(message, ns, ranks, 0.5, *code, channels), Invalid)
     with np.errstate(all="ignore"):
         agree(added, verdict(lambda: sums_by_the_twin(message, places, case)))
 

@@ -58,10 +58,10 @@ def test_reduce_payloads(data, form, ranks, offset, scale):
 @given(messages(), SCALES)
 @examples(100)
 def test_located(case, scale):
-    ranks, ns, columns, placed, gathered = case
+    ranks, ns, channels, placed, gathered = case
     code = placed[0, 0].code
-    places = reference.locate_payloads(gathered, ns, ranks, *code, columns)
-    same(ops.locate_payloads(tensor(gathered), ns, ranks, *code, columns), places)
+    places = reference.locate_payloads(gathered, ns, ranks, *code, channels)
+    same(ops.locate_payloads(tensor(gathered), ns, ranks, *code, channels), places)
     for member, n in enumerate(ns):
         where, segments = places[:, :, member].copy(), placed[0, member].segments
         out = torch.full((n,), np.nan)
@@ -92,10 +92,10 @@ def test_damaged_payloads(data, form, damage, seal):
 @given(messages(), DAMAGE)
 @examples(150)
 def test_damaged_messages(case, damage):
-    ranks, ns, columns, placed, gathered = case
+    ranks, ns, channels, placed, gathered = case
     code, message = placed[0, 0].code, damaged(gathered, damage)
-    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, columns))
-    found = verdict(lambda: ops.locate_payloads(tensor(message), ns, ranks, *code, columns))
+    places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, channels))
+    found = verdict(lambda: ops.locate_payloads(tensor(message), ns, ranks, *code, channels))
     agree(found if found is None else (found,), places if places is None else (places,))
     for member, n in enumerate(ns if places is not None else ()):
         where, segments = places[:, :, member].copy(), placed[0, member].segments
@@ -171,7 +171,7 @@ class DrawnBucket(NamedTuple):
     """A layout; the members that take part; the form of each selection, and its members that take part, in order."""
 
     rule: dict
-    centre: str
+    level: str
     layout: BucketLayout
     present: list[int]
     selections: list[tuple[Form, list[Member]]]
@@ -188,7 +188,7 @@ def buckets(draw):
     smallest = [0] if is_joint and not grouped else []  # whatever has a selection or groups of its own has elements
     sizes = st.lists(st.sampled_from([*smallest, 1, 2, 63, 64, 65, 500, 2049, 65_537]), min_size=1, max_size=4)
     sizes = draw(sizes.filter(any))
-    columns = [draw(st.integers(1, min(n, 700))) for n in sizes] if grouped else []
+    channels = [draw(st.integers(1, min(n, 700))) for n in sizes] if grouped else []
     wholes = [range(len(sizes))] if is_joint else [[i] for i in range(len(sizes))]
     selections, ks, present = [], [], []
     for whole in wholes:
@@ -197,16 +197,16 @@ def buckets(draw):
             if draw(st.integers(0, 3)) > 0:
                 present.append(i)
                 members.append(draw(bucket_members(rule, n, sizes[i])))
-            segments += [[n, columns[i]]] if grouped else []
+            segments += [[n, channels[i]]] if grouped else []
             n += sizes[i]
         form = draw(forms(n, [coding], [dtype]))._replace(segments=np.array(segments) if grouped else None)
         selections.append((form, members))
         ks.append(form.k)
-    layout = BucketLayout(sizes, ks, columns, is_joint)
-    return DrawnBucket(rule, draw(st.sampled_from(wire.CENTRES)), layout, present, selections)
+    layout = BucketLayout(sizes, ks, channels, is_joint)
+    return DrawnBucket(rule, draw(st.sampled_from(wire.LEVELS)), layout, present, selections)
 
 
-def accumulated_by_the_twins(rule, centre, selections, seed):
+def accumulated_by_the_twins(rule, level, selections, seed):
     """The payloads, the thresholds, which gradients were finite, and the memories before and after what is sent."""
     payloads, thresholds, finite, before, after = [], [], [], [], []
     for form, members in selections:
@@ -218,7 +218,7 @@ def accumulated_by_the_twins(rule, centre, selections, seed):
             for whole, part in zip(joined, memory, strict=False):
                 whole[member.place] = 0.0 if part is None else part
         indices, values, threshold = reference.select_top_k(joined[0], form.k, seed)
-        sent = reference.quantize(values, form.value_dtype, centre, indices, form.segments)
+        sent = reference.quantize(values, form.value_dtype, level, indices, form.segments)
         payloads.append(reference.pack(indices, sent, *form))
         thresholds.append(threshold)
         with np.errstate(all="ignore"):  # what overflowed may travel too
@@ -236,7 +236,7 @@ def test_buckets(data, bucket, seed, contiguous):
     rule, layout = bucket.rule, bucket.layout
     selected = [layout.is_joint or bool(members) for _, members in bucket.selections]
     made = [one for one, is_made in zip(bucket.selections, selected, strict=True) if is_made]
-    payloads, thresholds, finite, before, after = accumulated_by_the_twins(rule, bucket.centre, made, seed)
+    payloads, thresholds, finite, before, after = accumulated_by_the_twins(rule, bucket.level, made, seed)
     members = [member for _, some in made for member in some]
     sizes = [member.gradient.numel() for member in members]
     memories = [copies(member.memory)[0] for member in members]
@@ -252,7 +252,7 @@ def test_buckets(data, bucket, seed, contiguous):
     exact = iter(thresholds)
     hinted = as_hints([data.draw(hints(next(exact))) if is_made else 1.0 for is_made in selected], layout.ks)
     unused = hinted[[not is_made for is_made in selected]]
-    options = {"factors": [member.factor for member in members], "centre": bucket.centre, "seed": seed}
+    options = {"factors": [member.factor for member in members], "level": bucket.level, "seed": seed}
     lists = ([member.gradient for member in members], residuals, velocities, parameters)
     info, is_finite = ops.accumulate_bucket(*lists, out=out, hints=hinted, **rule, **options, **form)
     same(out, whole)

@@ -11,7 +11,7 @@ from launching import launch, mpirun
 
 pytestmark = launching.MARKS
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--centre-scope", "column"]
+LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--level-scope", "column"]
 FEW_EPOCHS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "32"]
 FEW_STEPS = ["--steps", "4", "--warmup-steps", "1"]
 METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]

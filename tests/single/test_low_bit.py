@@ -25,22 +25,22 @@ def tensor(array):
 
 
 @pytest.mark.parametrize(
-    ("value_dtype", "centre", "segments", "expected"),
+    ("value_dtype", "level", "segments", "expected"),
     [
         ("int1", "mean", None, [-3, 3, 3, -3, 3, -3]),
         ("int1", "min", None, [-1, 1, 1, -1, 1, -1]),
         ("int2", "mean", None, [-4.5, 1.5, 1.5, -1.5, 1.5, -4.5]),  # 3 reaches the mean: it is large
         ("int2", "min", None, [-3, 1, 1, -1, 1, -3]),
         ("int1", "mean", [[0, 1]], [-3, 3, 3, -3, 3, -3]),
-        ("int1", "mean", [[0, 2]], [-2.5, 3.5, 2.5, -3.5, 2.5, -3.5]),  # columns -3, 0, 2 and 1, -0, -6
+        ("int1", "mean", [[0, 2]], [-2.5, 3.5, 2.5, -3.5, 2.5, -3.5]),  # channels -3, 0, 2 and 1, -0, -6
         ("int1", "min", [[0, 2]], [-2, 1, 2, -1, 2, -1]),
         ("int2", "mean", [[0, 2]], [-3, 1, 2, -1, 2, -6]),
         ("int1", "mean", [[0, 1], [3, 3]], [-2, 2, 2, -0.0, 2, -6]),  # -3, 1, 0; then three groups of one
         ("int2", "mean", [[0, 4], [4, 1]], [-3, 1, 0, -0.0, 2, -6]),  # four groups of one; then 2 and -6
     ],
 )
-def test_examples_worked_out_by_hand(value_dtype, centre, segments, expected):
-    found = reference.quantize(np.float32(VALUES), value_dtype, centre, np.arange(6), segments)
+def test_examples_worked_out_by_hand(value_dtype, level, segments, expected):
+    found = reference.quantize(np.float32(VALUES), value_dtype, level, np.arange(6), segments)
     same(tensor(found), np.float32(expected))
 
 
@@ -51,7 +51,7 @@ def test_examples_worked_out_by_hand(value_dtype, centre, segments, expected):
         ("int2", [0.0, -0.0], [0.0, -0.0]),
         ("int1", [0.1, -0.1, 0.1], [0.1, -0.1, 0.1]),
         ("int2", [0.1, -0.1, 0.1], [0.1, -0.1, 0.1]),
-        ("int2", [0.1, -0.1, 0.0], [0.1, -0.1, 0.0]),  # no small movers: theirs is zero
+        ("int2", [0.1, -0.1, 0.0], [0.1, -0.1, 0.0]),  # no small values: their level is zero
         ("int1", [3.4028235e38, -3.4028235e38], [3.4028235e38, -3.4028235e38]),
         ("int1", [4e-45, -1e-45, 4e-45], [3e-45, -3e-45, 3e-45]),  # 3, 1 and 3 units: 7 / 3
         ("int2", [math.inf, -1.0, 3.0], [math.inf, -2.0, 2.0]),
@@ -72,13 +72,13 @@ def test_a_mean_halfway_between_two_floats_is_rounded_to_even():
 
 
 @pytest.mark.parametrize("value_dtype", ["int1", "int2"])
-@pytest.mark.parametrize("centre", ["mean", "min"])
-def test_a_host_that_flushes_denormals_changes_nothing(value_dtype, centre):
+@pytest.mark.parametrize("level", ["mean", "min"])
+def test_a_host_that_flushes_denormals_changes_nothing(value_dtype, level):
     values = np.float32([1e-45, -3e-45, 2e-45, 7e-45, 1e-40])
-    expected = reference.quantize(values, value_dtype, centre)
+    expected = reference.quantize(values, value_dtype, level)
     torch.set_flush_denormal(True)
     try:
-        found = ops.quantize(tensor(values), value_dtype, centre)
+        found = ops.quantize(tensor(values), value_dtype, level)
     finally:
         torch.set_flush_denormal(False)
     same(found, expected)
@@ -87,15 +87,15 @@ def test_a_host_that_flushes_denormals_changes_nothing(value_dtype, centre):
 @pytest.mark.parametrize(
     ("n", "k", "coding", "value_dtype", "segments", "size"),
     [
-        (100, 3, "run_length", "int1", None, 48),  # 32 + 2 + 6 = 40, a centre, 3 bits: 45
-        (100, 4, "run_length", "int1", None, 56),  # 42 -> 44, a centre, 4 bits: 49
-        (100, 3, "run_length", "int2", None, 56),  # 40, two centres, 6 bits: 49
-        (100, 50, "run_length", "int2", [[0, 3], [90, 2]], 192),  # 134 -> 136, ten centres, 100 bits: 189
+        (100, 3, "run_length", "int1", None, 48),  # 32 + 2 + 6 = 40, a level, 3 bits: 45
+        (100, 4, "run_length", "int1", None, 56),  # 42 -> 44, a level, 4 bits: 49
+        (100, 3, "run_length", "int2", None, 56),  # 40, two levels, 6 bits: 49
+        (100, 50, "run_length", "int2", [[0, 3], [90, 2]], 192),  # 134 -> 136, ten levels, 100 bits: 189
         (100, 3, "run_length", "int1", [[0, 10]], 56),  # 40, three entries meet three groups of ten, 3 bits: 53
         (9, 9, "dense", "float32", None, 72),  # 32 + 36 = 68
         (9, 9, "dense", "none", None, 32),
-        (9, 9, "dense", "int1", None, 40),  # a centre, 9 bits: 38
-        (9, 9, "dense", "int2", [[0, 3], [6, 2]], 80),  # ten centres, 18 bits: 75
+        (9, 9, "dense", "int1", None, 40),  # a level, 9 bits: 38
+        (9, 9, "dense", "int2", [[0, 3], [6, 2]], 80),  # ten levels, 18 bits: 75
     ],
 )
 def test_payload_size_by_hand(n, k, coding, value_dtype, segments, size):
@@ -110,7 +110,7 @@ def sealed(start, entries, n, rest):
 
 
 def test_bytes_by_hand():
-    """Elements 1, 4, 5 and 8 of three columns: the groups are 1, 1, 2 and 2, of which two of four could be met."""
+    """Elements 1, 4, 5 and 8 of three channels: the groups are 1, 1, 2 and 2, of which two of four could be met."""
     indices, segments = np.array([1, 4, 5, 8]), [[0, 3]]
     sent = np.float32([-0.5, 2.0, 1.0, -1.0])
     places = struct.pack("<H4H", 4, 1, 2, 0, 2) + bytes(2)
@@ -128,16 +128,16 @@ def test_bytes_by_hand():
 def sent_entries(draw, dense=False):
     """Matrices one after the other or none said, indices of their elements, and values of them without NaN."""
     shapes = draw(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=4))
-    sizes = [rows * columns + more % columns for rows, columns, more in shapes]  # the last row may be short
+    sizes = [rows * channels + more % channels for rows, channels, more in shapes]  # the last row may be short
     n = sum(sizes)
-    segments = np.array([np.cumsum(sizes) - sizes, [columns for _, columns, _ in shapes]]).T.copy()
+    segments = np.array([np.cumsum(sizes) - sizes, [channels for _, channels, _ in shapes]]).T.copy()
     indices = np.arange(n) if dense else np.array(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
     number = st.one_of(st.sampled_from(SPECIAL), st.integers(-4, 4), st.floats(width=32, allow_nan=False))
     values = np.float32(draw(st.lists(number, min_size=len(indices), max_size=len(indices))))
     return n, indices, values, draw(st.sampled_from([None, segments]))
 
 
-FORMS = st.tuples(st.sampled_from(LOW_BIT), st.sampled_from(reference.CENTRES))
+FORMS = st.tuples(st.sampled_from(LOW_BIT), st.sampled_from(reference.LEVELS))
 
 
 @given(sent_entries(), FORMS)
@@ -153,7 +153,7 @@ def test_quantize_as_the_reference_does(case, form):
 
 @given(sent_entries(), st.sampled_from(LOW_BIT))
 @examples(100)
-def test_a_least_centre_never_overshoots_and_a_mean_keeps_the_sum(case, value_dtype):
+def test_a_least_level_never_overshoots_and_a_mean_keeps_the_sum(case, value_dtype):
     _, indices, values, segments = case
     values = np.where(np.isfinite(values), values, 0)
     left = np.abs(values).astype(float)
@@ -200,10 +200,10 @@ def test_large_tensors_of_every_kind(make, kind, value_dtype):
     n, segments = 140_000, np.array([[0, 300], [60_000, 1], [61_000, 511]])
     values = make(kind, n).numpy()
     indices, selected, _ = reference.select_top_k(values, 70_000)
-    for centre in reference.CENTRES:
+    for level in reference.LEVELS:
         for some in (None, segments):
-            sent = reference.quantize(selected, value_dtype, centre, indices, some)
-            same(ops.quantize(tensor(selected), value_dtype, centre, tensor(indices), tensor(some)), sent)
+            sent = reference.quantize(selected, value_dtype, level, indices, some)
+            same(ops.quantize(tensor(selected), value_dtype, level, tensor(indices), tensor(some)), sent)
             check_payload(n, indices, sent, ("run_length", value_dtype), some)
 
 
@@ -222,13 +222,13 @@ def test_any_section_under_a_right_checksum_is_read_as_the_reference_does(case, 
         same(found, wanted)
 
 
-def gathered_rows(rng, n, k, form, centre, segments):
+def gathered_rows(rng, n, k, form, level, segments):
     """The payloads of four ranks, of which the third sends nothing, and the sum of what they send."""
     rows, sums = [], np.zeros(n, np.float32)
     for rank in range(4):
         indices = np.sort(rng.choice(n, 0 if rank == 2 else k, replace=False))
         values = rng.standard_normal(len(indices)).astype(np.float32)
-        sent = reference.quantize(values, form[1], centre, indices, segments)
+        sent = reference.quantize(values, form[1], level, indices, segments)
         sums[indices] += np.float32(1 / 3) * sent
         rows.append(reference.pack(indices, sent, n, k, *form, segments))
     return np.pad(np.stack(rows), ((0, 0), (8, 16)), constant_values=255), sums
@@ -244,10 +244,10 @@ SUMS = [
 
 @pytest.mark.parametrize(("n", "k", "coding", "segments"), SUMS)
 @pytest.mark.parametrize("value_dtype", ["float32", *LOW_BIT])
-@pytest.mark.parametrize("centre", reference.CENTRES)
-def test_reduce_payloads(n, k, coding, segments, value_dtype, centre):
+@pytest.mark.parametrize("level", reference.LEVELS)
+def test_reduce_payloads(n, k, coding, segments, value_dtype, level):
     form = (coding, value_dtype)
-    gathered, sums = gathered_rows(np.random.default_rng(n), n, k, form, centre, segments)
+    gathered, sums = gathered_rows(np.random.default_rng(n), n, k, form, level, segments)
     same(tensor(reference.reduce_payloads(gathered, 8, n, k, *form, 1 / 3, segments)), sums)
     out = torch.full((n,), math.nan)
     ops.reduce_payloads(tensor(gathered), 8, n, k, out, 1 / 3, *form, tensor(segments))
@@ -272,15 +272,15 @@ def test_what_arrives_and_what_is_left_are_what_was_there(case, form):
     assert (np.delete(out.numpy(), indices) == 0).all()
 
 
-NS, COLUMNS, COUNTS = [70_000, 6, 1000], [7, 3, 20], [[30, 0, 1000], [0, 6, 1], [66_000, 2, 17]]  # by rank and member
+NS, CHANNELS, COUNTS = [70_000, 6, 1000], [7, 3, 20], [[30, 0, 1000], [0, 6, 1], [66_000, 2, 17]]  # by rank and member
 
 
-def located_message(value_dtype, columns=COLUMNS):
+def located_message(value_dtype, channels=CHANNELS):
     """The messages of all ranks, the places of their payloads, and each member's sum."""
     rng, parts, places = np.random.default_rng(0), [], []
     sums = [np.zeros(n, np.float32) for n in NS]
     for counts in COUNTS:
-        for n, number, count, total in zip(NS, columns, counts, sums, strict=True):
+        for n, number, count, total in zip(NS, channels, counts, sums, strict=True):
             indices = np.sort(rng.choice(n, count, replace=False))
             sent = rng.standard_normal(count).astype(np.float32)
             sent = reference.quantize(sent, value_dtype, "mean", indices, [[0, number]])
@@ -294,27 +294,27 @@ def located_message(value_dtype, columns=COLUMNS):
 def test_payloads_of_matrices_are_found_and_added(value_dtype):
     form = ("run_length", value_dtype)
     gathered, places, sums = located_message(value_dtype)
-    same(tensor(reference.locate_payloads(gathered, NS, 3, *form, COLUMNS)), places)
-    found = ops.locate_payloads(tensor(gathered), NS, 3, *form, COLUMNS)
+    same(tensor(reference.locate_payloads(gathered, NS, 3, *form, CHANNELS)), places)
+    found = ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS)
     same(found, places)
     for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
-        segments = np.array([[0, COLUMNS[member]]])
+        segments = np.array([[0, CHANNELS[member]]])
         same(tensor(reference.reduce_located(gathered, places[:, :, member], n, *form, 0.5, segments)), total)
         out = torch.full((n,), 7.0)
         ops.reduce_located(tensor(gathered), found[:, :, member].contiguous(), n, out, 0.5, *form, tensor(segments))
         same(out, total)
 
 
-def test_payloads_of_single_groups_are_found_without_columns():
+def test_payloads_of_single_groups_are_found_without_channels():
     gathered, places, _ = located_message("int2", [1, 1, 1])
     same(tensor(reference.locate_payloads(gathered, NS, 3, "run_length", "int2")), places)
     same(ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int2"), places)
 
 
-@pytest.mark.parametrize("columns", [[], [7, 3, 30], [7, 6, 20], [2, 3, 20], [1, 1, 1]])
-def test_payloads_of_other_matrices_are_not_found(columns):
+@pytest.mark.parametrize("channels", [[], [7, 3, 30], [7, 6, 20], [2, 3, 20], [1, 1, 1]])
+def test_payloads_of_other_matrices_are_not_found(channels):
     gathered, _, _ = located_message("int1")
     with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: .*(cut off|size|entries)"):
-        ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int1", columns)
+        ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int1", channels)
     with pytest.raises(ValueError, match=r"cut off|size|entries"):
-        reference.locate_payloads(gathered, NS, 3, "run_length", "int1", columns or None)
+        reference.locate_payloads(gathered, NS, 3, "run_length", "int1", channels or None)

@@ -5,12 +5,12 @@ import pytest
 import torch
 from test_low_bit import LOW_BIT, VALUES, tensor
 
-from hvd_sparse import algorithms, centres, reference, wire
+from hvd_sparse import algorithms, levels, reference, wire
 from hvd_sparse.torch import ops
 
 BAD_SEGMENTS = [
     *([[1, 2]], [[-1, 2]]),  # not from 0
-    *([[0, 0]], [[0, -1]], [[0, 7]], [[0, 5], [4, 1]], [[0, 1], [4, 3]]),  # no columns, or more than elements
+    *([[0, 0]], [[0, -1]], [[0, 7]], [[0, 5], [4, 1]], [[0, 1], [4, 3]]),  # no channels, or more than elements
     *([[0, 1], [4, 1], [4, 1]], [[0, 1], [4, 1], [2, 1]], [[0, 1], [6, 1]], [[0, 1], [9, 1]]),  # not ascending below n
 ]
 
@@ -48,7 +48,7 @@ ARGUMENTS = {"values": torch.tensor(VALUES), "value_dtype": "int2", "indices": t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"centre": "median"}, "centre must be mean or min, got median"),
+        ({"level": "median"}, "level must be mean or min, got median"),
         ({"value_dtype": "int4"}, "value_dtype must be .*int2, int1 or none, got int4"),
         ({"values": torch.ones(6, dtype=torch.float64)}, "values must be Float"),
         ({"indices": None, "segments": torch.tensor([[0, 2]])}, "0 indices but 6 values, and segments"),
@@ -62,7 +62,7 @@ ARGUMENTS = {"values": torch.tensor(VALUES), "value_dtype": "int2", "indices": t
         ({"segments": torch.tensor([[0, 2, 1]])}, r"segments must be \[segments, 2\]"),
         ({"segments": torch.tensor([[0, 4], [0, 2]]).t()}, "segments must be contiguous"),
         ({"segments": torch.tensor([[1, 2]])}, "segment 0 from 1"),
-        ({"segments": torch.tensor([[0, 0]])}, "cannot have 0 columns"),
+        ({"segments": torch.tensor([[0, 0]])}, "cannot have 0 channels"),
     ],
 )
 def test_quantize_names_what_it_refuses(change, message):
@@ -74,13 +74,13 @@ def test_quantize_names_what_it_refuses(change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("median",), "centre must be one of 'mean', 'min'; got 'median'"),
+        (("median",), "level must be one of 'mean', 'min'; got 'median'"),
         (("mean", np.arange(5), [[0, 2]]), "indices must ascend from 0, one a value; got 5 for 6 values"),
         (("mean", np.arange(-1, 5), [[0, 2]]), "indices must ascend from 0"),
         (("mean", np.zeros(6, int), [[0, 2]]), "indices must ascend from 0"),
         (("mean", None, [[0, 2]]), "segments need the indices"),
         (("mean", np.arange(6), [[1, 2]]), "segments: from 1 "),
-        (("mean", np.arange(6), [[0, 0]]), "there cannot be 0 columns"),
+        (("mean", np.arange(6), [[0, 0]]), "there cannot be 0 channels"),
         (("mean", np.arange(6), [[0, 1], [0, 1]]), "segments: from 0 to 0"),
     ],
 )
@@ -163,15 +163,15 @@ def test_payloads_cut_or_flipped_anywhere_are_refused(n, indices, coding, value_
             assert (total == 7.0).all()
 
 
-def test_columns_are_as_many_as_tensors_and_fit_them():
+def test_channels_are_as_many_as_tensors_and_fit_them():
     payload = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: columns must have one entry a member"):
+    with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: channels must have one entry a member"):
         ops.locate_payloads(payload, [5, 5], 1, "run_length", "int1", [2])
-    for columns in ([0], [-1], [6]):
-        with pytest.raises(ValueError, match=rf"hvd_sparse.locate_payloads: .*cannot have {columns[0]} columns"):
-            ops.locate_payloads(payload, [5], 1, "run_length", "int1", columns)
-        with pytest.raises(ValueError, match=f"there cannot be {columns[0]} columns"):
-            reference.locate_payloads(payload.numpy(), [5], 1, "run_length", "int1", columns)
+    for channels in ([0], [-1], [6]):
+        with pytest.raises(ValueError, match=rf"hvd_sparse.locate_payloads: .*cannot have {channels[0]} channels"):
+            ops.locate_payloads(payload, [5], 1, "run_length", "int1", channels)
+        with pytest.raises(ValueError, match=f"there cannot be {channels[0]} channels"):
+            reference.locate_payloads(payload.numpy(), [5], 1, "run_length", "int1", channels)
 
 
 def dropping(**options):
@@ -179,66 +179,66 @@ def dropping(**options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "centre_scope", "columns"),
+    ("shape", "granularity", "channels"),
     [
-        *(((6, 4), "column", 4), ((2, 3, 4, 5), "column", 5), ((7, 1), "column", 1), ((9,), "column", 1)),
-        *(((), "column", 1), ((6, 4), "tensor", 1), ((9,), "tensor", 1)),
+        *(((6, 4), "channel", 4), ((2, 3, 4, 5), "channel", 5), ((7, 1), "channel", 1), ((9,), "channel", 1)),
+        *(((), "channel", 1), ((6, 4), "tensor", 1), ((9,), "tensor", 1)),
     ],
 )
-def test_columns_of_a_tensor(shape, centre_scope, columns):
-    assert centres.columns_of(shape, dropping(values="int1", centre_scope=centre_scope)) == columns
+def test_channels_of_a_tensor(shape, granularity, channels):
+    assert levels.channels_of(shape, dropping(values="int1", granularity=granularity)) == channels
 
 
 @pytest.mark.parametrize(
-    ("shapes", "values", "centre_scope", "segments"),
+    ("shapes", "values", "granularity", "segments"),
     [
-        ([(6, 4)], "int1", "column", [[0, 4]]),
+        ([(6, 4)], "int1", "channel", [[0, 4]]),
         ([(6, 4)], "int1", "tensor", None),
-        ([(24,)], "int2", "column", None),
-        ([(6, 1)], "int2", "column", None),
-        ([(6, 4), (5,), (2, 3, 7)], "int2", "column", [[0, 4], [24, 1], [29, 7]]),
+        ([(24,)], "int2", "channel", None),
+        ([(6, 1)], "int2", "channel", None),
+        ([(6, 4), (5,), (2, 3, 7)], "int2", "channel", [[0, 4], [24, 1], [29, 7]]),
         ([(6, 4), (5,), (2, 3, 7)], "int2", "tensor", [[0, 1], [24, 1], [29, 1]]),
-        ([(6, 4), (5,)], "float32", "column", None),
-        ([(6, 4), (5,)], "bfloat16", "column", None),
+        ([(6, 4), (5,)], "float32", "channel", None),
+        ([(6, 4), (5,)], "bfloat16", "channel", None),
     ],
 )
-def test_segments_of_tensors_one_after_the_other(shapes, values, centre_scope, segments):
-    found = centres.segments_of(shapes, dropping(values=values, centre_scope=centre_scope))
+def test_segments_of_tensors_one_after_the_other(shapes, values, granularity, segments):
+    found = levels.segments_of(shapes, dropping(values=values, granularity=granularity))
     if segments is None:
         assert found is None
     else:
         assert (found.dtype, found.tolist()) == (np.int64, segments)
         assert found.flags.c_contiguous
         n = sum(int(np.prod(shape)) for shape in shapes)
-        assert wire.group_count(found, n) == sum(columns for _, columns in segments)
+        assert wire.group_count(found, n) == sum(channels for _, channels in segments)
 
 
 def test_by_group_puts_the_entries_of_a_group_together():
     indices, segments = np.array([0, 1, 3, 5, 6, 8, 9, 11]), np.array([[0, 3], [6, 2], [10, 1]])
-    # columns 0, 1, 0, 2 of the first matrix; 0, 0, 1 of the second; the third
-    order, grouped = centres.by_group(indices, segments)
+    # channels 0, 1, 0, 2 of the first matrix; 0, 0, 1 of the second; the third
+    order, grouped = levels.by_group(indices, segments)
     assert order.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
     assert grouped.tolist() == [[0, 1], [2, 1], [3, 1], [4, 1], [6, 1], [7, 1]]
     assert order.dtype == grouped.dtype == np.int64
 
 
 def test_by_group_of_a_single_group_and_of_nothing():
-    order, grouped = centres.by_group(np.array([3, 5, 9]), None)
+    order, grouped = levels.by_group(np.array([3, 5, 9]), None)
     assert (order.tolist(), grouped.tolist()) == ([0, 1, 2], [[0, 1]])
-    order, grouped = centres.by_group(np.zeros(0, np.int64), np.array([[0, 3]]))
+    order, grouped = levels.by_group(np.zeros(0, np.int64), np.array([[0, 3]]))
     assert (order.shape, grouped.shape) == ((0,), (0, 2))
 
 
 @pytest.mark.parametrize("value_dtype", LOW_BIT)
-@pytest.mark.parametrize("centre", reference.CENTRES)
-def test_by_group_changes_no_centre(value_dtype, centre):
-    """Entries in the order of their groups, as if they were a tensor of their own, have the centres that they had."""
+@pytest.mark.parametrize("level", reference.LEVELS)
+def test_by_group_changes_no_level(value_dtype, level):
+    """Entries in the order of their groups, as if they were a tensor of their own, have the levels that they had."""
     rng, segments = np.random.default_rng(0), np.array([[0, 7], [500, 1], [600, 40]])
     indices = np.sort(rng.choice(1000, 300, replace=False))
     values = rng.standard_normal(300).astype(np.float32)
-    order, grouped = centres.by_group(indices, segments)
-    expected = reference.quantize(values, value_dtype, centre, indices, segments)[order]
-    found = ops.quantize(tensor(values[order]), value_dtype, centre, torch.arange(300), tensor(grouped))
+    order, grouped = levels.by_group(indices, segments)
+    expected = reference.quantize(values, value_dtype, level, indices, segments)[order]
+    found = ops.quantize(tensor(values[order]), value_dtype, level, torch.arange(300), tensor(grouped))
     assert found.numpy().tobytes() == expected.tobytes()
     assert np.unique(np.abs(expected)).size > 20
     for members in np.split(indices[order], grouped[1:, 0]):

@@ -116,9 +116,9 @@ def test_accumulate_top_k(data, n, seed):
     check_memory(found, expected)
 
 
-@given(st.data(), forms(), st.sampled_from(wire.CENTRES))
+@given(st.data(), forms(), st.sampled_from(wire.LEVELS))
 @examples(300)
-def test_quantize(data, form, centre):
+def test_quantize(data, form, level):
     values = array(data, form.k)
     indices = np.sort(np.random.default_rng(data.draw(SEEDS)).choice(form.n, form.k, replace=False))
     segments = form.segments
@@ -127,10 +127,10 @@ def test_quantize(data, form, centre):
     if form.value_dtype == "float64":
         return
     with np.errstate(all="ignore"):
-        expected = reference.quantize(values, form.value_dtype, centre, indices, segments)
-        same(native.quantize(values, form.value_dtype, centre, indices, segments), expected)
+        expected = reference.quantize(values, form.value_dtype, level, indices, segments)
+        same(native.quantize(values, form.value_dtype, level, indices, segments), expected)
         if segments is None:
-            same(native.quantize(values, form.value_dtype, centre), expected)
+            same(native.quantize(values, form.value_dtype, level), expected)
 
 
 @given(st.data(), forms())
@@ -221,10 +221,10 @@ REFUSALS = [
     (native.select_top_k, (ones(), 9), {}, "k must be in"),
     (native.select_top_k, (ones(0), 1), {}, "k must be in"),
     (native.quantize, (ones(), "int3"), {}, "value_dtype must be one of .* got 'int3'"),
-    (native.quantize, (ones(), "int2", "median"), {}, "centre must be one of mean, min; got 'median'"),
+    (native.quantize, (ones(), "int2", "median"), {}, "level must be one of mean, min; got 'median'"),
     (native.quantize, (ones(), "int2", "mean", None, [(0, 1)]), {}, "indices must be a contiguous array int64"),
     (native.quantize, (ones(), "int2", "mean", np.arange(7), [(0, 1)]), {}, "indices must have 8 elements, got 7"),
-    (native.quantize, (ones(2), "int2", "mean", np.arange(2), [(0, 0)]), {}, "cannot have 0 columns"),
+    (native.quantize, (ones(2), "int2", "mean", np.arange(2), [(0, 0)]), {}, "cannot have 0 channels"),
     (native.quantize, (ones(2), "int2", "mean", np.arange(2), [(1, 1)]), {}, "segment 0 from 1"),
     (native.quantize, (ones(2), "int2", "mean", np.arange(2), [(0, 1, 2)]), {}, "segments must be pairs"),
     (native.quantize, (ones(2), "int2", "mean", np.array([1, 0]), [(0, 1)]), {}, "indices must ascend from 0, got 0"),

@@ -356,7 +356,7 @@ def low_bit_arguments(values, indices, n, k):
         "pack.segments": (indices, sent, n, k, torch.empty_like(payload), *form),
         "unpack.segments": (payload, n, k, *form),
         "reduce_payloads.segments": (torch.stack([payload, payload]), 0, n, k, torch.empty(n), 1.0, *form),
-        "locate_payloads.columns": (torch.cat([matrix, matrix]), [n], 2, "run_length", "int1", [3]),
+        "locate_payloads.channels": (torch.cat([matrix, matrix]), [n], 2, "run_length", "int1", [3]),
         "reduce_located.segments": (payload, torch.tensor([[0], [k]]), n, torch.empty(n), 1.0, *form),
         "quantize.segments": (values, "int2", "min", indices, segments),
     }

@@ -159,7 +159,7 @@ CONSERVED = [
     {"values": "float16"},
     {"values": "bfloat16"},
     {"values": "int2"},
-    {"values": "int1", "centre": "min"},
+    {"values": "int1", "level": "min"},
     {"values": "int2", "scope": "model", "min_numel": 0},
     {"values": "float32", "density": 0.3, "pull_density": 0.1},
     {"values": "int1", "density": 1.0},
@@ -180,7 +180,7 @@ def test_updates_are_conserved(settings, servers):
         simulation.step(number, gradients, lr=0.25)
         total += 0.25 * flat(simulation, twin_gradients(number, start)).astype(np.float64)
     applied = flat(simulation, start) - theirs(simulation).astype(np.float64)
-    exact = settings["values"] == "float32"  # with centres float32 rounds
+    exact = settings["values"] == "float32"  # with levels float32 rounds
     np.testing.assert_allclose(applied + unsent(simulation), total, rtol=0, atol=0 if exact else 2e-3)
 
 

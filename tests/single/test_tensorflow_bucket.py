@@ -16,7 +16,7 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
 pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
-KEPT = 0.7  # of what was sent, in the residual
+RETAINED = 0.7  # of what was sent, in the residual
 
 
 @pytest.fixture(params=RULES)
@@ -53,8 +53,8 @@ class Variables:
         self.residuals, self.velocities = (
             [tf.Variable(memory.numpy()) for memory in memories] for memories in (bucket.residuals, bucket.velocities)
         )
-        self.rule, self.centre, self.ks = bucket.rule, bucket.form.get("centre", "mean"), list(bucket.layout.ks)
-        self.wire = {**bucket.wire, "joint": joint, "columns": bucket.columns}
+        self.rule, self.level, self.ks = bucket.rule, bucket.form.get("level", "mean"), list(bucket.layout.ks)
+        self.wire = {**bucket.wire, "joint": joint, "channels": bucket.channels}
         self.traced = traced
 
     def call(self, function, *arguments):
@@ -68,7 +68,7 @@ class Variables:
         def call(factors, ks, hints, is_active):
             """Pass all that may change from step to step as tensors."""
             numbers = {"factors": factors, "ks": ks, "threshold_hints": hints, "is_active": is_active, "seed": 3}
-            return ops.accumulate_bucket(*lists, **numbers, **self.rule, centre=self.centre, **self.wire)
+            return ops.accumulate_bucket(*lists, **numbers, **self.rule, level=self.level, **self.wire)
 
         numbers = [([0.5] * len(SIZES), tf.float32), (self.ks, tf.int64), ([hint] * len(self.ks), tf.float64)]
         return self.call(call, *numbers, (is_active, tf.bool))
@@ -82,7 +82,7 @@ class Variables:
         self.call(call, (message, tf.uint8), (self.ks, tf.int64), (is_void, tf.bool))
 
     def _clear(self, message, ks, is_void):
-        return ops.clear_bucket(message, ks, is_void, self.residuals, self.velocities, **self.wire, kept=KEPT)
+        return ops.clear_bucket(message, ks, is_void, self.residuals, self.velocities, **self.wire, retained=RETAINED)
 
     def reduce(self, gathered, ranks, scale):
         def call(gathered, ranks, ks, scale):
@@ -120,7 +120,7 @@ def test_payloads_memories_and_sums_are_those_of_torch(rule, form, joint, traced
         variables.check_memory(bucket)
         variables.clear(message)
         memory = (bucket.residuals, bucket.velocities)
-        torch_ops.clear_bucket(bucket.out, *memory, layout=bucket.layout, **bucket.wire, kept=KEPT)
+        torch_ops.clear_bucket(bucket.out, *memory, layout=bucket.layout, **bucket.wire, retained=RETAINED)
         variables.check_memory(bucket)
     outs = [torch.full((n,), 9.0) for n in SIZES]
     torch_ops.reduce_bucket(torch.stack([bucket.out] * 3), outs, 0.5, layout=bucket.layout, **bucket.wire)
@@ -243,16 +243,16 @@ REAL = tf.float64
         ({"residuals": [zeros(5), zeros(6, dtype=REAL)]}, "float32 with one dimension"),
         ({"is_active": [True]}, "is_active must be a scalar"),
         ({"seed": tf.zeros([2], tf.int64)}, "seed must be a scalar"),
-        ({"columns": [1]}, "columns must have one entry a member, 2, got 1"),
-        ({"columns": [6, 1], "value_dtype": "int2"}, "segment"),
+        ({"channels": [1]}, "channels must have one entry a member, 2, got 1"),
+        ({"channels": [6, 1], "value_dtype": "int2"}, "segment"),
         ({"coding": "dense"}, "k"),
     ],
 )
 def test_wrong_arguments_of_accumulate_are_named(changes, message):
     with pytest.raises(Invalid, match=f"hvd_sparse.accumulate_bucket: .*{message}"):
         accumulate(**changes)
-    with pytest.raises(Invalid, match="centre"):
-        accumulate(centre="median")
+    with pytest.raises(Invalid, match="level"):
+        accumulate(level="median")
 
 
 def packed(n=5, k=2):

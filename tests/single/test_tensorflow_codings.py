@@ -7,7 +7,19 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codings import BITMAP, CODINGS, COLUMNS, DTYPES, FANO, FITS, INDICES, NS, located_message, places, three_ranks
+from test_codings import (
+    BITMAP,
+    CHANNELS,
+    CODINGS,
+    DTYPES,
+    FANO,
+    FITS,
+    INDICES,
+    NS,
+    located_message,
+    places,
+    three_ranks,
+)
 from test_low_bit import LOW_BIT, sent_entries
 from test_ops import same
 from test_tensorflow_low_bit import both, check_payload
@@ -86,7 +98,7 @@ def test_found_and_added(coding, value_dtype):
     gathered, where, sums = located_message(*form)
 
     def locate(message):
-        return ops.locate_payloads(message, NS, 3, *form, COLUMNS)
+        return ops.locate_payloads(message, NS, 3, *form, CHANNELS)
 
     same(locate(gathered), where)
     same(tf.function(locate, input_signature=[BYTES], autograph=False)(tf.constant(gathered)), where)
@@ -94,7 +106,7 @@ def test_found_and_added(coding, value_dtype):
         locate(gathered[:-8])
 
     def add(message):
-        return ops.reduce_located_bucket(message, NS, 3, 0.5, *form, COLUMNS)
+        return ops.reduce_located_bucket(message, NS, 3, 0.5, *form, CHANNELS)
 
     for call in (add, tf.function(add, input_signature=[BYTES], autograph=False)):
         for found, total in zip(call(tf.constant(gathered)), sums, strict=True):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from test_low_bit import COLUMNS, FORMS, LOW_BIT, NS, SUMS, VALUES, gathered_rows, located_message, sent_entries
+from test_low_bit import CHANNELS, FORMS, LOW_BIT, NS, SUMS, VALUES, gathered_rows, located_message, sent_entries
 from test_low_bit_refusals import BAD_SEGMENTS, PAYLOADS
 from test_ops import same
 from test_tensorflow_ops import BYTES, FLOAT, INTEGER, Invalid, spec
@@ -111,10 +111,10 @@ def test_reduce_payloads(n, k, coding, segments, value_dtype):
 def test_denormals_survive_the_threads_that_flush_them(value_dtype):
     n, units = 16 * 65536, 2.0**-149
     values = np.float32(units) * np.tile(np.float32([1, -3, 8, 0]), n // 4)
-    for centre in reference.CENTRES:
-        sent = reference.quantize(values, value_dtype, centre)
+    for level in reference.LEVELS:
+        sent = reference.quantize(values, value_dtype, level)
         assert np.count_nonzero(sent) >= n / 2 and np.abs(sent).max() <= 8 * units
-        for found in both("quantize", (value_dtype, centre), values, np.arange(n), segments=None):
+        for found in both("quantize", (value_dtype, level), values, np.arange(n), segments=None):
             same(found, sent)
     form = ("dense", value_dtype)
     payload = reference.pack(np.arange(n), sent, n, n, *form)
@@ -127,12 +127,12 @@ def test_payloads_of_matrices_are_found_and_added(value_dtype):
     form = ("run_length", value_dtype)
     gathered, places, sums = located_message(value_dtype)
     locate = functools.partial(ops.locate_payloads, ns=NS, ranks=3, coding=form[0], value_dtype=value_dtype)
-    same(locate(gathered, columns=COLUMNS), places)
-    graph = tf.function(lambda bytes_: locate(bytes_, columns=COLUMNS), input_signature=[BYTES], autograph=False)
+    same(locate(gathered, channels=CHANNELS), places)
+    graph = tf.function(lambda bytes_: locate(bytes_, channels=CHANNELS), input_signature=[BYTES], autograph=False)
     same(graph(tf.constant(gathered)), places)
     with pytest.raises(Invalid, match=r"hvd_sparse.locate_payloads: .*(cut off|size|entries)"):
         locate(gathered)
-    add = functools.partial(ops.reduce_located_bucket, ns=NS, ranks=3, scale=0.5, columns=COLUMNS)
+    add = functools.partial(ops.reduce_located_bucket, ns=NS, ranks=3, scale=0.5, channels=CHANNELS)
     add = functools.partial(add, coding=form[0], value_dtype=value_dtype)
     for call in (add, tf.function(lambda bytes_: add(bytes_), input_signature=[BYTES], autograph=False)):
         for found, total in zip(call(tf.constant(gathered)), sums, strict=True):
@@ -169,7 +169,7 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.quantize(VALUES, "int1", "median"), "centre"),
+        (lambda: ops.quantize(VALUES, "int1", "median"), "level"),
         (lambda: ops.quantize(VALUES, "int4"), "value_dtype"),
         (lambda: ops.quantize(VALUES, "int1", "min", None, [[0, 2]]), "hvd_sparse.quantize: 0 indices but 6 values"),
         (lambda: ops.quantize(VALUES, "int1", "min", [[1]]), "hvd_sparse.quantize: indices must have one dimension"),
@@ -181,8 +181,8 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         (lambda: ops.pack([0, 1], [1.0, 2.0], 2, 2, "dense", "int1"), "hvd_sparse.pack: .*quantize them first"),
         (lambda: ops.pack([0], [1.0], 5, 1, "dense"), "hvd_sparse.pack: .*all n = 5 entries, got k = 1"),
         (lambda: ops.pack([0], [1.0], 5, 1, "run_length", "int1", [[1]]), "hvd_sparse.pack: segments must be"),
-        (lambda: ops.locate_payloads([], [5, 5], 1, columns=[2]), "columns must have one entry a member"),
-        (lambda: ops.locate_payloads(np.zeros(64, np.uint8), [5], 1, "run_length", "int1", [6]), "have 6 columns"),
+        (lambda: ops.locate_payloads([], [5, 5], 1, channels=[2]), "channels must have one entry a member"),
+        (lambda: ops.locate_payloads(np.zeros(64, np.uint8), [5], 1, "run_length", "int1", [6]), "have 6 channels"),
     ],
 )
 def test_refusals_name_the_argument(call, message):

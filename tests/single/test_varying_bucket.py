@@ -15,7 +15,7 @@ from hvd_sparse.tensorflow import ops as tensorflow_ops
 from hvd_sparse.torch import ops
 
 SIZES = (1, 7, 1000, 65_537, 70_000)
-COLUMNS = [1 + n // 100 for n in SIZES]
+CHANNELS = [1 + n // 100 for n in SIZES]
 THRESHOLDS = [0.5, 0.0, 2.5, math.inf, -1.0]  # the last is taken anew
 KS = [0, 0, 0, 0, 700]
 SMALLEST = 2.0**-149
@@ -27,16 +27,16 @@ class Drawn:
     def __init__(self, rule, form, dtype=torch.float32, seed=0):
         generator = torch.Generator().manual_seed(seed)
         draw = [torch.randn((4, n), generator=generator) for n in SIZES]
-        self.rule, self.centre = rule, form.get("centre", "mean")
+        self.rule, self.level = rule, form.get("level", "mean")
         self.dtype, self.coding = form.get("value_dtype", "float32"), form.get("coding", "run_length")
-        self.columns = COLUMNS if self.dtype.startswith("int") else []
+        self.channels = CHANNELS if self.dtype.startswith("int") else []
         self.gradients = [one[0].to(dtype) for one in draw]
         self.residuals = [one[1].clone() for one in draw]
         self.velocities = [one[2].clone() for one in draw] if rule else []
         self.parameters = [one[3].clone() for one in draw] if "weight_decay" in rule else []
 
     def segments(self, i):
-        return np.array([[0, self.columns[i]]]) if self.columns else None
+        return np.array([[0, self.channels[i]]]) if self.channels else None
 
     def expected(self, thresholds=THRESHOLDS, ks=KS, is_active=True):
         """Change the memories; return payloads, thresholds, counts, and finite, of each member."""
@@ -52,19 +52,19 @@ class Drawn:
                 threshold = max(SMALLEST, reference.select_threshold(memory[0], ks[i]))
             indices, values = reference.filter_threshold(memory[0], threshold)
             segments = self.segments(i)
-            sent = reference.quantize(values, self.dtype, self.centre, indices, segments)
+            sent = reference.quantize(values, self.dtype, self.level, indices, segments)
             k = max(1, len(indices))
             payload = reference.pack(indices, sent, n, k, self.coding, self.dtype, segments)
             rows.append((payload, threshold, len(indices), finite))
-        return [list(column) for column in zip(*rows, strict=True)]
+        return [list(channel) for channel in zip(*rows, strict=True)]
 
     def form(self):
-        return {"coding": self.coding, "value_dtype": self.dtype, "columns": self.columns}
+        return {"coding": self.coding, "value_dtype": self.dtype, "channels": self.channels}
 
     def torch(self, **changes):
         """Call torch's operator."""
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
-        options = {"factors": [0.5] * len(SIZES), "thresholds": THRESHOLDS, "ks": KS, "centre": self.centre}
+        options = {"factors": [0.5] * len(SIZES), "thresholds": THRESHOLDS, "ks": KS, "level": self.level}
         return ops.filter_bucket(*lists, **{**self.rule, **self.form(), **options, **changes})
 
 
@@ -82,7 +82,7 @@ class Variables:
     def call(self, thresholds=THRESHOLDS, ks=KS, is_active=True, factors=(0.5,) * 5, **changes):
         """Call the operator with everything that may change from step to step as tensors."""
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
-        options = {**self.drawn.rule, **self.drawn.form(), "centre": self.drawn.centre, **changes}
+        options = {**self.drawn.rule, **self.drawn.form(), "level": self.drawn.level, **changes}
 
         def run(thresholds, ks, is_active, factors):
             """Be traced."""
@@ -236,8 +236,8 @@ WRONG = [
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
     ({"ks": [0, -8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),  # exactly 8
-    ({"columns": [1, 2]}, "columns must have one entry a member, 5, got 2"),
-    ({"columns": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "columns"),
+    ({"channels": [1, 2]}, "channels must have one entry a member, 5, got 2"),
+    ({"channels": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "channels"),
 ]
 
 
@@ -264,8 +264,8 @@ def test_wrong_sums_are_named():
             ops.reduce_located_bucket(gathered, *arguments)
     with pytest.raises(Invalid, match="ranks must be at least 1, got 0"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 0)
-    with pytest.raises(Invalid, match="columns must have one entry a member, 5, got 1"):
-        tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, columns=[1])
+    with pytest.raises(Invalid, match="channels must have one entry a member, 5, got 1"):
+        tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
 
 def test_shapes_are_known_while_tracing():

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.centres import segments_of
+from hvd_sparse.granularity import segments_of
 from hvd_sparse.half import HALF, rest_of
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
 from hvd_sparse.tensorflow.exchange import Exchange
@@ -69,8 +69,8 @@ class Codec(abc.ABC):
         self.algorithm = algorithm
         self.feedback = feedback
         self.exchange = exchange
-        self.kept: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
-        self.kept_rows: Mapping[str, int] = {}  # of each selection that has one
+        self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
+        self.threshold_rows: Mapping[str, int] = {}  # of each selection that has one
 
     @abc.abstractmethod
     def encode(self, entries: list[Entry], now: Round) -> list[Message]:
@@ -123,7 +123,7 @@ class Codec(abc.ABC):
         return largest_payload(n, top_k_count(n, density), *form, self._segments(entries))
 
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
-        """Return what shares the centres of low-bit values."""
+        """Return what shares the levels of low-bit values."""
         return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvd_sparse.centres import columns_of
+from hvd_sparse.granularity import channels_of
 from hvd_sparse.plan import plan_buckets
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round
@@ -55,7 +55,7 @@ class FixedCount(Codec):
             ks=counts,
             seed=now.seed,
             threshold_hints=hints,
-            centre=self.algorithm.centre,
+            level=self.algorithm.level,
             **self._form(entries, joint=self.is_joint),
             **feedback[0].rule(),
         )
@@ -103,16 +103,16 @@ class FixedCount(Codec):
     def _form(self, entries: list[Entry], **options) -> dict:
         """Return how payloads are coded, as the operators of buckets take it."""
         algorithm = self.algorithm
-        has_centres = algorithm.values in LOW_BITS
-        columns = [columns_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_centres else []
-        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "columns": columns, **options}
+        has_levels = algorithm.values in LOW_BITS
+        channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
+        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "channels": channels, **options}
 
     def _delivered(self, message: Message, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
         """Clear what was sent, unless the step is skipped; give the entries their sums; return what is to be done."""
         buffers = [entry.feedback.cleared() for entry in message.entries]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
-        kept = message.entries[0].feedback.kept
-        cleared = ops.clear_bucket(message.payloads, message.ks, now.void, *memory, **form, kept=kept)
+        retained = message.entries[0].feedback.retained
+        cleared = ops.clear_bucket(message.payloads, message.ks, now.void, *memory, **form, retained=retained)
         done = [cleared]
         for entry, total in zip(message.entries, sums, strict=True):
             done += self._held(entry, total, now, [cleared])

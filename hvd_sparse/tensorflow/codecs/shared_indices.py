@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.centres import by_group
+from hvd_sparse.granularity import by_group
 from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round, gather, once
@@ -36,7 +36,7 @@ class SharedIndices(Codec):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._selection = SELECTIONS[self.algorithm.layout](self)
-        self.kept, self.kept_rows = self._selection.kept, self._selection.kept_rows
+        self.thresholds, self.threshold_rows = self._selection.thresholds, self._selection.threshold_rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Message]:
         """Accumulate; name elements, in a message without values, where the others cannot know them."""
@@ -100,7 +100,7 @@ class SharedIndices(Codec):
         return self.exchange.allreduce(f"values{now.suffix}", scaled), values
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, now: Round) -> tuple:
-        """Do the same in a payload of fewer bits, in which all that shares a centre lies together."""
+        """Do the same in a payload of fewer bits, in which all that shares a level lies together."""
         dtype, layout, segments = self.algorithm.values, self._segments(entries), None
         n, count = sum(entry.feedback.size for entry in entries), tf.size(indices, tf.int64)
         places = order = tf.range(count)
@@ -109,7 +109,7 @@ class SharedIndices(Codec):
                 lambda indices: by_group(indices, layout), [indices], (tf.int64, tf.int64), stateful=False
             )
             order, segments = tf.ensure_shape(grouped[0], [None]), tf.ensure_shape(grouped[1], [None, 2])
-        sent = ops.quantize(tf.gather(values, order), dtype, self.algorithm.centre, places, segments)
+        sent = ops.quantize(tf.gather(values, order), dtype, self.algorithm.level, places, segments)
         k = tf.maximum(count, 1)  # no elements at all: an empty contribution
         form = ("dense", dtype, segments)
         payload = ops.pack(places, sent, k, k, *form)
@@ -138,8 +138,8 @@ class Selection(abc.ABC):
 
     def __init__(self, codec: SharedIndices):
         self._codec = codec
-        self.kept: list[tf.Variable] = []  # as of a codec
-        self.kept_rows: Mapping[str, int] = {}
+        self.thresholds: list[tf.Variable] = []  # as of a codec
+        self.threshold_rows: Mapping[str, int] = {}
 
     @abc.abstractmethod
     def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -185,7 +185,7 @@ class Partition(Selection):
         super().__init__(codec)
         self._scaled = ScaledThreshold() if codec.algorithm.controller == "scaling" else None
         if self._scaled is not None:
-            self.kept, self.kept_rows = self._scaled.variables, self._scaled.rows
+            self.thresholds, self.threshold_rows = self._scaled.variables, self._scaled.rows
 
     def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Return those, and what the next step's hint learns from."""

@@ -15,7 +15,7 @@ class Threshold(FixedCount):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._thresholds = make_thresholds(self.algorithm, list(self.feedback))
-        self.kept, self.kept_rows = self._thresholds.variables, self._thresholds.rows
+        self.thresholds, self.threshold_rows = self._thresholds.variables, self._thresholds.rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Message]:
         """Accumulate, select what reaches the thresholds, and pack, bucket by bucket."""
@@ -48,7 +48,7 @@ class Threshold(FixedCount):
             thresholds=thresholds,
             ks=ks,
             is_active=False if self._thresholds.reads else now.is_active,
-            centre=self.algorithm.centre,
+            level=self.algorithm.level,
             **self._form(entries),
             **feedback[0].rule(),
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.centres import columns_of, segments_of
+from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.plan import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
@@ -153,7 +153,7 @@ class Codec(abc.ABC):
         """Return the bucket of these payloads, of the members in this order."""
         sizes = [self.parameters[member].numel() for member in members]
         ks = [payload.k for payload in payloads]
-        layout = BucketLayout(sizes, ks, self._columns(members), self.is_joint)
+        layout = BucketLayout(sizes, ks, self._channels(members), self.is_joint)
         return Bucket(name, {member: number for number, member in enumerate(members)}, payloads, layout)
 
     def payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
@@ -167,14 +167,14 @@ class Codec(abc.ABC):
         indices, values = out.new_empty(0, dtype=torch.int64), out.new_empty(0, dtype=torch.float32)
         ops.pack(indices, values, payload.n, payload.k, out, segments=payload.segments, **self._form())
 
-    def _columns(self, names: Iterable[str]) -> list[int]:
-        """Return how many groups of low-bit values each tensor has, nothing where one has no centres."""
+    def _channels(self, names: Iterable[str]) -> list[int]:
+        """Return how many groups of low-bit values each tensor has, nothing where one has no levels."""
         if self.algorithm.values not in LOW_BITS:
             return []
-        return [columns_of(self.parameters[name].shape, self.algorithm) for name in names]
+        return [channels_of(self.parameters[name].shape, self.algorithm) for name in names]
 
     def _segments_of(self, names: tuple[str, ...]) -> torch.Tensor | None:
-        """Return what shares the centres of low-bit values in tensors that lie one after the other."""
+        """Return what shares the levels of low-bit values in tensors that lie one after the other."""
         if names not in self._segments:
             segments = segments_of([self.parameters[name].shape for name in names], self.algorithm)
             self._segments[names] = None if segments is None else torch.from_numpy(segments)

@@ -70,7 +70,7 @@ class FixedCount(Codec):
             weight_decay=decays(feedback, self.now.units),
             hints=bucket.hints,
             seed=self.now.seed,
-            centre=self.algorithm.centre,
+            level=self.algorithm.level,
             **self._form(),
             **feedback[0].rule(),
         )
@@ -84,7 +84,7 @@ class FixedCount(Codec):
         if training:
             feedback = [self.feedback[name] for name in training]
             form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
-            ops.clear_bucket(bucket.message, *cleared(feedback), kept=feedback[0].kept, **form)
+            ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
         bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())

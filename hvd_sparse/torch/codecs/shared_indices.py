@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvd_sparse.centres import by_group
+from hvd_sparse.granularity import by_group
 from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.threshold import (
     ScaledThreshold,
@@ -105,7 +105,7 @@ class SharedIndices(Codec):
             order, segments = map(torch.from_numpy, by_group(indices.numpy(), segments))
             indices = indices[order]
         values, places = residual.index_select(0, indices), torch.arange(len(indices))
-        sent = ops.quantize(values, dtype, self.algorithm.centre, places, segments)
+        sent = ops.quantize(values, dtype, self.algorithm.level, places, segments)
         k = max(1, len(indices))  # no elements at all: an empty contribution
         form = ("dense", dtype, segments)
         packed = torch.empty(ops.payload_size(k, k, *form), dtype=torch.uint8)

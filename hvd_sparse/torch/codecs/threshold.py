@@ -96,8 +96,8 @@ class Threshold(FixedCount):
             thresholds=[plan.threshold for plan in plans],
             ks=[plan.k for plan in plans],
             is_active=not reads,
-            centre=self.algorithm.centre,
-            columns=self._columns(entries),
+            level=self.algorithm.level,
+            channels=self._channels(entries),
             **self._form(),
             **feedback[0].rule(),
         )
@@ -125,7 +125,7 @@ class Threshold(FixedCount):
         algorithm, n = self.algorithm, self.parameters[name].numel()
         payload = self.payload_of((name,), n, max(1, len(indices)))
         if algorithm.values != "float32":
-            values = ops.quantize(values, algorithm.values, algorithm.centre, indices, payload.segments)
+            values = ops.quantize(values, algorithm.values, algorithm.level, indices, payload.segments)
         out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
         ops.pack(indices, values, n, payload.k, out, segments=payload.segments, **self._form())
         return out
@@ -135,7 +135,7 @@ class Threshold(FixedCount):
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
         sizes = [self.parameters[name].numel() for name in names]
-        return BucketLayout(sizes, [max(1, count) for count in own.counts], self._columns(names))
+        return BucketLayout(sizes, [max(1, count) for count in own.counts], self._channels(names))
 
     def _nothing(self, name: str) -> torch.Tensor:
         """Return the payload of a tensor that takes no part in this step."""
@@ -151,11 +151,11 @@ class Threshold(FixedCount):
     def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
         """Sum the payloads of all ranks for the members at these places."""
         sizes, form = [self.parameters[name].numel() for name in names], self._form()
-        columns, ranks = self._columns(names), self.now.world_size
+        channels, ranks = self._channels(names), self.now.world_size
         if not device.is_asynchronous(self.device):
-            ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, columns=columns)
+            ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, channels=channels)
             return
-        found = ops.locate_payloads(gathered, sizes, ranks, **form, columns=columns)
+        found = ops.locate_payloads(gathered, sizes, ranks, **form, channels=channels)
         for place, out in zip(places, outs, strict=True):
             own, segments = found[:, :, place].contiguous(), self._segments_of((names[place],))
             ops.reduce_located(gathered, own, out.numel(), out, scale, **form, segments=segments)

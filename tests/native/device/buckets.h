@@ -21,7 +21,7 @@ struct Setting {
   bool active = true;
   Kind kind = Kind::kNormal;
   Segments segments = {};
-  Centre centre = Centre::kMean;
+  Level level = Level::kMean;
 };
 
 struct Tensors {
@@ -120,7 +120,7 @@ inline Outcome RunCore(const Setting& setting, const Gradients& gradients, Side&
     EXPECT_STATUS(StatusKind::kOk, PayloadSize(format, &size), "size");
     out.payloads.emplace_back(static_cast<size_t>(size / 8));
     EXPECT_STATUS(StatusKind::kOk,
-                  AccumulateAndPack(parts, setting.active, {format.k, setting.hint, 5}, format, setting.centre,
+                  AccumulateAndPack(parts, setting.active, {format.k, setting.hint, 5}, format, setting.level,
                                     SerialFor, BytesOf(out.payloads.back()), out.finite.get() + first, &selection),
                   NameOf(setting));
     out.info.push_back(selection.threshold);
@@ -147,7 +147,7 @@ inline Outcome RunKernels(const Setting& setting, const Gradients& gradients, Si
   EXPECT_EQ(cudaSuccess, accumulate_bucket_workspace_size(selections, &size), "size");
   Scratch workspace(size);
   EXPECT_EQ(cudaSuccess,
-            accumulate_bucket_launch(selections, setting.active, setting.centre, out.info.data(), out.finite.get(),
+            accumulate_bucket_launch(selections, setting.active, setting.level, out.info.data(), out.finite.get(),
                                      workspace.data(), nullptr),
             NameOf(setting));
   return out;

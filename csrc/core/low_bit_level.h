@@ -1,4 +1,4 @@
-// The centres of low-bit values, from one magnitude after the other: their sums are taken in the order of entries, here
+// The levels of low-bit values, from one magnitude after the other: their sums are taken in the order of entries, here
 // and on devices.
 #pragma once
 
@@ -30,9 +30,9 @@ struct MagnitudeClass {
     if (bits < least) least = bits;
   }
   HVD_SPARSE_HD double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
-  HVD_SPARSE_HD float Of(Centre centre) const {
+  HVD_SPARSE_HD float Of(Level level) const {
     if (count == 0) return 0;
-    return centre == Centre::kMean ? NarrowMagnitude(Mean()) : BitsToFloat(least);
+    return level == Level::kMean ? NarrowMagnitude(Mean()) : BitsToFloat(least);
   }
 };
 
