@@ -19,6 +19,10 @@ MOST_BYTES = 2**31 - 1  # of one message of MPI's, whose counts are C ints; a lo
 _posting = threading.Lock()  # pieces of one message, in order, with no other message of this process between them
 
 
+class DamagedMessage(ValueError):
+    """Bytes that are not the message that was expected: the sender may send it again."""
+
+
 def poll(look: Callable, timeout: float):
     """Return what `look` returns once that is not None; None after `timeout` seconds."""
     end, nap = time.monotonic() + timeout, SHORTEST_NAP

@@ -22,7 +22,7 @@ suite() {  # TITLE COMMAND... WHAT: what is tested comes last
         printf '    in %d s\n' $((SECONDS - start))
         return
     fi
-    again=$(grep -oE '(FAILED|ERROR|failed:|collecting) +tests/[^ ]+\.py::[^ ]+.*' "$log" | head -n 1 | sed -E 's/^[A-Za-z:]+ +//; s/ (- |\(call|\(setup|\(teardown).*//')
+    again=$(grep -oE '(FAILED|ERROR|failed:|collecting) +tests/[^ ]+\.py.*' "$log" | head -n 1 | sed -E 's/^[A-Za-z:]+ +//; s/ (- |_|\(call|\(setup|\(teardown).*//' || true)
     tail -n 60 "$log"
     printf '\n==> %s FAILED after %d s. All of its output: %s\n' "$title" $((SECONDS - start)) "${log#"$ROOT"/}"
     if [ -n "$again" ]; then

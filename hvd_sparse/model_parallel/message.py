@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_sparse import native_rows
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import tree
 from hvd_sparse.wire import payload_size
 
@@ -86,10 +87,6 @@ class Tensor(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.array.nbytes
-
-
-class DamagedMessage(ValueError):
-    """Bytes that are not the message that was expected."""
 
 
 def item_type(dtype: str) -> np.dtype:

@@ -35,6 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_sparse.mailbox import DamagedMessage
+
 MAGIC = 0x50445648  # the bytes "HVDP"
 VERSION = 1
 HEADER = struct.Struct("<IBBBBIIQQQQII")
@@ -90,10 +92,6 @@ class Message(NamedTuple):
     def text(self) -> str:
         """The body as text."""
         return bytes(self.body).decode(errors="replace")
-
-
-class DamagedMessage(ValueError):
-    """Bytes that are no message: the sender may send it again."""
 
 
 def encode(message: Message) -> np.ndarray:

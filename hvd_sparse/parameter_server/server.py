@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
-from hvd_sparse.parameter_server.protocol import DamagedMessage, Kind, Message, Reason
+from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
 from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_sparse import native
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
-from hvd_sparse.parameter_server.protocol import DamagedMessage, Message
+from hvd_sparse.parameter_server.protocol import Message
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 

@@ -11,10 +11,11 @@ from functools import partial
 import numpy as np
 
 from hvd_sparse import native
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
 from hvd_sparse.parameter_server.methods import Method
-from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason
+from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason
 from hvd_sparse.parameter_server.server import introduction
 from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, select, unpack
 from hvd_sparse.parameter_server.updates import pack as pack_update

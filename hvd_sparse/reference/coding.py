@@ -18,7 +18,7 @@ from hvd_sparse.wire import (
     MAGIC,
     VALUE_DTYPES,
     VERSION,
-    Layout,
+    PayloadLayout,
     Segments,
     block_count,
     payload_layout,
@@ -232,7 +232,7 @@ def unpack(
     return indices, decode_values(encoded, value_dtype)
 
 
-def _read_positions(payload: np.ndarray, n: int, entries: int, layout: Layout) -> np.ndarray:
+def _read_positions(payload: np.ndarray, n: int, entries: int, layout: PayloadLayout) -> np.ndarray:
     if layout.coding != "run_length":
         section = payload[HEADER_BYTES : HEADER_BYTES + positions_size(layout.coding, n, layout.k)]
         if not entries and section.any():

@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from hvd_sparse import wire
 from hvd_sparse.library import find_library
 
 _ops = tf.load_op_library(find_library("tensorflow"))
@@ -84,13 +83,6 @@ def filter_threshold(values: tf.Tensor, threshold: Real) -> tuple[tf.Tensor, tf.
 def all_finite(values: tf.Tensor) -> tf.Tensor:
     """Return, as a bool scalar tensor, whether every element is a finite float32."""
     return _ops.hvd_sparse_all_finite(values)
-
-
-def payload_size(
-    n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: wire.Segments = None
-) -> int:
-    """Return the size in bytes of the payload of k of n elements; ValueError for bad arguments."""
-    return wire.payload_size(n, k, coding, value_dtype, segments)
 
 
 def _segments(segments: tf.Tensor | None) -> tf.Tensor:

@@ -72,14 +72,14 @@ class Step:
         now = self._begin(reduction, suffix, [*lines, *gradients])
         self._scale(entries, now.units)
         sparse = [entry for entry in entries if entry.is_sparse]
-        messages = self.codec.encode(sparse, now) if sparse else []
+        buckets = self.codec.encode(sparse, now) if sparse else []
         self._vote(now, entries)
-        sent = self.codec.learn(messages, now) if sparse else []
-        for message in messages:
+        sent = self.codec.learn(buckets, now) if sparse else []
+        for bucket in buckets:
             gathered = None
-            if message.payloads is not None:
-                gathered = gather(self.exchange, message.name, message.payloads, message.most_bytes, now)
-            sent += self.codec.decode(message, gathered, now)
+            if bucket.message is not None:
+                gathered = gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
+            sent += self.codec.decode(bucket, gathered, now)
         done = list(sent)
         for entry in entries:
             done += self._carry(entry, now, sent if entry.is_sparse else [])

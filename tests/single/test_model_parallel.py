@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.boundary import BoundarySettings
-from hvd_sparse.model_parallel.message import DamagedMessage, Head, Kind, Tensor
+from hvd_sparse.model_parallel.message import Head, Kind, Tensor
 from hvd_sparse.model_parallel.schedule import BACKWARD, FORWARD, SCHEDULES, split_rows, steps_of
 
 

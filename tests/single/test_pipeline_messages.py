@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import message
-from hvd_sparse.model_parallel.message import MASKED, TENSOR, WHOLE, DamagedMessage, Head, Kind, Tensor
+from hvd_sparse.model_parallel.message import MASKED, TENSOR, WHOLE, Head, Kind, Tensor
 
 PER_BYTE = (
     1024 * 10

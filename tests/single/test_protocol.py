@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, Worker, protocol
-from hvd_sparse.parameter_server.protocol import DamagedMessage, Form, Kind, Message, Reason, decode, encode
+from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason, decode, encode
 from hvd_sparse.parameter_server.server import introduction
 from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
 from hvd_sparse.wire import LOW_BITS

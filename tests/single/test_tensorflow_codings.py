@@ -63,7 +63,7 @@ def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_
     values = np.random.default_rng(k).standard_normal(k).astype(wide)
     indices, values = (indices[:0], values[:0]) if empty else (indices, values)
     payload = reference.pack(indices, values, n, k, *form)
-    assert ops.payload_size(n, k, *form) == payload.size
+    assert wire.payload_size(n, k, *form) == payload.size
     numbers = [tf.constant(number, tf.int64) for number in (n, k)]
     same(ops.pack(indices, values, n, k, *form), payload)
     same(packer(*form, wide)(tf.constant(indices, tf.int64), tf.constant(values), *numbers), payload)

@@ -13,7 +13,7 @@ from test_ops import same
 from test_tensorflow_ops import BYTES, FLOAT, INTEGER, Invalid, spec
 from tiers import examples
 
-from hvd_sparse import reference
+from hvd_sparse import reference, wire
 from hvd_sparse.tensorflow import ops
 
 INDICES, VECTOR, SEGMENTS = spec("int64", None), spec("float32", None), spec("int64", None, 2)
@@ -60,7 +60,7 @@ def both(name, form, *arguments, segments):
 def check_payload(n, indices, sent, form, segments):
     k = len(indices)
     payload = reference.pack(indices, sent, n, k, *form, segments)
-    assert ops.payload_size(n, k, *form, segments) == payload.size
+    assert wire.payload_size(n, k, *form, segments) == payload.size
     for packed in both("pack", form, indices, sent, n, k, segments=segments):
         same(packed, payload)
     for found in both("unpack", form, payload, n, k, segments=segments):
@@ -145,7 +145,7 @@ def test_sizes_known_while_tracing():
         indices, values = tf.raw_ops.Placeholder(dtype=tf.int64), tf.raw_ops.Placeholder(dtype=tf.float32)
         segments = tf.raw_ops.Placeholder(dtype=tf.int64, shape=[None, 2])
         for form in (("run_length", "int2"), ("run_length", "int1"), ("dense", "int2"), ("dense", "float32")):
-            assert ops.pack(indices, values, 9, 9, *form).shape == (ops.payload_size(9, 9, *form),)
+            assert ops.pack(indices, values, 9, 9, *form).shape == (wire.payload_size(9, 9, *form),)
         assert ops.pack(indices, values, 9, 9, "run_length", "int1", segments).shape.as_list() == [None]
         assert ops.pack(indices, values, 9, 9, "dense", "float32", segments).shape == (72,)
         assert ops.quantize(tf.reshape(values, [2, 3]), "int1", "min", indices, segments).shape == (2, 3)
@@ -163,7 +163,7 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         with pytest.raises(Invalid, match=rf"hvd_sparse.{name}: segment \d from -?\d to -?\d of n = 6"):
             list(both(name, form, *arguments, segments=segments))
     with pytest.raises(ValueError, match="segments: from"):
-        ops.payload_size(n, k, *form, segments)
+        wire.payload_size(n, k, *form, segments)
 
 
 @pytest.mark.parametrize(

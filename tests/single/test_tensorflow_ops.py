@@ -16,7 +16,7 @@ from test_ops import DTYPES, SPECIAL, entries, same
 from test_wire import GOOD, K, N, changed
 from tiers import examples
 
-from hvd_sparse import reference
+from hvd_sparse import reference, wire
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.torch import ops as torch_ops
 
@@ -144,7 +144,7 @@ def test_run_length_pack_and_unpack(case, dtype, empty):
     values = np.resize(np.float32([*SPECIAL, 0.1, -70000.0, 1e-7]), k).astype("f8" if dtype == "float64" else "f4")
     indices, values = (indices[:0], values[:0]) if empty else (indices, values)
     payload = reference.pack(indices, values, n, k, **form)
-    assert ops.payload_size(n, k, **form) == payload.size
+    assert wire.payload_size(n, k, **form) == payload.size
     from_pytorch = torch.zeros(payload.size, dtype=torch.uint8)
     torch_ops.pack(torch.from_numpy(indices), torch.from_numpy(values), n, k, from_pytorch, **form)
     specs = (spec("int64", None), spec(values.dtype, None), INTEGER, INTEGER)

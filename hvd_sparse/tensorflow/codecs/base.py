@@ -51,12 +51,12 @@ class Round:
 
 
 @dataclass
-class Message:
+class Bucket:
     """What this rank sends of some entries: a bucket of them, or all."""
 
     name: str  # of its collective
     entries: list[Entry]
-    payloads: tf.Tensor | None  # uint8[bytes]; None: the other ranks need not be told
+    message: tf.Tensor | None  # uint8[bytes]; None: the other ranks need not be told
     most_bytes: int  # that any rank may send
     ks: tf.Tensor  # of the selections, int64[selections]
     info: tf.Tensor | None = None  # what the selections tell the next step's thresholds
@@ -73,14 +73,14 @@ class Codec(abc.ABC):
         self.threshold_rows: Mapping[str, int] = {}  # of each selection that has one
 
     @abc.abstractmethod
-    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate and select; tell the step which gradients were finite."""
 
     @abc.abstractmethod
-    def decode(self, message: Message, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+    def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Clear what was sent; give each entry its `decode`; return what the step has to have done."""
 
-    def learn(self, messages: list[Message], now: Round) -> list[tf.Operation]:
+    def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Change what the next step's selections start from."""
         return []
 

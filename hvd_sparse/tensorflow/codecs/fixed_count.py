@@ -7,7 +7,7 @@ import tensorflow as tf
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.plan import plan_buckets
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round
+from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
@@ -31,7 +31,7 @@ class FixedCount(Codec):
         """Whether the selection is one in all variables."""
         return self.algorithm.layout == "model"
 
-    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate, select and pack, bucket by bucket."""
         names = self._selected(entries)
         if self.is_joint:
@@ -43,7 +43,7 @@ class FixedCount(Codec):
             self._fill(name, members, counts[part], hints[part], now) for name, members, part in self._buckets(entries)
         ]
 
-    def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Message:
+    def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Bucket:
         """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.accumulate_bucket(
@@ -62,21 +62,21 @@ class FixedCount(Codec):
         now.finite.append(finite)
         sent = tf.reduce_sum(counts)
         now.counted.add(sent=sent if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(sent), sent))
-        return Message(name, entries, payloads, self._most_bytes(entries), counts, info)
+        return Bucket(name, entries, payloads, self._most_bytes(entries), counts, info)
 
-    def learn(self, messages: list[Message], now: Round) -> list[tf.Operation]:
+    def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Keep the thresholds as the next step's hints."""
-        names = self._selected([entry for message in messages for entry in message.entries])
-        counts = tf.concat([message.ks for message in messages], 0)
-        return self._hints.update(names, counts, tf.concat([message.info for message in messages], 0))
+        names = self._selected([entry for bucket in buckets for entry in bucket.entries])
+        counts = tf.concat([bucket.ks for bucket in buckets], 0)
+        return self._hints.update(names, counts, tf.concat([bucket.info for bucket in buckets], 0))
 
-    def decode(self, message: Message, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+    def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum, and clear what was sent."""
-        form = self._form(message.entries, joint=self.is_joint)
-        sizes = [entry.feedback.size for entry in message.entries]
+        form = self._form(bucket.entries, joint=self.is_joint)
+        sizes = [entry.feedback.size for entry in bucket.entries]
         ranks, scale = now.units.world_size, now.units.outgoing()
-        sums = ops.reduce_bucket(gathered, sizes, ranks, message.ks, scale, **form)
-        return self._delivered(message, sums, now, form)
+        sums = ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
+        return self._delivered(bucket, sums, now, form)
 
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
         """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
@@ -97,7 +97,7 @@ class FixedCount(Codec):
         return sizes
 
     def _selected(self, entries: list[Entry]) -> list[str]:
-        """Return the names of the selections in these, in the order of their messages."""
+        """Return the names of the selections in these, in the order of their buckets."""
         return ["model"] if self.is_joint else sorted(entry.name for entry in entries)
 
     def _form(self, entries: list[Entry], **options) -> dict:
@@ -107,14 +107,14 @@ class FixedCount(Codec):
         channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
         return {"coding": algorithm.coding, "value_dtype": algorithm.values, "channels": channels, **options}
 
-    def _delivered(self, message: Message, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
+    def _delivered(self, bucket: Bucket, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
         """Clear what was sent, unless the step is skipped; give the entries their sums; return what is to be done."""
-        buffers = [entry.feedback.cleared() for entry in message.entries]
+        buffers = [entry.feedback.cleared() for entry in bucket.entries]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
-        retained = message.entries[0].feedback.retained
-        cleared = ops.clear_bucket(message.payloads, message.ks, now.void, *memory, **form, retained=retained)
+        retained = bucket.entries[0].feedback.retained
+        cleared = ops.clear_bucket(bucket.message, bucket.ks, now.void, *memory, **form, retained=retained)
         done = [cleared]
-        for entry, total in zip(message.entries, sums, strict=True):
+        for entry, total in zip(bucket.entries, sums, strict=True):
             done += self._held(entry, total, now, [cleared])
         return done
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_sparse.granularity import by_group
 from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Codec, Entry, Message, Round, gather, once
+from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback
 from hvd_sparse.tensorflow.threshold import ScaledThreshold, ThresholdHints
 from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
@@ -23,7 +23,7 @@ from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
 @dataclass
-class Named(Message):
+class Named(Bucket):
     """What this rank names."""
 
     residual: tf.Tensor | None = None  # of the whole model, accumulated
@@ -38,7 +38,7 @@ class SharedIndices(Codec):
         self._selection = SELECTIONS[self.algorithm.layout](self)
         self.thresholds, self.threshold_rows = self._selection.thresholds, self._selection.threshold_rows
 
-    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate; name elements, in a message without values, where the others cannot know them."""
         residual = tf.concat(self._accumulate(entries, now), 0)
         n, coding, payload = residual.shape[0], self.algorithm.coding, None

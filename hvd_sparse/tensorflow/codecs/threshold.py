@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Entry, Message, Round
+from hvd_sparse.tensorflow.codecs.base import Bucket, Entry, Round
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import make_thresholds
@@ -17,7 +17,7 @@ class Threshold(FixedCount):
         self._thresholds = make_thresholds(self.algorithm, list(self.feedback))
         self.thresholds, self.threshold_rows = self._thresholds.variables, self._thresholds.rows
 
-    def encode(self, entries: list[Entry], now: Round) -> list[Message]:
+    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate, select what reaches the thresholds, and pack, bucket by bucket."""
         entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
         names = [entry.name for entry in entries]
@@ -30,14 +30,14 @@ class Threshold(FixedCount):
                 for name, members, part in self._buckets(entries)
             ]
 
-    def learn(self, messages: list[Message], now: Round) -> list[tf.Operation]:
+    def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Keep thresholds, after `encode` in the same trace."""
-        entries = [entry for message in messages for entry in message.entries]
+        entries = [entry for bucket in buckets for entry in bucket.entries]
         counts = self._counts([entry.feedback.size for entry in entries], now)
-        infos = tf.concat([message.info for message in messages], 0)
+        infos = tf.concat([bucket.info for bucket in buckets], 0)
         return self._thresholds.learn([entry.name for entry in entries], counts, infos, now.is_active)
 
-    def _filter(self, name: str, entries: list[Entry], thresholds: tf.Tensor, ks: tf.Tensor, now: Round) -> Message:
+    def _filter(self, name: str, entries: list[Entry], thresholds: tf.Tensor, ks: tf.Tensor, now: Round) -> Bucket:
         """Accumulate, unless that is done, select what reaches the thresholds in the members of a bucket, and pack."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.filter_bucket(
@@ -56,12 +56,12 @@ class Threshold(FixedCount):
         found = tf.cast(info[:, 1], tf.int64)
         now.counted.add(sent=tf.reduce_sum(found))
         most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in entries)
-        return Message(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
+        return Bucket(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
 
-    def decode(self, message: Message, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+    def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum payloads whose sizes stand in them, and clear what was sent."""
-        form = self._form(message.entries)
-        sizes = [entry.feedback.size for entry in message.entries]
+        form = self._form(bucket.entries)
+        sizes = [entry.feedback.size for entry in bucket.entries]
         ranks, scale = now.units.world_size, now.units.outgoing()
         sums = ops.reduce_located_bucket(gathered, sizes, ranks, scale, **form)
-        return self._delivered(message, sums, now, form)
+        return self._delivered(bucket, sums, now, form)
