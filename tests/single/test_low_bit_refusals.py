@@ -5,7 +5,8 @@ import pytest
 import torch
 from test_low_bit import LOW_BIT, VALUES, tensor
 
-from hvd_sparse import algorithms, levels, reference, wire
+from hvd_sparse import algorithms, reference, wire
+from hvd_sparse.granularity import by_group, channels_of, segments_of
 from hvd_sparse.torch import ops
 
 BAD_SEGMENTS = [
@@ -186,7 +187,7 @@ def dropping(**options):
     ],
 )
 def test_channels_of_a_tensor(shape, granularity, channels):
-    assert levels.channels_of(shape, dropping(values="int1", granularity=granularity)) == channels
+    assert channels_of(shape, dropping(values="int1", granularity=granularity)) == channels
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_channels_of_a_tensor(shape, granularity, channels):
     ],
 )
 def test_segments_of_tensors_one_after_the_other(shapes, values, granularity, segments):
-    found = levels.segments_of(shapes, dropping(values=values, granularity=granularity))
+    found = segments_of(shapes, dropping(values=values, granularity=granularity))
     if segments is None:
         assert found is None
     else:
@@ -216,16 +217,16 @@ def test_segments_of_tensors_one_after_the_other(shapes, values, granularity, se
 def test_by_group_puts_the_entries_of_a_group_together():
     indices, segments = np.array([0, 1, 3, 5, 6, 8, 9, 11]), np.array([[0, 3], [6, 2], [10, 1]])
     # channels 0, 1, 0, 2 of the first matrix; 0, 0, 1 of the second; the third
-    order, grouped = levels.by_group(indices, segments)
+    order, grouped = by_group(indices, segments)
     assert order.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
     assert grouped.tolist() == [[0, 1], [2, 1], [3, 1], [4, 1], [6, 1], [7, 1]]
     assert order.dtype == grouped.dtype == np.int64
 
 
 def test_by_group_of_a_single_group_and_of_nothing():
-    order, grouped = levels.by_group(np.array([3, 5, 9]), None)
+    order, grouped = by_group(np.array([3, 5, 9]), None)
     assert (order.tolist(), grouped.tolist()) == ([0, 1, 2], [[0, 1]])
-    order, grouped = levels.by_group(np.zeros(0, np.int64), np.array([[0, 3]]))
+    order, grouped = by_group(np.zeros(0, np.int64), np.array([[0, 3]]))
     assert (order.shape, grouped.shape) == ((0,), (0, 2))
 
 
@@ -236,7 +237,7 @@ def test_by_group_changes_no_level(value_dtype, level):
     rng, segments = np.random.default_rng(0), np.array([[0, 7], [500, 1], [600, 40]])
     indices = np.sort(rng.choice(1000, 300, replace=False))
     values = rng.standard_normal(300).astype(np.float32)
-    order, grouped = levels.by_group(indices, segments)
+    order, grouped = by_group(indices, segments)
     expected = reference.quantize(values, value_dtype, level, indices, segments)[order]
     found = ops.quantize(tensor(values[order]), value_dtype, level, torch.arange(300), tensor(grouped))
     assert found.numpy().tobytes() == expected.tobytes()
