@@ -157,7 +157,7 @@ def train(trainer, args):
 def report(example, rows, everyone, seconds, args):
     """Print a table and a JSON line of what all ranks say of themselves, and draw the plot; on rank 0."""
     if args.verbose:
-        print("\nwhat travelled between stages, headers included")
+        print("\nsent between stages, headers included")
         reporting.print_table([table_row(one) for one in everyone])
     if args.plot:
         title = f"{args.boundaries} boundaries, density {args.density:g}, {args.threshold}"

@@ -30,7 +30,7 @@ class Schedule(abc.ABC):
 
     @property
     def highest(self) -> float:
-        """A density that is never exceeded. Below 1.0 it spares TensorFlow's graph the case that all is sent dense."""
+        """The highest density of any step. Below 1.0 TensorFlow's graph needs no branch for dense steps."""
         return 1.0
 
 

@@ -1,6 +1,6 @@
 """What a gradient is measured in: the one place that knows of the loss scale and of how ranks are reduced.
 
-A rank is handed S * g_k, the gradient of its scaled loss; the optimizer is handed S * result, where result = s * sum of
+A rank passes S * g_k, the gradient of its scaled loss; the optimizer receives S * result, where result = s * sum of
 g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). What a user asks for, `clip_norm`, `weight_decay` and a
 constant threshold, is in units of result and g_k: it holds for every op and every loss scale.
 
@@ -41,7 +41,7 @@ class Units:
         return (self.reduction if reduction is None else reduction) * self.loss_scale
 
     def clip_bound(self, clip_norm: float):
-        """Return the bound on the L2 norm of a rank's gradient as it is handed over, S * g_k.
+        """Return the bound on the L2 norm of a rank's gradient as it is passed, S * g_k.
 
         N independent gradients of norm clip_norm / (s * sqrt(N)) sum up to a result of norm clip_norm (Deep Gradient
         Compression, section 3.2; Appendix C divides g_k by N beforehand, which leaves the factor N^(-1/2)).

@@ -227,7 +227,8 @@ class ReduceBucketBase : public Kernel {
   BucketForm form_;
 };
 
-// What Horovod made of a token must be what its op says; then the sum, in the gradient's shape, is handed on as it is.
+// What Horovod made of a token must be what its op says; then the sum is passed on without a copy, in the gradient's
+// shape.
 class TakeSumBase : public Kernel {
  public:
   explicit TakeSumBase(OpKernelConstruction* construction) : Kernel(construction, "take_sum") {

@@ -1,6 +1,6 @@
 // What every kernel on GPUs shares: the device, its stream, memory from TensorFlow's own allocator, errors.
 //
-// TensorFlow's headers are enough for that, those of a TensorFlow without CUDA too: the stream is handed over as a
+// TensorFlow's headers are enough for that, those of a TensorFlow without CUDA too: the stream is passed as a
 // pointer. Numbers that shape the work lie in host memory, as the registrations say; tensors lie on the device.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What every op shares: arguments checked and handed to the core, errors raised.
+// What every op shares: arguments checked and passed to the core, errors raised.
 // TORCH_CHECK_VALUE raises ValueError, for what a caller or the network got wrong.
 #pragma once
 

@@ -114,7 +114,7 @@ class SparseCompressor(tf.Module):
 
     @untraced
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
-        """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
+        """Compress one gradient; return what Horovod is to all-reduce, and what `decompress` needs."""
         if not self._parts.exchange.is_used():
             found = find_call(tensor)
             if found is not None:  # ranks outside must refuse, or they would wait for those that do

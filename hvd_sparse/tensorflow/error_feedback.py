@@ -206,7 +206,7 @@ class MomentumCorrection(ErrorFeedback):
 class SparsificationAware(ErrorFeedback):
     """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
 
-    What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
+    What is sent decays by m, the residual is not magnified: see `SparsificationAwareMomentum`.
     """
 
     algorithm: SparsificationAwareMomentum

@@ -13,8 +13,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.agreement import agree_failed, digest, explain_difference
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
+from hvd_sparse.configuration_check import check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
@@ -146,7 +146,7 @@ def in_time(function: Callable):
     thread.start()
     thread.join(AGREE_SECONDS)
     if thread.is_alive():
-        raise RuntimeError(agree_failed(AGREE_SECONDS))
+        raise RuntimeError(check_failed(AGREE_SECONDS))
     if failures:
         raise failures[0]
     return results[0]

@@ -207,7 +207,7 @@ class ScaledThreshold:
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
         changes = ((self._value, value * tf.ensure_shape(scale, [])), (self._k, wanted))
-        return [kept.assign(tf.where(void, kept.read_value(), new[None])) for kept, new in changes]
+        return [old.assign(tf.where(void, old.read_value(), new[None])) for old, new in changes]
 
 
 def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds | FittedThresholds:

@@ -79,7 +79,7 @@ class SparseCompressor:
             warnings.warn(crossing(algorithm), stacklevel=5)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
-        """Take a gradient in; return what Horovod is to allreduce, and what `decompress` needs."""
+        """Compress one gradient; return what Horovod is to all-reduce, and what `decompress` needs."""
         if torch.is_grad_enabled():  # not in a hook of autograd, where this is called for nearly every gradient
             with torch.no_grad():
                 return self.compress(tensor)
@@ -233,7 +233,7 @@ class SparseCompressor:
             if is_started or self._agreed_in is now or not self._exchange.can_start():
                 return
             try:
-                self._check = now, self._exchange.start_agreement(self._description(), self._number)
+                self._check = now, self._exchange.start_check(self._description(), self._number)
             except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight
                 if self._check is None:
                     raise

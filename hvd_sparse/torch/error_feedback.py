@@ -40,7 +40,7 @@ class ErrorFeedback:
         self.weight_decay = weight_decay
         self.device = device  # where the buffers lie, and gradients are brought in
         self.buffers: dict[str, torch.Tensor] = {}
-        self._spare: list[torch.Tensor] | None = None
+        self._scratch: list[torch.Tensor] | None = None
 
     @property
     def residual(self) -> torch.Tensor:
@@ -135,25 +135,25 @@ class ErrorFeedback:
         whole = sent.clone()
         return whole.sub_(sent.clamp_(-most, most))
 
-    def spare(self) -> list[torch.Tensor]:
+    def scratch(self) -> list[torch.Tensor]:
         """Return two buffers, float32[n], for a step of a tensor that is sent dense.
 
         Those of a small one serve in every step: to make them takes longer than all else that is done with it.
         """
-        if self._spare is not None:
-            return self._spare
+        if self._scratch is not None:
+            return self._scratch
         made = [torch.empty(self.parameter.numel(), dtype=torch.float32, device=self.device) for _ in range(2)]
         if self.parameter.numel() < self.algorithm.min_numel:
-            self._spare = made
+            self._scratch = made
         return made
 
-    def is_spare(self, tensor: torch.Tensor) -> bool:
+    def is_scratch(self, tensor: torch.Tensor) -> bool:
         """Return whether the next step overwrites what `take_all` returned."""
-        return self._spare is not None and self._spare[0].data_ptr() == tensor.data_ptr()
+        return self._scratch is not None and self._scratch[0].data_ptr() == tensor.data_ptr()
 
-    def forget_spare(self) -> None:
-        """Leave the spare buffers to a step that was given up: Horovod may still write into them."""
-        self._spare = None
+    def forget_scratch(self) -> None:
+        """Leave the scratch buffers to a step that was given up: Horovod may still write into them."""
+        self._scratch = None
 
     def _clear_residual(self) -> None:
         if "residual" in self.buffers:
@@ -205,7 +205,7 @@ class MomentumCorrection(ErrorFeedback):
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        sent, velocity = self.spare()
+        sent, velocity = self.scratch()
         velocity.copy_(self.velocity)
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay), **self.rule()}
         finite = ops.accumulate(gradient, sent.zero_(), velocity, self.weights(), **rule)
@@ -235,7 +235,7 @@ class MomentumCorrection(ErrorFeedback):
 class SparsificationAware(ErrorFeedback):
     """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
 
-    What is sent decays by m, what waits is not magnified: see `SparsificationAwareMomentum`.
+    What is sent decays by m, the residual is not magnified: see `SparsificationAwareMomentum`.
     """
 
     algorithm: SparsificationAwareMomentum
@@ -255,7 +255,7 @@ class SparsificationAware(ErrorFeedback):
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return what a tensor that is sent dense sends: all of the residual, which is momentum SGD."""
-        sent, decayed = self.spare()
+        sent, decayed = self.scratch()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
         finite = ops.accumulate(gradient, sent.copy_(self.residual), None, self.weights(), **rule)
         left = self._cut(sent, most * units.incoming)

@@ -11,8 +11,8 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_sparse.agreement import DIGEST_BYTES, agree_failed, digest, explain_difference
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
+from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
@@ -53,7 +53,7 @@ class Pending:
         deadline = monotonic() + seconds
         while not self.is_done():
             if monotonic() > deadline:
-                raise RuntimeError(agree_failed(seconds))
+                raise RuntimeError(check_failed(seconds))
             sleep(0.0005)
         return self.wait()
 
@@ -114,13 +114,13 @@ class Exchange(Members):
             return False
         return True
 
-    def start_agreement(self, lines: list[str], step: int) -> Pending:
+    def start_check(self, lines: list[str], step: int) -> Pending:
         """Start comparing lines with the other ranks, and tell them this rank's step."""
         content = digest(lines) + step.to_bytes(STEP_BYTES, "little")
         return self.allgather("agree.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def agree(self, gathered: torch.Tensor, lines: list[str]) -> int:
-        """Return the furthest step of any rank, from what `start_agreement` gathered.
+        """Return the furthest step of any rank, from what `start_check` gathered.
 
         Raises ValueError on every rank, naming the difference, unless all ranks started with the same lines.
         """

@@ -52,7 +52,7 @@ class Step:
         self.parameters = parameters
         self.exchange = exchange
         self.traffic = traffic
-        self.device = device_of(algorithm, parameters.device)  # where gradients are handed to it, and all is kept
+        self.device = device_of(algorithm, parameters.device)  # where it works, and keeps its buffers
         weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self.feedback: dict[str, ErrorFeedback] = {
             name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
@@ -103,7 +103,7 @@ class Step:
         self._dense = frozenset(self.parameters if density >= 1.0 else self._small)
         if self._is_under_way:
             for feedback in self.feedback.values():
-                feedback.forget_spare()
+                feedback.forget_scratch()
         self._is_under_way = True
         self._tokens.begin(self.rank, len(self.expected))
         if self._plan_key != (self.expected, density):
@@ -124,7 +124,7 @@ class Step:
         self.traffic.count(payload_bytes=4)
 
     def add(self, entry: Entry) -> torch.Tensor:
-        """Take a gradient in; return what Horovod's own all-reduce is to carry: a token, or the dense tensor."""
+        """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
         if name in self._dense and name not in self._idle and not self.codec.is_joint:
@@ -239,7 +239,7 @@ class Step:
 
     def _own(self, entry: Entry, carried: torch.Tensor) -> torch.Tensor:
         """Return a reduced gradient in a place of its own: error feedback takes back its scratch buffer."""
-        if not self.feedback[entry.name].is_spare(carried):
+        if not self.feedback[entry.name].is_scratch(carried):
             return carried
         place = place_of(entry.gradient)
         place.view(-1).copy_(carried.view(-1))

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from hvd_sparse.agreement import digest, explain_difference
 from hvd_sparse.algorithms import Settings
+from hvd_sparse.configuration_check import digest, explain_difference
 from hvd_sparse.plan import plan_buckets
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? What each would do, as text; compared before the first exchange of payloads."""
+"""The configuration check: every rank describes what it would do; all compare before they exchange payloads."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
     )
 
 
-def agree_failed(seconds: float) -> str:
+def check_failed(seconds: float) -> str:
     """Say what it means if the other ranks have not answered for so long."""
     return (
         "hvd_sparse: the other ranks did not take part in the first exchange of this compression, or in loading its "
