@@ -1,0 +1,83 @@
+"""A training job of one rank in PyTorch's DistributedDataParallel, over gloo: what a user would take instead."""
+
+import os
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from methods import Method
+from models import batches, build
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+ONE_BUCKET = 1 << 14  # MiB
+
+
+class Job:
+    """A model, its optimizer, and batches."""
+
+    def __init__(self, model: str, method: Method, batch_size: int):
+        self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        self.world_size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)  # MASTER_ADDR and _PORT are set
+        torch.set_num_threads(1)
+        self.method = method
+        self.plain = build(model)
+        self.parameters = sum(parameter.numel() for parameter in self.plain.parameters())
+        self.batches = batches(model, batch_size, self.rank, count=1 if model == "resnet50" else 4)
+        # PowerSGD's hook issues collectives from callbacks: those of two buckets may meet in different orders on two ranks.
+        options = {"bucket_cap_mb": ONE_BUCKET} if method.name == "powersgd" else {}
+        self.model = DistributedDataParallel(self.plain, **options)
+        self.compressed = self.parameters * 4
+        if method.name == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            self.compressed //= 2
+        elif method.name == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **method.settings)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self.compressed = low_rank_bytes(self.plain, **method.settings)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=0.9)
+
+    def run(self, steps: int) -> float:
+        """Take so many steps; return the seconds that they took."""
+        start = perf_counter()
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.model(*self.batches[step % len(self.batches)]).backward()
+            self.optimizer.step()
+        return perf_counter() - start
+
+    def compute(self, steps: int) -> float:
+        """Return the seconds of forward and backward without an exchange."""
+        start = perf_counter()
+        with self.model.no_sync():
+            for step in range(steps):
+                self.optimizer.zero_grad()
+                self.model(*self.batches[step % len(self.batches)]).backward()
+        return (perf_counter() - start) / steps
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        numbers = torch.tensor([number])
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return int(numbers)
+
+    def bytes_per_step(self) -> int:
+        """Return the bytes that this rank gives to the exchange in a step."""
+        return self.compressed
+
+    def close(self) -> None:
+        """End."""
+        dist.destroy_process_group()
+
+
+def low_rank_bytes(model: torch.nn.Module, matrix_approximation_rank: int) -> int:
+    """Return the bytes of two factors of each matrix, and of what is no matrix, as PowerSGD sends them."""
+    total = 0
+    for parameter in model.parameters():
+        rows = parameter.shape[0]
+        columns = parameter.numel() // max(1, rows)
+        low = (rows + columns) * matrix_approximation_rank
+        total += 4 * (low if 2 * low < parameter.numel() else parameter.numel())
+    return total

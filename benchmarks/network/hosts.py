@@ -1,0 +1,158 @@
+"""Hosts joined by a switch, each with a link of a given rate: network namespaces on one machine.
+
+The calling process moves into a namespace of its own, the switch; every host is a further one, which lives as long as
+the process that holds it, and that as long as a pipe from here is open. So nothing of the machine's own network is
+touched, and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+INSIDE = "HVD_SPARSE_SWITCH"  # set in the process that is in the switch's namespace
+NETWORK = "10.99.0"
+WAYS_IN = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def enter_switch() -> None:
+    """Start this program again in a network namespace of its own, unless it is in one; exit with a message if it cannot."""
+    if os.environ.get(INSIDE):
+        return
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux and iproute2.")
+    reasons = []
+    for way in WAYS_IN:
+        tried = subprocess.run([*way, "true"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            os.environ[INSIDE] = "1"
+            os.execvp(way[0], [*way, sys.executable, *sys.argv])
+        reasons.append(tried.stderr.strip())
+    sys.exit(
+        f"No network namespace can be made here: {'; '.join(reasons)}. Run it as root, or permit namespaces of users: "
+        "sysctl kernel.unprivileged_userns_clone=1 (Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 "
+        "(Ubuntu); in a container, add the capability SYS_ADMIN."
+    )
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a rate as a number: "100mbit" is 1e8."""
+    for unit, factor in UNITS.items():
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    raise ValueError(f"a rate must end with {', '.join(UNITS)}, such as 1gbit; got {rate!r}")
+
+
+class Hosts:
+    """Hosts 0 to count - 1, at addresses 10.99.0.1 and so on."""
+
+    def __init__(self, count: int):
+        self.holders: list[subprocess.Popen] = []
+        self.addresses = [f"{NETWORK}.{host + 1}" for host in range(count)]
+        self._folder = tempfile.TemporaryDirectory(prefix="hosts")
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host."""
+        return ["nsenter", f"--target={self.holders[host].pid}", "--net", *command]
+
+    def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
+        """Return the command line that runs a command once on each host, from host 0.
+
+        environment: names of variables that ranks inherit.
+        """
+        network = f"{NETWORK}.0/24"
+        options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
+        options += ["--bind-to", "none"]  # each host would bind its rank to the same core
+        for name, value in {
+            "plm_rsh_agent": str(self._agent()),
+            "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
+            "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
+            "btl": "tcp,self",
+            "btl_tcp_if_include": network,
+            "oob_tcp_if_include": network,
+        }.items():
+            options += ["-mca", name, value]
+        for name in environment:
+            options += ["-x", name]
+        return self.inside(0, ["mpirun", *options, *command])
+
+    def shape(self, rate: str | None) -> None:
+        """Limit every link to a rate, such as "1gbit", in both directions; None: no limit."""
+        for host in range(len(self.holders)):
+            for command in (["tc"], self.inside(host, ["tc"])):
+                device = f"host{host}" if command == ["tc"] else "eth0"
+                subprocess.run([*command, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
+                if rate is not None:
+                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # the kernel's clock may tick that late
+                    limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
+                    _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
+
+    def _agent(self) -> Path:
+        """Return the program that takes the place of ssh: ADDRESS COMMAND..."""
+        path = Path(self._folder.name) / "agent"
+        if not path.exists():
+            cases = [
+                f'{address}) exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
+                for address, holder in zip(self.addresses, self.holders, strict=True)
+            ]
+            path.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
+            path.chmod(0o755)
+        return path
+
+    def start(self) -> None:
+        """Make the namespaces, and the links between them."""
+        _run(["ip", "link", "set", "lo", "up"])
+        _run(["ip", "link", "add", "switch", "type", "bridge"])
+        _run(["ip", "link", "set", "switch", "up"])
+        for host, address in enumerate(self.addresses):
+            holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
+            self.holders.append(holder)
+            _await_namespace(holder.pid)
+            port = f"host{host}"
+            peer = ["peer", "name", "eth0", "netns", str(holder.pid)]
+            _run(["ip", "link", "add", port, "type", "veth", *peer])
+            _run(["ip", "link", "set", port, "master", "switch", "up"])
+            for own in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                _run(self.inside(host, ["ip", *own]))
+            _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
+
+    def stop(self) -> None:
+        """Let the hosts go: their links go with them."""
+        for holder in self.holders:
+            holder.stdin.close()
+            holder.wait()
+        subprocess.run(["ip", "link", "del", "switch"], stderr=subprocess.DEVNULL)
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """Give so many hosts, for as long as the block runs; after `enter_switch`."""
+    made = Hosts(count)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _await_namespace(pid: int, timeout: float = 10.0) -> None:
+    """Wait until a process is in a network namespace of its own."""
+    own, end = os.readlink("/proc/self/ns/net"), time.monotonic() + timeout
+    while os.readlink(f"/proc/{pid}/ns/net") == own:
+        if time.monotonic() > end:
+            raise RuntimeError("a host's network namespace was not made in time")
+        time.sleep(0.005)

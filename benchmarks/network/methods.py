@@ -1,0 +1,56 @@
+"""What is compared on slow networks: models, and ways to exchange their gradients."""
+
+from typing import NamedTuple
+
+
+class Method(NamedTuple):
+    """A way to exchange gradients: whose it is, its name there, and its settings."""
+
+    package: str  # "horovod", "hvd_sparse", or "ddp": PyTorch's DistributedDataParallel over gloo
+    name: str
+    settings: dict
+    label: str
+
+
+SPARSE = {"momentum": 0.9}
+METHODS = {
+    "dense": Method("horovod", "none", {}, "Horovod"),
+    "fp16": Method("horovod", "fp16", {}, "Horovod, fp16"),
+    "dgc": Method("hvd_sparse", "dgc", {**SPARSE, "density": 0.001}, "DGC 0.001"),
+    "dgc_0.01": Method("hvd_sparse", "dgc", {**SPARSE, "density": 0.01}, "DGC 0.01"),
+    "gradient_dropping": Method("hvd_sparse", "gradient_dropping", {"density": 0.01}, "Gradient Dropping 0.01"),
+    "micro": Method("hvd_sparse", "micro", {"density": 0.01}, "MiCRO 0.01"),
+    "ddp": Method("ddp", "none", {}, "DDP"),
+    "ddp_fp16": Method("ddp", "fp16", {}, "DDP, fp16 hook"),
+    "powersgd": Method("ddp", "powersgd", {"matrix_approximation_rank": 1}, "DDP, PowerSGD rank 1"),
+}
+FRAMEWORKS = {"pytorch": "pytorch_job", "tensorflow": "tensorflow_job"}
+
+
+class Layers(NamedTuple):
+    """The widths of a multi-layer perceptron."""
+
+    widths: tuple[int, ...]
+
+
+class Recurrent(NamedTuple):
+    """A word-level language model: embedding, LSTM layers, and a linear layer over the words."""
+
+    words: int
+    hidden: int
+    layers: int
+    length: int
+
+
+class Shapes(NamedTuple):
+    """Parameters of these shapes, whose gradients cost next to nothing."""
+
+    of: str
+
+
+MODELS = {
+    "mlp10": Layers((1024, 2048, 2048, 2048, 10)),  # 10.5 M
+    "mlp38": Layers((1024, 4096, 4096, 4096, 10)),  # 37.8 M
+    "lstm": Recurrent(10_000, 650, 2, 16),  # 19.8 M
+    "resnet50": Shapes("resnet50"),  # 25.6 M
+}
