@@ -83,7 +83,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     )
     group.add_argument("--level", choices=("mean", "min"), default="mean", help="of int2, int1 (default: %(default)s)")
     group.add_argument(
-        "--level-scope",
+        "--granularity",
         choices=("tensor", "channel"),
         default="tensor",
         help="what shares a level (default: %(default)s)",

@@ -11,7 +11,7 @@ from launching import launch, mpirun
 
 pytestmark = launching.MARKS
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--level-scope", "column"]
+LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--granularity", "channel"]
 FEW_EPOCHS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "32"]
 FEW_STEPS = ["--steps", "4", "--warmup-steps", "1"]
 METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]
@@ -31,7 +31,7 @@ def run(example, options):
         pytest.param("pytorch_char_lstm.py", FEW_STEPS, marks=pytest.mark.exhaustive),
     ],
 )
-def test_training_tells_what_travelled(example, options):
+def test_training_tells_what_was_sent(example, options):
     result = run(example, [*options, *LOW_BIT, "--plot", ""])
     assert (result["method"], result["values"], result["world_size"]) == ("gradient_dropping", "int2", 2)
     assert result["steps"] >= 4 and result["loss"] > 0.0
