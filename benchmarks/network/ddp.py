@@ -10,7 +10,6 @@ from models import batches, build
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-
 ONE_BUCKET = 1 << 14  # MiB
 
 
@@ -26,7 +25,7 @@ class Job:
         self.plain = build(model)
         self.parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         self.batches = batches(model, batch_size, self.rank, count=1 if model == "resnet50" else 4)
-        # PowerSGD's hook issues collectives from callbacks: those of two buckets may meet in different orders on two ranks.
+        # PowerSGD's hook starts collectives in callbacks: those of two buckets may come in different orders on two ranks.
         options = {"bucket_cap_mb": ONE_BUCKET} if method.name == "powersgd" else {}
         self.model = DistributedDataParallel(self.plain, **options)
         self.compressed = self.parameters * 4

@@ -22,7 +22,7 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def enter_switch() -> None:
-    """Start this program again in a network namespace of its own, unless it is in one; exit with a message if it cannot."""
+    """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
     if os.environ.get(INSIDE):
         return
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
@@ -90,7 +90,7 @@ class Hosts:
                 device = f"host{host}" if command == ["tc"] else "eth0"
                 subprocess.run([*command, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
                 if rate is not None:
-                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # the kernel's clock may tick that late
+                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # seconds between two ticks
                     limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
                     _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
 

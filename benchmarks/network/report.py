@@ -8,7 +8,7 @@ UNLIMITED = "none"
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
-    """Write network.md and network.png; return the rows of what was chosen, each with its share of the unlimited speed."""
+    """Write network.md and network.png; return the rows of what was chosen, with shares of the unlimited speed."""
     rows = [with_share(one, results) for one in chosen]
     text = ["# Training on slow networks", ""]
     groups = dict.fromkeys((one["framework"], one["model"], one["hosts"]) for one in results)

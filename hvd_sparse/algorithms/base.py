@@ -15,6 +15,7 @@ SCOPES = ("tensor", "model")
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 GRANULARITIES = ("tensor", "channel")
+DENSE_FALLBACKS = ("bytes",)
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -45,6 +46,9 @@ SHARED_ARGUMENTS = {
     granularity: Which values share a magnitude: all of a "tensor", or those of a "channel" (last dimension) of a
         tensor with two dimensions or more.
     bucket_bytes: Payloads are sent in messages of about so many bytes (`scope="tensor"` and the thresholds).
+    dense_fallback: "bytes" sends a step dense if its payloads cost more bytes than an all-reduce of the gradients, as
+        in a warm-up on many ranks; likewise single tensors whose payloads always cost more. Error feedback goes on:
+        what was not sent before is sent with it. None sends payloads whatever they cost.
     seed: Seed of all random choices. The same on every rank.
     process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
 
@@ -91,6 +95,7 @@ class Algorithm(abc.ABC):
     level: str
     granularity: str
     bucket_bytes: int
+    dense_fallback: str | None
     seed: int
 
     name: ClassVar[str]
@@ -102,6 +107,8 @@ class Algorithm(abc.ABC):
         check_choice("granularity", self.granularity, GRANULARITIES)
         checked_integer("min_numel", self.min_numel, 0)
         checked_integer("bucket_bytes", self.bucket_bytes, 1)
+        if self.dense_fallback is not None:
+            check_choice("dense_fallback", self.dense_fallback, DENSE_FALLBACKS)
         checked_integer("seed", self.seed, 0)
 
     @property

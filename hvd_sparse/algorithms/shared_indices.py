@@ -32,6 +32,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -67,6 +68,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -96,6 +98,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:

@@ -32,6 +32,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -71,6 +72,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -104,6 +106,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:

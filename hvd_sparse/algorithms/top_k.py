@@ -29,6 +29,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -61,6 +62,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -97,6 +99,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -137,6 +140,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:

@@ -146,13 +146,17 @@ class SparseCompressor(tf.Module):
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
             total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
             payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
-            (elements sent over all), and no seconds: the operations of a graph run side by side.
+            (elements sent over all), and no seconds: the operations of a graph run side by side. "dense_fallback" is
+            what was chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense
+            because of it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either
+            way}.
         """
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
         norm = tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
-        *counted, norm = evaluate([*self._parts.traffic.variables, norm], session)
-        return {**Traffic.summary(*counted), "residual_norm": float(norm)}
+        number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
+        chosen = self._parts.step.explain(int(number))
+        return {**Traffic.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between training steps.

@@ -18,6 +18,7 @@ import math
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
@@ -57,6 +58,18 @@ class Step:
         decays = {name: feedback.weight_decay for name, feedback in self.feedback.items()}
         return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
 
+    def fallback(self) -> DenseFallback:
+        """Return the rule for what is sent dense on the ranks that there are now."""
+        waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
+        tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
+        return DenseFallback(self.algorithm, tensors, self.exchange.size())
+
+    def explain(self, steps: int) -> dict:
+        """Return what `stats` tells of the choice between payloads and dense in the last of so many steps."""
+        if steps == 0:
+            return {"rule": self.algorithm.dense_fallback}
+        return self.fallback().explain(self.algorithm.schedule.density(steps - 1))
+
     def build(
         self, gradients: dict[str, tf.Tensor], reduction: float, suffix: str, lines: list[str]
     ) -> tuple[dict[str, Entry], Round]:
@@ -65,8 +78,9 @@ class Step:
         reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
         settings, which must be the same on every rank.
         """
+        always_dense = self.fallback().always
         entries = [
-            Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait)
+            Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
             for name, gradient in gradients.items()
         ]
         now = self._begin(reduction, suffix, [*lines, *gradients])
@@ -114,13 +128,14 @@ class Step:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
             number = self.exchange.furthest(f"furthest{suffix}", number)
-        density, is_dense = None, None
+        density, is_dense, fallback = None, None, self.fallback()
         if isinstance(schedule, Constant):
             density = schedule.value
         else:
-            density = tf.numpy_function(lambda n: schedule.density(int(n)), [number], tf.float64, stateful=False)
+            at = [number]
+            density = tf.numpy_function(lambda n: fallback.density(schedule.density(int(n))), at, tf.float64, False)
             density.set_shape([])
-            if schedule.highest >= 1.0:
+            if fallback.density(schedule.highest) >= 1.0:
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
         units = Units(self.exchange.size(), reduction, self._loss_scale.read_value())

@@ -143,14 +143,17 @@ class SparseCompressor:
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
             total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
             payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
-            (elements sent over all), and seconds {"compress", "exchange", "decompress"}.
+            (elements sent over all), and seconds {"compress", "exchange", "decompress"}. "dense_fallback" is what was
+            chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense because of
+            it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way}.
         """
         norms = [
             float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
             for feedback in self._step.feedback.values()
             if "residual" in feedback.buffers
         ]
-        return {**self._traffic.summary(), "residual_norm": sum(norms) ** 0.5}
+        norm = sum(norms) ** 0.5
+        return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
 
     def state_dict(self, summed: bool = False) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.

@@ -8,15 +8,16 @@ rank. Small tensors, and all while the density is 1, are sent dense.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent, rest_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, place_of
+from hvd_sparse.torch.dense_bucket import DenseBucket
 from hvd_sparse.torch.device import device_of, is_asynchronous
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -26,22 +27,6 @@ from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units, loss_scales_differ
 
 MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
-
-
-class DenseBucket:
-    """Dense tensors in one all-reduce: those that Horovod's own does not carry."""
-
-    def __init__(self, names: Sequence[str], parts: Sequence[torch.Tensor], pending: Pending):
-        self._sizes = dict(zip(names, map(torch.numel, parts), strict=True))
-        self.pending = pending
-        self._sums: dict[str, torch.Tensor] | None = None
-
-    def sum_of(self, name: str, scale: float) -> torch.Tensor:
-        """Return the sum of a member over all ranks, times a scale."""
-        if self._sums is None:
-            parts = self.pending.wait().mul_(scale).split(list(self._sizes.values()))
-            self._sums = dict(zip(self._sizes, parts, strict=True))
-        return self._sums[name]
 
 
 class Step:
@@ -75,6 +60,7 @@ class Step:
         self._is_sealed = self._is_under_way = False
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
+        self._fallback: DenseFallback | None = None
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
 
     def forget(self) -> None:
@@ -92,15 +78,30 @@ class Step:
         decays = {name: feedback.weight_decay for name, feedback in sorted(self.feedback.items())}
         return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
 
+    def fallback(self, world_size: int) -> DenseFallback:
+        """Return the rule for what is sent dense on so many ranks."""
+        if self._fallback is None or self._fallback.world_size != world_size:
+            waiting = {name: self.parameters[name] for name in self.parameters if name not in self._small}
+            tensors = {name: Tensor(one.shape, one.element_size()) for name, one in waiting.items()}
+            self._fallback = DenseFallback(self.algorithm, tensors, world_size)
+        return self._fallback
+
+    def explain(self) -> dict:
+        """Return what `stats` tells of the last step's choice between payloads and dense."""
+        if self._fallback is None:
+            return {"rule": self.algorithm.dense_fallback}
+        return self._fallback.explain(self.algorithm.schedule.density(self.number))
+
     def begin(self, number: int, units: Units) -> None:
         """Begin an optimizer step, counted from 0; cut the expected tensors into buckets."""
-        density = self.algorithm.schedule.density(number)
+        fallback = self.fallback(units.world_size)
+        density = fallback.density(self.algorithm.schedule.density(number))
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self.codec.begin(Round(number, density, (self.algorithm.seed << 32) + number, units, self.rank))
         self.entries = {}
         self._awaited = set(self.expected)
         self._deferred, self._votes, self._is_sealed = [], [], False
-        self._dense = frozenset(self.parameters if density >= 1.0 else self._small)
+        self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
         if self._is_under_way:
             for feedback in self.feedback.values():
                 feedback.forget_scratch()

@@ -1,0 +1,120 @@
+"""What is sent dense because that costs fewer bytes: whole steps, as at the start of a warm-up, and small tensors.
+
+What a rank receives decides: in an all-gather the payloads of all N ranks but its own, so more with every rank; in a
+ring all-reduce of m bytes 2 m (N - 1) / N, whatever N is. Both are compared without their common factor (N - 1) / N:
+N payloads against twice the gradient.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.granularity import segments_of
+from hvd_sparse.schedule import Constant
+from hvd_sparse.wire import payload_size, top_k_count
+
+SETTLED = 10**9  # a step by which a schedule has settled
+VALUE_BYTES = 4
+
+
+class Tensor(NamedTuple):
+    """A parameter: its shape, and the bytes of an element of its gradient, which is sent as float32 at least."""
+
+    shape: Sequence[int]
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        n = 1
+        for size in self.shape:
+            n *= int(size)
+        return n
+
+
+class DenseFallback:
+    """The rule for the tensors of one compressor on `world_size` ranks: the same on all of them.
+
+    tensors: those that the method would send as payloads, by name.
+    """
+
+    def __init__(self, algorithm: Algorithm, tensors: Mapping[str, Tensor], world_size: int):
+        self.algorithm = algorithm
+        self.world_size = world_size
+        self._tensors = dict(tensors)
+        self._settled = algorithm.schedule.density(SETTLED)
+        self._decided: dict[float, bool] = {}
+
+    def density(self, density: float) -> float:
+        """Return the density of a step: 1.0 where the schedule's costs more bytes than a dense step."""
+        if density not in self._decided:
+            self._decided[density] = self._costs_more(tuple(self._tensors), density)
+        return 1.0 if self._decided[density] else density
+
+    @functools.cached_property
+    def always(self) -> frozenset[str]:
+        """The tensors that are sent dense in every step: their payloads cost more even at the last density."""
+        if not self.is_on:
+            return frozenset()
+        if isinstance(self.algorithm.schedule, Constant) and self.density(self._settled) >= 1.0:
+            return frozenset(self._tensors)
+        if self.algorithm.layout not in ("tensor", "threshold"):  # they share a payload
+            return frozenset()
+        return frozenset(name for name in self._tensors if self._costs_more((name,), self._settled))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to decide."""
+        return self.algorithm.dense_fallback == "bytes" and self.world_size > 1 and bool(self._tensors)
+
+    def explain(self, density: float) -> dict:
+        """Return what `stats` tells of a step at a density of the schedule: what was chosen, and the bytes of both."""
+        names = tuple(self._tensors)
+        dense = self._dense_bytes(names) if names else 0
+        factor = (self.world_size - 1) / self.world_size
+        return {
+            "rule": self.algorithm.dense_fallback,
+            "is_dense": self.density(density) >= 1.0,
+            "tensors": len(self.always),
+            "payload_bytes": round(factor * self._payload_bytes(names, density)) if names else 0,
+            "dense_bytes": round(factor * dense),
+        }
+
+    def _costs_more(self, names: Sequence[str], density: float) -> bool:
+        if not self.is_on or density >= 1.0:
+            return False
+        return self._payload_bytes(names, density) > self._dense_bytes(names)
+
+    def _dense_bytes(self, names: Sequence[str]) -> int:
+        return sum(2 * max(VALUE_BYTES, tensor.itemsize) * tensor.numel for tensor in map(self._tensors.get, names))
+
+    def _payload_bytes(self, names: Sequence[str], density: float) -> int:
+        """Return N / (N - 1) times what a rank receives of these tensors, in bytes."""
+        algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
+        if algorithm.layout in ("tensor", "threshold"):
+            return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
+        if algorithm.layout == "model":
+            return self.world_size * self._payload(tensors, density)
+        n = sum(tensor.numel for tensor in tensors)
+        k = top_k_count(n, density)
+        if algorithm.values == "float32":
+            values = 2 * VALUE_BYTES * k  # an all-reduce
+        else:
+            values = self.world_size * payload_size(k, k, "dense", algorithm.values)
+        return values + self._index_bytes(n, k)
+
+    def _payload(self, tensors: Sequence[Tensor], density: float) -> int:
+        """Return the bytes of one rank's payload of tensors that share a selection."""
+        algorithm, n = self.algorithm, sum(tensor.numel for tensor in tensors)
+        segments = segments_of([tensor.shape for tensor in tensors], algorithm)
+        return payload_size(n, top_k_count(n, density), algorithm.coding, algorithm.values, segments)
+
+    def _index_bytes(self, n: int, k: int) -> int:
+        """Return the bytes of all ranks' messages that name k shared indices."""
+        coding = self.algorithm.coding
+        if self.algorithm.layout == "random":
+            return 0
+        if self.algorithm.layout == "leader":
+            return payload_size(n, k, coding, "none") + (self.world_size - 1) * payload_size(n, 1, coding, "none")
+        return self.world_size * payload_size(n, max(1, k // self.world_size), coding, "none")

@@ -1,0 +1,97 @@
+"""Steps whose payloads would cost more bytes than dense gradients are sent dense, and nothing is lost on the way."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+from gradients import whole_numbers
+from helpers import assert_ranks_agree, distributed, make_parameters, memory_of, step, total
+
+from hvd_sparse.schedule import Schedule
+from hvd_sparse.torch import Compression
+
+SHAPES = {"a": (40, 50), "b": (3000,)}
+ELEMENTS = 5000
+DENSITIES = (0.9, 0.02, 0.02, 0.9, 0.02)
+
+
+class Stages(Schedule):
+    """The densities of DENSITIES, one a step."""
+
+    def density(self, step):
+        return DENSITIES[min(step, 4)]
+
+    def describe(self):
+        return f"stages{DENSITIES}"
+
+
+METHODS = {
+    "gradient_dropping": {},
+    "gradient_dropping of the model": {"scope": "model"},
+    "cltk": {},
+    "dgc": {"momentum": 0.0},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dense_steps_deliver_everything(method):
+    """Of whole numbers: a dense step's sum is that of the gradients and of all that was held back before."""
+    parameters = make_parameters(SHAPES)
+    build = getattr(Compression, method.split()[0])
+    compression = build(parameters.items(), density=Stages(), **METHODS[method])
+    optimizer = distributed(parameters, compression, op=hvd.Sum)
+    fed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    got = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for t, density in enumerate(DENSITIES):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        step(optimizer, parameters, gradients)
+        stats = compression.stats()
+        chosen, is_dense = stats["dense_fallback"], density == 0.9 and hvd.size() > 1
+        assert chosen["rule"] == "bytes" and chosen["is_dense"] == is_dense and chosen["tensors"] == 0
+        assert (chosen["payload_bytes"] > chosen["dense_bytes"]) == is_dense or hvd.size() == 1
+        for name in SHAPES:
+            fed[name] += torch.tensor(gradients[name])
+            got[name] += parameters[name].grad.double()
+            waits = memory_of(compression, parameters, name)
+            assert bool((waits == 0).all()) or not is_dense
+            assert torch.equal(total(fed[name]), got[name] + total(waits).view(SHAPES[name]))
+        assert round(stats["step"]["density"] * ELEMENTS) == (ELEMENTS if is_dense else round(density * ELEMENTS))
+        assert_ranks_agree(parameters)
+
+
+def test_without_it_payloads_are_sent_whatever_they_cost():
+    parameters = make_parameters(SHAPES)
+    compression = Compression.gradient_dropping(parameters.items(), density=0.9, dense_fallback=None)
+    optimizer = distributed(parameters, compression)
+    step(optimizer, parameters, whole_numbers(SHAPES, 0, hvd.rank()))
+    stats = compression.stats()
+    assert round(stats["step"]["density"] * ELEMENTS) == 4500
+    assert stats["dense_fallback"]["rule"] is None and not stats["dense_fallback"]["is_dense"]
+
+
+def test_a_constant_density_that_costs_more_is_plain_horovod():
+    """Every step is dense, and costs what Horovod's own all-reduce does, and the votes."""
+    parameters = make_parameters(SHAPES)
+    compression = Compression.gradient_dropping(parameters.items(), density=0.9)
+    optimizer = distributed(parameters, compression, op=hvd.Sum)
+    for t in range(3):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        step(optimizer, parameters, gradients)
+        if hvd.size() > 1:
+            for name in SHAPES:
+                assert torch.equal(parameters[name].grad.double(), total(torch.tensor(gradients[name])))
+            assert compression.stats()["dense_fallback"]["tensors"] == 2
+            assert compression.stats()["step"]["payload_bytes"] <= 4 * ELEMENTS + 100
+
+
+def test_small_tensors_are_dense_where_headers_cost_more():
+    """A payload of one of 8 elements takes 48 bytes, an all-reduce 2 * 32 in all, whatever the number of ranks."""
+    shapes = {"tiny": (8,), "large": (3000,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.topk(parameters.items(), density=0.01, scope="tensor", min_numel=0)
+    optimizer = distributed(parameters, compression, op=hvd.Sum)
+    gradients = whole_numbers(shapes, 0, hvd.rank())
+    step(optimizer, parameters, gradients)
+    is_dense = 48 * hvd.size() > 2 * 4 * 8 and hvd.size() > 1
+    assert compression.stats()["dense_fallback"]["tensors"] == is_dense
+    delivered = torch.equal(parameters["tiny"].grad.double(), total(torch.tensor(gradients["tiny"])))
+    assert delivered == is_dense

@@ -1,0 +1,96 @@
+"""Steps whose payloads would cost more bytes than dense gradients are sent dense, and nothing is lost on the way."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from gradients import whole_numbers
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, memory_of, several, total
+
+from hvd_sparse.schedule import Schedule
+from hvd_sparse.tensorflow import Compression
+
+SHAPES = {"a": (40, 50), "b": (3000,)}
+ELEMENTS = 5000
+DENSITIES = (0.9, 0.02, 0.02, 0.9, 0.02)
+METHODS = {
+    "gradient_dropping": {},
+    "gradient_dropping of the model": {"scope": "model"},
+    "cltk": {},
+    "dgc": {"momentum": 0.0},
+}
+
+
+class Stages(Schedule):
+    """The densities of DENSITIES, one a step."""
+
+    def density(self, step):
+        return DENSITIES[min(step, 4)]
+
+    def describe(self):
+        return f"stages{DENSITIES}"
+
+    @property
+    def highest(self):
+        return 0.9
+
+
+@several
+@pytest.mark.parametrize("method", METHODS)
+def test_dense_steps_deliver_everything(method):
+    """Of whole numbers: a dense step's sum is that of the gradients and of all that was held back before."""
+    variables = make_variables(SHAPES)
+    build, settings = getattr(Compression, method.split()[0]), METHODS[method]
+    compression = build(list(variables.values()), density=Stages(), **settings)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    got = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for t, density in enumerate(DENSITIES):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        reduced = reduce(gradients)
+        stats, is_dense = compression.stats(), density == 0.9
+        chosen = stats["dense_fallback"]
+        assert (chosen["rule"], chosen["is_dense"], chosen["tensors"]) == ("bytes", is_dense, 0)
+        for name in SHAPES:
+            fed[name] += gradients[name]
+            got[name] += reduced[name]
+            waits = memory_of(compression, name)
+            assert not waits.any() or not is_dense
+            np.testing.assert_array_equal(total(fed[name]), got[name] + total(waits).reshape(SHAPES[name]))
+        assert round(stats["step"]["density"] * ELEMENTS) == (ELEMENTS if is_dense else round(density * ELEMENTS))
+        assert_ranks_agree(reduced)
+
+
+@several
+def test_without_it_payloads_are_sent_whatever_they_cost():
+    variables = make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.9, dense_fallback=None)
+    Reducer(variables, compression)(whole_numbers(SHAPES, 0, hvd.rank()))
+    stats = compression.stats()
+    assert round(stats["step"]["density"] * ELEMENTS) == 4500
+    assert stats["dense_fallback"]["rule"] is None and not stats["dense_fallback"]["is_dense"]
+
+
+@several
+def test_a_constant_density_that_costs_more_is_plain_horovod():
+    variables = make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.9)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for t in range(3):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        reduced = reduce(gradients)
+        for name in SHAPES:
+            np.testing.assert_array_equal(reduced[name], total(gradients[name]))
+    assert compression.stats()["dense_fallback"]["tensors"] == 2
+    assert round(compression.stats()["step"]["density"], 6) == 1.0
+
+
+@several
+def test_small_variables_are_dense_where_headers_cost_more():
+    """A payload of one of 8 elements takes 48 bytes, an all-reduce 2 * 32 in all, whatever the number of ranks."""
+    shapes = {"tiny": (8,), "large": (3000,)}
+    variables = make_variables(shapes)
+    compression = Compression.topk(list(variables.values()), density=0.01, scope="tensor", min_numel=0)
+    gradients = whole_numbers(shapes, 0, hvd.rank())
+    reduced = Reducer(variables, compression, op=hvd.Sum)(gradients)
+    np.testing.assert_array_equal(reduced["tiny"], total(gradients["tiny"]))
+    assert compression.stats()["dense_fallback"]["tensors"] == 1

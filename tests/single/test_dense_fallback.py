@@ -1,0 +1,100 @@
+"""What is sent dense because payloads cost more bytes: the rule, against bytes that are counted by hand."""
+
+import math
+
+import pytest
+
+from hvd_sparse.algorithms import Settings
+from hvd_sparse.dense_fallback import DenseFallback, Tensor
+from hvd_sparse.schedule import Constant, WarmUp
+from hvd_sparse.wire import payload_size
+
+N = 1_000_000
+
+
+def rule(world_size, method="dgc", tensors=None, **settings):
+    algorithm = getattr(Settings, method)(None, **settings)
+    return DenseFallback(algorithm, tensors or {"w": Tensor((1000, 1000), 4)}, world_size)
+
+
+def received(world_size, payload):
+    """What a rank receives in an all-gather, and in a ring all-reduce of a million float32."""
+    return (world_size - 1) * payload, 2 * 4 * N * (world_size - 1) / world_size
+
+
+@pytest.mark.parametrize("world_size", range(2, 12))
+@pytest.mark.parametrize("density", [0.001, 0.0625, 0.2, 0.25, 0.4, 0.7])
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_the_cheaper_of_both_is_taken(world_size, density, scope):
+    chosen = rule(world_size, density=density, warmup=WarmUp(0.001, 100), scope=scope)
+    gathered, reduced = received(world_size, payload_size(N, round(density * N)))
+    assert chosen.density(density) == (1.0 if gathered > reduced else density)
+    told = chosen.explain(density)
+    assert told["is_dense"] == (gathered > reduced) and told["rule"] == "bytes"
+    assert (told["payload_bytes"], told["dense_bytes"]) == (round(gathered), round(reduced))
+
+
+def test_a_warm_up_begins_dense_on_many_ranks_and_ends_sparse():
+    """Runs of 25 % take 1.5 bytes an element of each rank, an all-reduce 8 in all: more from 6 ranks on."""
+    schedule = WarmUp(0.001, 100)
+    found = {n: [rule(n, warmup=schedule).density(schedule.density(step)) for step in (0, 99, 100)] for n in (5, 6, 64)}
+    assert found[5][0] == 0.25 and found[6][0] == 1.0 and found[64][0] == 1.0
+    assert all(densities[-1] == 0.001 for densities in found.values())
+
+
+def test_small_tensors_whose_payloads_always_cost_more_are_always_dense():
+    tensors = {"small": Tensor((50,), 4), "large": Tensor((300, 300), 4)}
+    for world_size in (2, 8, 9, 64):
+        chosen = rule(world_size, tensors=tensors, min_numel=0, warmup=WarmUp(0.001, 8))
+        gathered = world_size * payload_size(50, 1)
+        assert chosen.always == ({"small"} if gathered > 2 * 4 * 50 else frozenset())
+    assert rule(64, tensors=tensors, min_numel=0, scope="model", warmup=WarmUp(0.001, 8)).always == frozenset()
+
+
+def test_a_constant_density_that_costs_more_is_dense_for_good():
+    assert rule(3, density=0.5).always == {"w"} and rule(2, density=0.5).always == frozenset()
+    assert rule(3, density=0.5, scope="model").always == {"w"}
+
+
+@pytest.mark.parametrize(
+    "method", ["dgc", "gradient_dropping", "topk", "samomentum", "dct", "sidco", "cltk", "micro", "random_k"]
+)
+def test_none_never_falls_back_and_a_lone_rank_neither(method):
+    for world_size, settings in ((64, {"dense_fallback": None}), (1, {})):
+        chosen = rule(world_size, method, density=0.5, **settings)
+        assert chosen.density(0.5) == 0.5 and chosen.always == frozenset()
+
+
+@pytest.mark.parametrize(("method", "most"), [("cltk", 0.999), ("random_k", 1.0), ("micro", 0.999)])
+def test_shared_indices_do_not_grow_with_ranks(method, most):
+    """Their values are summed by an all-reduce: k of n of a dense one, plus indices."""
+    for world_size in (2, 64):
+        chosen = rule(world_size, method, density=Constant(0.5))
+        assert chosen.density(0.5) == 0.5, "half the values, and few bytes of indices"
+    values = 8 * N * 0.97
+    told = rule(8, method, density=0.97).explain(0.97)
+    assert told["payload_bytes"] >= math.floor(values * 7 / 8)
+
+
+def test_values_of_another_type_count_as_they_are_sent():
+    """float16 runs of 25 % take 1 byte an element: 8 ranks' are as many as an all-reduce of float32."""
+    for world_size, values, dense in (
+        (8, "float32", True),
+        (7, "float16", False),
+        (9, "float16", True),
+        (14, "int1", False),
+    ):
+        chosen = rule(world_size, density=0.25, values=values, warmup=WarmUp(0.001, 9))
+        assert (chosen.density(0.25) == 1.0) == dense
+
+
+def test_gradients_of_16_bits_are_sent_as_float32_and_those_of_64_as_they_are():
+    for itemsize, most in ((2, 5), (4, 5), (8, 10)):
+        for world_size, dense in ((most, False), (most + 1, True)):
+            chosen = rule(world_size, tensors={"w": Tensor((1000, 1000), itemsize)}, warmup=WarmUp(0.001, 9))
+            assert (chosen.density(0.25) == 1.0) == dense
+
+
+def test_wrong_rules_are_refused():
+    with pytest.raises(ValueError, match="dense_fallback must be one of 'bytes'; got 'always'"):
+        Settings.dgc(None, dense_fallback="always")
