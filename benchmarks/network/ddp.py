@@ -25,7 +25,7 @@ class Job:
         self.plain = build(model)
         self.parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         self.batches = batches(model, batch_size, self.rank, count=1 if model == "resnet50" else 4)
-        # PowerSGD's hook starts collectives in callbacks: those of two buckets may come in different orders on two ranks.
+        # PowerSGD's hook starts collectives in callbacks: those of two buckets may come in different orders on ranks.
         options = {"bucket_cap_mb": ONE_BUCKET} if method.name == "powersgd" else {}
         self.model = DistributedDataParallel(self.plain, **options)
         self.compressed = self.parameters * 4

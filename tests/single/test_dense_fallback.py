@@ -10,6 +10,7 @@ from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.wire import payload_size
 
 N = 1_000_000
+METHODS = ["dgc", "gradient_dropping", "topk", "samomentum", "dct", "sidco", "cltk", "micro", "random_k"]
 
 
 def rule(world_size, method="dgc", tensors=None, **settings):
@@ -56,9 +57,7 @@ def test_a_constant_density_that_costs_more_is_dense_for_good():
     assert rule(3, density=0.5, scope="model").always == {"w"}
 
 
-@pytest.mark.parametrize(
-    "method", ["dgc", "gradient_dropping", "topk", "samomentum", "dct", "sidco", "cltk", "micro", "random_k"]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_none_never_falls_back_and_a_lone_rank_neither(method):
     for world_size, settings in ((64, {"dense_fallback": None}), (1, {})):
         chosen = rule(world_size, method, density=0.5, **settings)
@@ -78,12 +77,8 @@ def test_shared_indices_do_not_grow_with_ranks(method, most):
 
 def test_values_of_another_type_count_as_they_are_sent():
     """float16 runs of 25 % take 1 byte an element: 8 ranks' are as many as an all-reduce of float32."""
-    for world_size, values, dense in (
-        (8, "float32", True),
-        (7, "float16", False),
-        (9, "float16", True),
-        (14, "int1", False),
-    ):
+    cases = ((8, "float32", True), (7, "float16", False), (9, "float16", True), (14, "int1", False))
+    for world_size, values, dense in cases:
         chosen = rule(world_size, density=0.25, values=values, warmup=WarmUp(0.001, 9))
         assert (chosen.density(0.25) == 1.0) == dense
 
