@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -104,6 +104,9 @@ bench-rows: setup  ## check, then time selection in the rows of a matrix
 
 bench-steps: setup  ## time whole steps of models of many tensors against Horovod's dense ones
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/steps.py --framework $(FRAMEWORK)
+
+bench-network: setup  ## train on hosts that a slow network joins, against Horovod, DDP and PowerSGD
+	@$(RUN) python benchmarks/network/run.py --framework $(FRAMEWORK)
 
 bench-lifespan: setup  ## time DCT's steps with and without a refresh of the threshold
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/lifespan.py

@@ -18,7 +18,7 @@ import statistics
 import torch
 from entries import draw_entries
 
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 

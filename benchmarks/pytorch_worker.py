@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from entries import draw_entries
 
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import make_error_feedback
 from hvd_sparse.units import Units

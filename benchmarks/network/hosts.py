@@ -33,7 +33,7 @@ def enter_switch() -> None:
         tried = subprocess.run([*way, "true"], capture_output=True, text=True)
         if tried.returncode == 0:
             os.environ[INSIDE] = "1"
-            os.execvp(way[0], [*way, sys.executable, *sys.argv])
+            os.execvp(way[0], [*way, sys.executable, *sys.orig_argv[1:]])
         reasons.append(tried.stderr.strip())
     sys.exit(
         f"No network namespace can be made here: {'; '.join(reasons)}. Run it as root, or permit namespaces of users: "
@@ -73,6 +73,7 @@ class Hosts:
         for name, value in {
             "plm_rsh_agent": str(self._agent()),
             "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
+            "orte_tmpdir_base": self._folder.name,  # a user is root in a namespace of his own, and not of /tmp
             "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
             "btl": "tcp,self",
             "btl_tcp_if_include": network,

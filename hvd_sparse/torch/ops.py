@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.library import find_library, has_cuda
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import fakes
 

@@ -4,7 +4,7 @@ import torch
 from gpu_helpers import assert_refuses, assert_same, make
 from hinted import as_hints
 
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 

@@ -9,7 +9,7 @@ from hinted import as_hints
 from kinds import MAKERS
 
 from hvd_sparse import reference
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 
 RULES = (

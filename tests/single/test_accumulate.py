@@ -10,7 +10,7 @@ from hinted import as_hints
 from test_ops import DTYPES, as_numpy, same
 
 from hvd_sparse import reference
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 
 SIZES = [1, 63, 64, 65, 2049, 300_000]

@@ -11,7 +11,7 @@ from hinted import as_hints
 from test_ops import as_numpy
 
 from hvd_sparse import reference, wire
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 

@@ -14,7 +14,7 @@ from test_ops import same
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 
 SCALES = st.sampled_from([1.0, 0.5, 1 / 3, -1e-30, 0.0])

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvd_sparse.plan import plan_buckets
+from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Payload, Round, in_training, place_of
 from hvd_sparse.torch.error_feedback import ErrorFeedback, decays, destinations

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from hvd_sparse.plan import BucketLayout
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of

@@ -1,0 +1,98 @@
+"""Hosts on links of a given rate: what arrives a second, and that nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "network"
+PROGRAM = """
+import json, subprocess, sys, time
+sys.path.insert(0, {folder!r})
+from hosts import enter_switch, hosts
+
+enter_switch()
+RECEIVE = '''
+import socket, time
+server = socket.create_server(("10.99.0.2", 5000))
+connection, size = server.accept()[0], 0
+while size < 300_000 and (data := connection.recv(1 << 20)):
+    size += len(data)
+start, size = time.perf_counter(), 0
+while data := connection.recv(1 << 20):
+    size += len(data)
+print(8 * size / (time.perf_counter() - start))
+'''
+SEND = '''
+import socket, time
+while True:
+    try:
+        connection = socket.create_connection(("10.99.0.2", 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+connection.sendall(bytes({size}))
+'''
+with hosts(2) as lab:
+    print(*[holder.pid for holder in lab.holders], flush=True)
+    for rate in {rates!r}:
+        lab.shape(rate)
+        receiver = subprocess.Popen(lab.inside(1, [sys.executable, "-c", RECEIVE]), stdout=subprocess.PIPE, text=True)
+        subprocess.run(lab.inside(0, [sys.executable, "-c", SEND]), check=True)
+        print(receiver.communicate()[0].strip(), flush=True)
+    if {waits}:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces():
+    ways = (["unshare", "--net", "true"], ["unshare", "--user", "--map-root-user", "--net", "true"])
+    try:
+        if any(subprocess.run(way, capture_output=True).returncode == 0 for way in ways):
+            return
+    except FileNotFoundError:
+        pass
+    pytest.skip("this machine lets nobody make network namespaces: see benchmarks/README.md")
+
+
+def start(rates=(), size=4_000_000, waits=False):
+    program = PROGRAM.format(folder=str(FOLDER), rates=list(rates), size=size, waits=waits)
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def assert_gone(pids):
+    end = time.monotonic() + 10
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < end, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def test_links_have_their_rate_in_turn():
+    job = start(rates=("50mbit", "200mbit"))
+    out, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    pids, *rates = out.splitlines()
+    slow, fast = map(float, rates)
+    assert 40e6 < slow < 52e6 and 140e6 < fast < 208e6
+    assert_gone(map(int, pids.split()))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_behind_however_it_ends(how):
+    job = start(waits=True)
+    pids = [int(pid) for pid in job.stdout.readline().split()]
+    assert len(pids) == 2
+    job.send_signal(how)
+    job.communicate(timeout=20)
+    assert_gone(pids)
+
+
+def test_a_rate_without_a_unit_is_refused():
+    job = start(rates=("100",))
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode != 0 and "a rate must end with kbit, mbit, gbit, such as 1gbit; got '100'" in errors
