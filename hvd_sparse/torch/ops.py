@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.library import find_library, has_cuda
 from hvd_sparse.buckets import BucketLayout
+from hvd_sparse.library import find_library, has_cuda
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import fakes
 

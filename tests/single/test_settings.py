@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from hvd_sparse.algorithms import Settings
-from hvd_sparse.configuration_check import digest, explain_difference
 from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.configuration_check import digest, explain_difference
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.traffic import Traffic

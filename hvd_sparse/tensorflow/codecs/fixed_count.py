@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvd_sparse.granularity import channels_of
 from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.granularity import channels_of
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations

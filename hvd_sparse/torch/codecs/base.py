@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.buckets import BucketLayout
+from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending

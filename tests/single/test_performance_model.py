@@ -1,0 +1,136 @@
+"""The performance model, against collectives that are played message by message, and the paper's own figures."""
+
+import math
+
+import pytest
+
+from hvd_sparse.performance_model import (
+    MOST_RANKS,
+    Method,
+    Network,
+    Profile,
+    break_even,
+    dense,
+    gathered,
+    largest_world_size,
+    payload_bytes,
+    shared,
+)
+from hvd_sparse.wire import payload_size, top_k_count
+
+GIGABIT = Network(1e9, 5e-5)
+
+
+def play(network, world_size, rounds):
+    """Seconds of rounds in which every rank sends one message of so many bytes to another, all at the same time."""
+    clock = [0.0] * world_size
+    for size in rounds:
+        done = [at + network.latency + 8 * size / network.bandwidth for at in clock]
+        clock = [max(done[rank], done[rank - 1]) for rank in range(world_size)]  # sent, and received
+    return max(clock)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 64])
+def test_a_ring_all_reduce_is_its_messages(world_size):
+    size = 1e7
+    rounds = [size / world_size] * (2 * (world_size - 1))  # reduce-scatter, then all-gather, of a part each
+    assert GIGABIT.all_reduce(size, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 16, 64])
+def test_an_all_gather_by_doubling_is_its_messages(world_size):
+    size = 12_345
+    rounds = [size * 2**step for step in range(int(math.log2(world_size)))]
+    assert GIGABIT.all_gather(size, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 16, 64])
+def test_merged_messages_double_up_to_dense(world_size):
+    size, whole = 1e6, 1e7
+    rounds = [min(size * 2**step, whole) for step in range(int(math.log2(world_size)))]
+    assert GIGABIT.merging_all_reduce(size, whole, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
+
+
+def test_one_rank_exchanges_nothing():
+    profile = Profile([1000], compute=0.25, compress=1.0, decode=1.0, wait=1.0)
+    assert Method("dgc", gathered(0.01), profile).step(GIGABIT, 1) == 0.25
+    assert GIGABIT.all_reduce(1e9, 1) == GIGABIT.all_gather(1e9, 1) == 0.0
+
+
+def test_a_step_is_its_parts():
+    """100 ms of compute, 60 of them overlap; 4 MB on 4 ranks: 48 ms of bytes and 0.3 of latency are hidden."""
+    numels = [1_000_000]
+    hidden = Profile(numels, compute=0.1, overlap=0.06, compress=0.003, decode=0.001, wait=0.002)
+    assert Method("", dense(), hidden).step(GIGABIT, 4) == pytest.approx(0.1 + 0.003 + 4 * 0.001 + 0.002)
+    bare = Profile(numels, compute=0.1, overlap=0.01)
+    exchange = 2 * 4e6 * 8 / 1e9 * 3 / 4 + 6 * 5e-5
+    assert Method("", dense(), bare).step(GIGABIT, 4) == pytest.approx(0.1 + exchange - 0.01)
+    half = 2 * 2e6 * 8 / 1e9 * 3 / 4 + 6 * 5e-5
+    assert Method("", dense(2), bare).step(GIGABIT, 4) == pytest.approx(0.1 + half - 0.01)
+
+
+def test_payloads_are_those_of_the_wire():
+    numels = [1_000_000, 5000, 30]
+    expected = sum(payload_size(n, top_k_count(n, 0.01)) for n in numels)
+    assert payload_bytes(numels, 0.01) == expected
+    profile = Profile(numels, compute=0.0)
+    assert gathered(0.01)(GIGABIT, profile, 8) == pytest.approx(3 * 5e-5 + 7 * expected * 8e-9)
+    n, k = sum(numels), top_k_count(sum(numels), 0.01)
+    indices = payload_size(n, k // 8, "run_length", "none")
+    values = 14 * 5e-5 + 2 * 4 * k * 7 / 8 * 8e-9
+    assert shared(0.01)(GIGABIT, profile, 8) == pytest.approx(3 * 5e-5 + 7 * indices * 8e-9 + values)
+
+
+def test_alexnet_is_as_the_paper_says():
+    """Dense: "about 30x" on 64 nodes at 10 Gbit/s, which gives a node's time; DGC "more than 40x" at 1 Gbit/s.
+
+    Section 5 of Deep Gradient Compression. Gradients of 232.56 MB, 0.39 MB compressed (Table 3); density doubles at each step.
+    """
+    fast, slow = Network(10e9, 0.0), Network(1e9, 0.0)
+    exchange = fast.all_reduce(232.56e6, 64)
+    compute = 30 * exchange / (64 - 30)
+    assert 64 * compute / (compute + exchange) == pytest.approx(30)
+    assert 64 * compute / (compute + slow.merging_all_reduce(0.39e6, 232.56e6, 64)) == pytest.approx(40, rel=0.02)
+    assert 64 * compute / (compute + slow.all_reduce(232.56e6, 64)) < 6
+
+
+def methods(compress=0.02, decode=0.001):
+    numels = [37_800_000]
+    return (
+        Method("dgc", gathered(0.001), Profile(numels, 0.2, compress=compress, decode=decode, wait=0.003)),
+        Method("dense", dense(), Profile(numels, 0.2, wait=0.001)),
+    )
+
+
+def test_break_even_is_where_both_take_as_long():
+    dgc, plain = methods()
+    bandwidth = break_even(dgc, plain, GIGABIT, 4)
+    at = Network(bandwidth, GIGABIT.latency)
+    assert dgc.step(at, 4) == pytest.approx(plain.step(at, 4), rel=1e-3)
+    assert dgc.step(Network(bandwidth / 2), 4) < plain.step(Network(bandwidth / 2), 4)
+    assert dgc.step(Network(bandwidth * 2), 4) > plain.step(Network(bandwidth * 2), 4)
+    assert break_even(plain, dgc, GIGABIT, 4) is None
+    assert break_even(*methods(compress=0.0, decode=-1.0), GIGABIT, 4) is None, "always faster"
+
+
+def test_the_largest_world_size_is_the_last_that_wins():
+    dgc, plain = methods()
+    found = largest_world_size(dgc, plain, GIGABIT)
+    assert 2 < found < MOST_RANKS
+    assert dgc.step(GIGABIT, found) < plain.step(GIGABIT, found)
+    assert dgc.step(GIGABIT, found + 1) >= plain.step(GIGABIT, found + 1)
+    assert largest_world_size(plain, dgc, Network(1e6)) is not None, "from some number of ranks on"
+    assert largest_world_size(*methods(compress=1e9), GIGABIT) is None
+    assert largest_world_size(*methods(compress=0.0, decode=-1.0), GIGABIT) == MOST_RANKS
+
+
+def test_speedup_counts_all_ranks():
+    dgc, _ = methods()
+    assert dgc.speedup(GIGABIT, 1) == 1.0
+    assert dgc.speedup(GIGABIT, 4) == pytest.approx(4 * 0.2 / dgc.step(GIGABIT, 4))
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((0.0, 0.0), "bandwidth"), ((1e9, -1.0), "latency")])
+def test_networks_that_cannot_be_are_refused(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        Network(*arguments)
