@@ -1,0 +1,201 @@
+"""`python -m hvd_sparse.plan`: what each method would take on a network, and which to choose.
+
+    python -m hvd_sparse.plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
+    horovodrun -np 8 -H host1:4,host2:4 python -m hvd_sparse.plan --measure --parameters 25.6e6 --compute-ms 180
+
+With --measure, bandwidth, latency and the number of ranks are those of the job it runs in. What a rank takes to select,
+code and decode is measured on this machine, one thread. The table is a prediction: see hvd_sparse.performance_model.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import time
+
+import numpy as np
+
+from hvd_sparse import native
+from hvd_sparse.performance_model import (
+    MOST_RANKS,
+    Method,
+    Network,
+    Profile,
+    break_even,
+    dense,
+    gathered,
+    largest_world_size,
+    shared,
+)
+from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.wire import top_k_count
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DENSITIES = (0.001, 0.01)
+MOST_MEASURED = 16_000_000  # elements; of more, the time is scaled up
+SMALL, LARGE = 256, 4_000_000  # elements of the all-reduces that tell latency and bandwidth
+ROUNDS = 5
+
+
+def rate(text: str) -> float:
+    """Return bits a second of "1gbit" and the like."""
+    for unit, factor in UNITS.items():
+        if text.lower().endswith(unit):
+            return float(text[: -len(unit)]) * factor
+    raise argparse.ArgumentTypeError(f"must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
+
+
+def count(text: str) -> int:
+    """Return a whole number of "25.6e6" and the like."""
+    number = float(text)
+    if number < 1 or number != int(number):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, such as 25.6e6; got {text!r}")
+    return int(number)
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    number = float(text)
+    if not number > 0.0:
+        raise argparse.ArgumentTypeError(f"must be above 0; got {text!r}")
+    return number
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_sparse.plan",
+        description="Predict the step time of each method on a network, and recommend one.",
+        epilog="horovodrun ... python -m hvd_sparse.plan --measure measures the network of that job.",
+    )
+    parser.add_argument("--parameters", type=count, required=True, help="elements of the model, such as 25.6e6")
+    parser.add_argument("--compute-ms", type=positive, required=True, help="forward, backward, optimizer of one rank")
+    parser.add_argument(
+        "--overlap", type=float, default=0.5, help="part of that during which gradients are sent (default: %(default)s)"
+    )
+    parser.add_argument("--bandwidth", type=rate, help="of a rank, each way, such as 1gbit")
+    parser.add_argument("--latency-us", type=positive, default=50.0, help="of a message (default: %(default)s)")
+    parser.add_argument("--ranks", type=count, help="world size")
+    parser.add_argument("--measure", action="store_true", help="take bandwidth, latency, ranks from the running job")
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), help="whose Horovod measures (default: found)")
+    args = parser.parse_args(arguments)
+    if not 0.0 <= args.overlap <= 1.0:
+        parser.error(f"--overlap must be in [0, 1], got {args.overlap}")
+    if not args.measure and (args.bandwidth is None or args.ranks is None):
+        parser.error("give --bandwidth and --ranks, or --measure in a job under horovodrun or mpirun")
+    return args
+
+
+def own_work(n: int, density: float) -> tuple[float, float]:
+    """Return the seconds to accumulate, select and code n elements, and to decode and add one rank's payload."""
+    size = min(n, MOST_MEASURED)
+    k = top_k_count(size, density)
+    random = np.random.default_rng(0)
+    gradient = random.standard_normal(size, np.float32)
+    residual, velocity, total = (np.zeros(size, np.float32) for _ in range(3))
+    hint, compress, decode = ThresholdHint(), [], []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        indices, values, info, _ = native.accumulate_top_k(
+            gradient, residual, velocity, k=k, threshold_hint=hint.value(k), momentum=0.9
+        )
+        payload = native.pack(indices, values, size, k)
+        residual[indices] = velocity[indices] = 0.0
+        compress.append(time.perf_counter() - start)
+        hint.update(k, info[0], int(info[1]))
+        start = time.perf_counter()
+        indices, values = native.unpack(payload, size, k)
+        total[indices] += values
+        decode.append(time.perf_counter() - start)
+    scale = n / size
+    return scale * float(np.median(compress[1:])), scale * float(np.median(decode[1:]))
+
+
+def measure_network(framework: str | None) -> tuple[Network, int, int]:
+    """Return the network of the running job, its number of ranks, and this one's; on all ranks the same network."""
+    found = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
+    if framework is None and not found:
+        raise SystemExit("hvd_sparse.plan: neither PyTorch nor TensorFlow is installed")
+    framework = framework or found[0]
+    hvd = importlib.import_module(f"horovod.{framework}")
+    tensors = importlib.import_module(framework)
+    hvd.init()
+    world_size = hvd.size()
+    if world_size == 1:
+        raise SystemExit("hvd_sparse.plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
+    seconds = []
+    for elements in (SMALL, LARGE):
+        tensor, times = tensors.ones([elements]), []
+        for number in range(ROUNDS + 1):
+            start = time.perf_counter()
+            hvd.allreduce(tensor, name=f"hvd_sparse.plan.{elements}.{number}")
+            times.append(time.perf_counter() - start)
+        seconds.append(float(np.median(times[1:])))
+    seconds = hvd.broadcast_object(seconds, root_rank=0, name="hvd_sparse.plan")
+    rounds = 2 * (world_size - 1)
+    size = 4 * (LARGE - SMALL) * rounds / world_size
+    network = Network(8 * size / max(1e-9, seconds[1] - seconds[0]), seconds[0] / rounds)
+    rank = hvd.rank()
+    hvd.shutdown()
+    return network, world_size, rank
+
+
+def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:
+    """Return the methods that are compared, dense first, each with the call that asks for it."""
+    compute, n = 1e-3 * args.compute_ms, args.parameters
+    plain = Profile([n], compute, overlap=args.overlap * compute)
+    made = [
+        (Method("dense", dense(), plain), "hvd.Compression.none"),
+        (Method("fp16", dense(2), plain), "hvd.Compression.fp16"),
+    ]
+    for density in DENSITIES:
+        compress, decode = own_work(n, density)
+        profile = Profile([n], compute, overlap=args.overlap * compute, compress=compress, decode=decode)
+        call = f"Compression.dgc(model.named_parameters(), density={density:g}, momentum=0.9)"
+        made.append((Method(f"DGC {density:g}", gathered(density), profile), call))
+        late = Profile([n], compute, compress=compress, decode=0.0)  # indices and values come once, after backward
+        call = f"Compression.micro(model.named_parameters(), density={density:g})"
+        made.append((Method(f"MiCRO {density:g}", shared(density), late), call))
+    return made
+
+
+def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
+    """Return the table, and the recommendation."""
+    methods = candidates(args)
+    plain = methods[0][0]
+    base = plain.step(network, world_size)
+    lines = [
+        f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
+        f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
+        "",
+        f"{'method':<12}{'step, ms':>10}{'over dense':>12}{'speed-up':>10}{'pays below':>14}{'up to ranks':>13}",
+    ]
+    for method, _ in methods:
+        step = method.step(network, world_size)
+        below, most = "", ""
+        if method is not plain:
+            limit, ranks = break_even(method, plain, network, world_size), largest_world_size(method, plain, network)
+            below = "never" if step >= base else "any" if limit is None else f"{limit / 1e9:.3g} Gbit/s"
+            most = "-" if ranks is None else "any" if ranks >= MOST_RANKS else str(ranks)
+        lines.append(
+            f"{method.name:<12}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
+            f"{below:>14}{most:>13}"
+        )
+    best, call = min(methods, key=lambda one: one[0].step(network, world_size))
+    lines += ["", f"Fastest: {best.name}. Ask for it with", f"    compression={call}"]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what is asked for, and print the report on rank 0."""
+    args = parse_arguments(arguments)
+    rank = 0
+    if args.measure:
+        network, world_size, rank = measure_network(args.framework)
+    else:
+        network, world_size = Network(args.bandwidth, 1e-6 * args.latency_us), args.ranks
+    if rank == 0:
+        print(report(args, network, world_size))
+
+
+if __name__ == "__main__":
+    main()
