@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from hvd_sparse.performance_model import Network
+
 ROOT = Path(__file__).resolve().parent.parent
 # What horovodrun puts before each piece of output: job and rank under MPI, the rank alone under Gloo.
 TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr|stddiag)>:")
@@ -26,6 +28,7 @@ EXAMPLES = {
     "tensorflow": "tensorflow2_digits.py",
     "keras": "tensorflow2_keras_digits.py",
 }
+NETWORKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 COLUMNS = ("method", "accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds")
 
 
@@ -89,6 +92,21 @@ def table(results: list[dict]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+def predicted(dense: dict, sparse: dict, ranks: int) -> list[dict]:
+    """Return the seconds that both runs would take on networks, by `hvd_sparse.performance_model`.
+
+    What was measured here, where bytes cost next to nothing, plus the exchange; none of it overlaps.
+    """
+    rows = []
+    for name, bandwidth in NETWORKS.items():
+        network = Network(bandwidth)
+        reduced = network.all_reduce(dense["payload_bytes"] / dense["steps"], ranks)
+        gathered = network.all_gather(sparse["payload_bytes"] / sparse["steps"], ranks)
+        seconds = [one["seconds"] + one["steps"] * exchange for one, exchange in ((dense, reduced), (sparse, gathered))]
+        rows.append({"network": name, "none": seconds[0], "dgc": seconds[1]})
+    return rows
+
+
 def show(value) -> str:
     """Format one cell."""
     if isinstance(value, float):
@@ -112,7 +130,12 @@ def main() -> None:
     settled, overall = sparse["last_step"]["ratio"], dense["payload_bytes"] / sparse["payload_bytes"]
     print(f"\nDGC moves {settled:.0f} times fewer bytes once warmed up, {overall:.0f} times fewer over the whole run;")
     print(f"accuracy {gained:+.2f} points against dense.")
-    print(json.dumps({"results": [dense, sparse]}))
+    forecast = predicted(dense, sparse, ranks)
+    print("\nThe same run on a network, predicted from the bytes and the seconds above:")
+    for row in forecast:
+        times = f"dense {row['none']:,.0f} s, DGC {row['dgc']:,.0f} s"
+        print(f"    {row['network']:>10}: {times}, {row['none'] / row['dgc']:.1f} times as fast")
+    print(json.dumps({"results": [dense, sparse], "predicted": forecast}))
 
 
 if __name__ == "__main__":
