@@ -16,6 +16,7 @@ import numpy as np
 
 from hvd_sparse import native
 from hvd_sparse.performance_model import (
+    FLOAT32,
     MOST_RANKS,
     Method,
     Network,
@@ -40,7 +41,7 @@ def rate(text: str) -> float:
     """Return bits a second of "1gbit" and the like."""
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
-            return float(text[: -len(unit)]) * factor
+            return positive(text, text[: -len(unit)]) * factor
     raise argparse.ArgumentTypeError(f"must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
 
 
@@ -52,12 +53,12 @@ def count(text: str) -> int:
     return int(number)
 
 
-def positive(text: str) -> float:
-    """Return a number above 0."""
-    number = float(text)
-    if not number > 0.0:
+def positive(text: str, number: str | None = None) -> float:
+    """Return a number above 0, of a text or of a part of it."""
+    value = float(text if number is None else number)
+    if not value > 0.0:
         raise argparse.ArgumentTypeError(f"must be above 0; got {text!r}")
-    return number
+    return value
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -80,6 +81,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not 0.0 <= args.overlap <= 1.0:
         parser.error(f"--overlap must be in [0, 1], got {args.overlap}")
+    if args.ranks == 1:
+        parser.error("--ranks must be 2 at least, got 1: one rank exchanges nothing")
     if not args.measure and (args.bandwidth is None or args.ranks is None):
         parser.error("give --bandwidth and --ranks, or --measure in a job under horovodrun or mpirun")
     return args
@@ -131,12 +134,16 @@ def measure_network(framework: str | None) -> tuple[Network, int, int]:
             times.append(time.perf_counter() - start)
         seconds.append(float(np.median(times[1:])))
     seconds = hvd.broadcast_object(seconds, root_rank=0, name="hvd_sparse.plan")
-    rounds = 2 * (world_size - 1)
-    size = 4 * (LARGE - SMALL) * rounds / world_size
-    network = Network(8 * size / max(1e-9, seconds[1] - seconds[0]), seconds[0] / rounds)
     rank = hvd.rank()
     hvd.shutdown()
-    return network, world_size, rank
+    return network_from(*seconds, world_size), world_size, rank
+
+
+def network_from(small: float, large: float, world_size: int) -> Network:
+    """Return the network on which ring all-reduces of SMALL and LARGE elements take so many seconds."""
+    rounds = 2 * (world_size - 1)
+    size = FLOAT32 * (LARGE - SMALL) * rounds / world_size
+    return Network(8 * size / max(1e-9, large - small), max(0.0, small / rounds))
 
 
 def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:

@@ -1,20 +1,28 @@
-"""Tables and a plot of what `run.py` measured."""
+"""Tables and plots of what `run.py` measured."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from methods import METHODS
 
 UNLIMITED = "none"
+SHOWN_RATE = "1gbit"  # at which the number of hosts is plotted
+UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s")}
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
-    """Write network.md and network.png; return the rows of what was chosen, with shares of the unlimited speed."""
+    """Write network.md, network.png and network_hosts.png; return the rows of what was chosen.
+
+    Each row with its share of the unlimited speed.
+    """
     rows = [with_share(one, results) for one in chosen]
     text = ["# Training on slow networks", ""]
     groups = dict.fromkeys((one["framework"], one["model"], one["hosts"]) for one in results)
     for group in groups:
         text += table(group, results)
     (folder / "network.md").write_text("\n".join(text))
+    plot_rates([group for group in groups if rates_of(group, results)[1:]], results, folder / "network.png")
+    plot_hosts(results, folder / "network_hosts.png")
     return rows
 
 
@@ -29,10 +37,10 @@ def with_share(run: dict, results: list[dict]) -> dict:
 def table(group: tuple, results: list[dict]) -> list[str]:
     """Return a Markdown table: a row for each method, a column for each rate."""
     framework, model, count = group
-    own = [with_share(one, results) for one in results if (one["framework"], one["model"], one["hosts"]) == group]
-    rates = sorted({one["rate"] for one in own}, key=order)
+    own = [with_share(one, results) for one in of_group(group, results)]
+    rates = rates_of(group, results)
     lines = [f"## {model}, {count} hosts, {framework}", ""]
-    lines += ["| method | " + " | ".join(rates) + " |", "|---|" + "---:|" * len(rates)]
+    lines += ["| method | " + " | ".join(map(rate_label, rates)) + " |", "|---|" + "---:|" * len(rates)]
     for method in METHODS:
         cells = []
         for rate in rates:
@@ -49,7 +57,68 @@ def cell(run: dict) -> str:
     return f"{run['samples_per_second']:.1f}{share}"
 
 
+def of_group(group: tuple, results: list[dict]) -> list[dict]:
+    """Return the runs of a framework, a model, and a number of hosts."""
+    return [one for one in results if (one["framework"], one["model"], one["hosts"]) == group]
+
+
+def rates_of(group: tuple, results: list[dict]) -> list[str]:
+    """Return the rates at which a group was measured, the slowest first."""
+    return sorted({one["rate"] for one in of_group(group, results)}, key=order)
+
+
 def order(rate: str) -> tuple[bool, float]:
     """Return what rates are sorted by: none comes last."""
-    factors = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    return (rate == UNLIMITED, next((float(rate[:-4]) * f for unit, f in factors.items() if rate.endswith(unit)), 0.0))
+    return (rate == UNLIMITED, next((float(rate[:-4]) * f for unit, (f, _) in UNITS.items() if rate.endswith(unit)), 0))
+
+
+def rate_label(rate: str) -> str:
+    """Return a rate as it is printed."""
+    return "no limit" if rate == UNLIMITED else f"{rate[:-4]} {UNITS[rate[-4:]][1]}"
+
+
+def plot_rates(groups: list[tuple], results: list[dict], path: Path) -> None:
+    """Draw samples a second against the rate of the links, a panel for each group."""
+    panels = []
+    for group in groups:
+        rates, (framework, model, count) = rates_of(group, results), group
+        runs = [{**one, "x": rates.index(one["rate"])} for one in of_group(group, results)]
+        panels.append((f"{model}, {count} hosts, {framework}", [rate_label(rate) for rate in rates], runs))
+    draw(panels, "samples a second, a rank", lambda run: run["samples_per_second"], path)
+
+
+def plot_hosts(results: list[dict], path: Path) -> None:
+    """Draw what all hosts train together against their number, a panel for each model."""
+    panels = []
+    for framework, model in dict.fromkeys((one["framework"], one["model"]) for one in results):
+        own = [one for one in results if (one["framework"], one["model"]) == (framework, model)]
+        runs = [one for one in own if one["rate"] == SHOWN_RATE]
+        counts = sorted({one["hosts"] for one in runs})
+        if len(counts) > 1:
+            runs = [{**one, "x": counts.index(one["hosts"])} for one in runs]
+            panels.append((f"{model}, {rate_label(SHOWN_RATE)}, {framework}", [f"{n} hosts" for n in counts], runs))
+    draw(panels, "samples a second, all ranks", lambda run: run["samples_per_second"] * run["hosts"], path)
+
+
+def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path: Path, columns: int = 2) -> None:
+    """Draw panels, each a title, what its ticks say, and runs with their places on the x axis: a line a method."""
+    from matplotlib.figure import Figure
+
+    if not panels:
+        return
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.5 * min(columns, len(panels)), 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, min(columns, len(panels)), squeeze=False).flat
+    for axis, (title, ticks, runs) in zip(axes, panels, strict=False):
+        for number, (method, spec) in enumerate(METHODS.items()):
+            own: Iterable[dict] = sorted((run for run in runs if run["method"] == method), key=lambda run: run["x"])
+            points = [(run["x"], height(run)) for run in own]
+            if points:
+                ours = spec.package == "hvd_sparse"
+                style = {"marker": "o", "linestyle": "-" if ours else "--", "linewidth": 2 if ours else 1}
+                axis.plot(*zip(*points, strict=True), label=spec.label, color=f"C{number}", **style)
+        axis.set(title=title, ylabel=label, yscale="log")
+        axis.set_xticks(range(len(ticks)), ticks)
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)

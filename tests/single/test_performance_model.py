@@ -84,7 +84,8 @@ def test_payloads_are_those_of_the_wire():
 def test_alexnet_is_as_the_paper_says():
     """Dense: "about 30x" on 64 nodes at 10 Gbit/s, which gives a node's time; DGC "more than 40x" at 1 Gbit/s.
 
-    Section 5 of Deep Gradient Compression. Gradients of 232.56 MB, 0.39 MB compressed (Table 3); density doubles at each step.
+    Section 5 of Deep Gradient Compression. Gradients of 232.56 MB, 0.39 MB compressed (Table 3), whose density doubles
+    at each step of the exchange.
     """
     fast, slow = Network(10e9, 0.0), Network(1e9, 0.0)
     exchange = fast.all_reduce(232.56e6, 64)

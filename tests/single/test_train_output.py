@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN = ROOT / "scripts" / "train.py"
-RESULT = dict.fromkeys(("accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds"), 1)
+RESULT = dict.fromkeys(("accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds", "steps"), 1)
 RESULT |= {"method": "stub", "last_step": {"ratio": 1}}
 # What Open MPI makes of two ranks' unbuffered output: tags in the middle of lines, pieces of several ranks in turn.
 TAGGED = f"""#!/bin/sh
@@ -65,8 +65,22 @@ def start_with_stub(tmp_path, stderr):
 def assert_clean(stdout):
     lines = stdout.splitlines()
     assert [line for line in lines if line in SHOWN] == SHOWN * 2  # dense, then DGC
-    assert len(lines) == 2 * (2 + len(SHOWN)) + 1 + 8 + 3 + 1  # each with its command; the table; two sentences; JSON
-    assert json.loads(lines[-1]) == {"results": [RESULT, RESULT]}
+    # Each with its command; the table; two sentences; a prediction for two networks; JSON.
+    assert len(lines) == 2 * (2 + len(SHOWN)) + 1 + 8 + 3 + 4 + 1
+    last = json.loads(lines[-1])
+    assert last["results"] == [RESULT, RESULT]
+    assert [row["network"] for row in last["predicted"]] == ["100 Mbit/s", "1 Gbit/s"]
+
+
+def test_a_prediction_adds_what_the_network_takes():
+    """4 ranks, 10 steps of 12.5 MB dense: 18.75 MB in 6 messages each; 1.25 MB payloads: 3.75 MB in 2 messages."""
+    dense = {"seconds": 7.0, "steps": 10, "payload_bytes": 125_000_000}
+    sparse = {"seconds": 9.0, "steps": 10, "payload_bytes": 12_500_000}
+    slow, fast = load(TRAIN).predicted(dense, sparse, ranks=4)
+    assert slow["none"] == pytest.approx(7 + 10 * (1.5 + 6 * 5e-5))
+    assert slow["dgc"] == pytest.approx(9 + 10 * (0.3 + 2 * 5e-5))
+    assert fast["none"] == pytest.approx(7 + 10 * (0.15 + 6 * 5e-5))
+    assert fast["dgc"] == pytest.approx(9 + 10 * (0.03 + 2 * 5e-5))
 
 
 def test_without_a_terminal_there_is_no_bar(tmp_path):
@@ -115,5 +129,5 @@ def test_training_prints_nothing_else(framework, tmp_path):
     lines = output.splitlines()
     rows = [line.split() for line in lines if line.split()[:1] in (["epoch"], ["1"], ["2"])]
     assert [row[0] for row in rows] == ["epoch", "1", "2"] * 2 and {len(row) for row in rows} == {6}
-    assert len(lines) == 2 * 5 + 1 + 8 + 3 + 1, output
+    assert len(lines) == 2 * 5 + 1 + 8 + 3 + 4 + 1, output
     assert [run["method"] for run in json.loads(lines[-1])["results"]] == ["none", "dgc"]

@@ -1,0 +1,126 @@
+"""`python -m hvd_sparse.plan`: its arguments, its table against the model, and that the call it recommends works."""
+
+import re
+import sys
+
+import launching
+import pytest
+import torch
+from launching import launch, mpirun
+
+from hvd_sparse import plan
+from hvd_sparse.performance_model import Network
+from hvd_sparse.torch import Compression
+
+FLAGS = ["--parameters", "1e6", "--compute-ms", "10", "--bandwidth", "1gbit", "--ranks", "4"]
+JOB = ["-m", "hvd_sparse.plan", "--measure", "--parameters", "1e5", "--compute-ms", "5"]
+
+
+def job(test):
+    for mark in launching.MARKS:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def own_work(monkeypatch):
+    """2 ms to compress, 0.5 ms to decode one rank's payload: no measurement."""
+    monkeypatch.setattr(plan, "own_work", lambda n, density: (0.002, 0.0005))
+
+
+def rows(output):
+    """{method: [step in ms, gain over dense, speed-up over one rank]} of a table."""
+    found = re.findall(r"^(\S+(?: 0\.\d+)?) +([\d.]+) +([\d.]+)x +([\d.]+)x", output, re.MULTILINE)
+    return {name: [float(number) for number in numbers] for name, *numbers in found}
+
+
+def test_the_table_is_what_the_model_says(own_work, capsys):
+    """4 MB on 4 ranks at 1 Gbit/s: 48 ms and 6 latencies of 50 us for dense, 5 of 10 ms of compute hide as much."""
+    plan.main(FLAGS)
+    output = capsys.readouterr().out
+    table = rows(output)
+    assert list(table) == ["dense", "fp16", "DGC 0.001", "MiCRO 0.001", "DGC 0.01", "MiCRO 0.01"]
+    dense = 10 + 48 + 0.3 - 5
+    assert table["dense"] == [pytest.approx(dense, abs=0.05), 1.0, pytest.approx(40 / dense, abs=0.05)]
+    assert table["fp16"][0] == pytest.approx(10 + 24 + 0.3 - 5, abs=0.05)
+    assert table["DGC 0.001"][0] == pytest.approx(10 + 2 + 4 * 0.5, abs=0.05), "6 kB from each rank are hidden"
+    assert table["DGC 0.001"][1] == pytest.approx(dense / 14, abs=0.01)
+
+
+def test_the_recommended_call_can_be_pasted(own_work, capsys):
+    plan.main(FLAGS)
+    call = capsys.readouterr().out.splitlines()[-1].strip()
+    name, _, value = call.partition("=")
+    assert name == "compression" and "density=0.001" in value
+    eval(value, {"Compression": Compression, "model": torch.nn.Linear(3, 2)})
+
+
+def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
+    plan.main([*FLAGS[:4], "--bandwidth", "100gbit", "--ranks", "64", "--latency-us", "1"])
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1].strip() in ("compression=hvd.Compression.none", "compression=hvd.Compression.fp16")
+    assert "never" in output
+
+
+def test_own_work_is_measured():
+    compress, decode = plan.own_work(200_000, 0.01)
+    assert 0.0 < compress < 1.0 and 0.0 < decode < 1.0
+    plan.MOST_MEASURED, most = 50_000, plan.MOST_MEASURED
+    try:
+        scaled, _ = plan.own_work(5_000_000, 0.01)
+    finally:
+        plan.MOST_MEASURED = most
+    assert scaled > 0.0
+
+
+@pytest.mark.parametrize(("text", "value"), [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("100mbit", 1e8), ("8kbit", 8e3)])
+def test_rates(text, value):
+    assert plan.rate(text) == value
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (["--bandwidth", "1000"], "must end with kbit, mbit or gbit, such as 1gbit; got '1000'"),
+        (["--bandwidth", "fastgbit"], "invalid rate value: 'fastgbit'"),
+        (["--bandwidth", "0gbit"], "must be above 0; got '0gbit'"),
+        (["--parameters", "0"], "must be a whole number above 0, such as 25.6e6; got '0'"),
+        (["--parameters", "1.5"], "must be a whole number above 0, such as 25.6e6; got '1.5'"),
+        (["--compute-ms", "-1"], "must be above 0; got '-1'"),
+        (["--overlap", "1.5"], "--overlap must be in [0, 1], got 1.5"),
+        (["--ranks", "1"], "--ranks must be 2 at least, got 1"),
+    ],
+)
+def test_wrong_flags_are_refused(changed, told, capsys):
+    with pytest.raises(SystemExit):
+        plan.main([*FLAGS, *changed])
+    assert told in capsys.readouterr().err
+
+
+def test_a_network_is_given_or_measured(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(FLAGS[:4])
+    assert "give --bandwidth and --ranks, or --measure" in capsys.readouterr().err
+
+
+def test_bandwidth_comes_from_two_sizes(monkeypatch):
+    """Ring all-reduces of 4 ranks, played on a network: what comes out is that network."""
+    network = Network(2e9, 1e-4)
+    seconds = [network.all_reduce(4 * elements, 4) for elements in (plan.SMALL, plan.LARGE)]
+    found = plan.network_from(*seconds, world_size=4)
+    assert found.bandwidth == pytest.approx(2e9, rel=0.01) and found.latency == pytest.approx(1e-4, rel=0.01)
+
+
+@job
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_job_measures_its_network_and_one_rank_prints(framework):
+    code, output = launch([*mpirun(2), sys.executable, *JOB, "--framework", framework])
+    assert code == 0, output
+    assert output.count("100,000 parameters, 5 ms of compute, 2 ranks") == 1, output
+    assert output.count("Fastest: ") == 1 and len(rows(output)) == 6
+
+
+@job
+def test_a_lone_rank_has_no_network_to_measure():
+    code, output = launch([sys.executable, *JOB])
+    assert code == 1 and "--measure needs a job of several ranks: horovodrun -np 2" in output
