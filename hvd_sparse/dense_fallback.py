@@ -2,7 +2,8 @@
 
 What a rank receives decides: in an all-gather the payloads of all N ranks but its own, so more with every rank; in a
 ring all-reduce of m bytes 2 m (N - 1) / N, whatever N is. Both are compared without their common factor (N - 1) / N:
-N payloads against twice the gradient.
+N payloads against twice the gradient. With dense_fallback="measured", steps that cost fewer bytes as payloads are sent
+dense, too, where that takes less time (`hvd_sparse.trials`).
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
+from hvd_sparse.trials import Trials
 from hvd_sparse.wire import payload_size, top_k_count
 
 SETTLED = 10**9  # a step by which a schedule has settled
@@ -45,12 +47,40 @@ class DenseFallback:
         self._tensors = dict(tensors)
         self._settled = algorithm.schedule.density(SETTLED)
         self._decided: dict[float, bool] = {}
+        self._trials, self._tried_density = Trials(), self._settled
+        self._chosen: dict[int, bool] = {}  # by step: was it sent dense? Of the last two
 
     def density(self, density: float) -> float:
-        """Return the density of a step: 1.0 where the schedule's costs more bytes than a dense step."""
+        """Return 1.0 where payloads of this density cost more bytes than dense, in all tensors; else the density."""
         if density not in self._decided:
             self._decided[density] = self._costs_more(tuple(self._tensors), density)
         return 1.0 if self._decided[density] else density
+
+    def choose(self, number: int, density: float) -> float:
+        """Return the density of a step, counted from 0: the schedule's, or 1.0 where dense is cheaper, or faster."""
+        chosen = self.density(density)
+        if self.is_measured and chosen < 1.0:
+            if self._tried_density != density:
+                self._trials, self._tried_density = Trials(), density
+            chosen = 1.0 if self._trials.is_dense else density
+        self._chosen = {step: way for step, way in self._chosen.items() if step == number - 1}
+        self._chosen[number] = chosen >= 1.0
+        return chosen
+
+    def note(self, number: int, seconds: float) -> None:
+        """Take the seconds from the beginning of the step before this one to its own, the mean of all ranks."""
+        is_dense = self._chosen.get(number - 1)
+        if is_dense is not None and seconds > 0.0:
+            self._trials.note(is_dense, seconds)
+
+    def forget(self) -> None:
+        """Time both ways anew."""
+        self._trials, self._chosen = Trials(), {}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether steps are timed."""
+        return self.is_on and self.algorithm.dense_fallback == "measured"
 
     @functools.cached_property
     def always(self) -> frozenset[str]:
@@ -66,20 +96,23 @@ class DenseFallback:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to decide."""
-        return self.algorithm.dense_fallback == "bytes" and self.world_size > 1 and bool(self._tensors)
+        return self.algorithm.dense_fallback is not None and self.world_size > 1 and bool(self._tensors)
 
-    def explain(self, density: float) -> dict:
-        """Return what `stats` tells of a step at a density of the schedule: what was chosen, and the bytes of both."""
+    def explain(self, number: int, density: float) -> dict:
+        """Return what `stats` tells of a step at a density of the schedule: what was chosen, and what both cost."""
         names = tuple(self._tensors)
         dense = self._dense_bytes(names) if names else 0
         factor = (self.world_size - 1) / self.world_size
-        return {
+        told = {
             "rule": self.algorithm.dense_fallback,
-            "is_dense": self.density(density) >= 1.0,
+            "is_dense": self._chosen.get(number, self.density(density) >= 1.0),
             "tensors": len(self.always),
             "payload_bytes": round(factor * self._payload_bytes(names, density)) if names else 0,
             "dense_bytes": round(factor * dense),
         }
+        if self.is_measured:
+            told |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}
+        return told
 
     def _costs_more(self, names: Sequence[str], density: float) -> bool:
         if not self.is_on or density >= 1.0:

@@ -15,7 +15,7 @@ SCOPES = ("tensor", "model")
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 GRANULARITIES = ("tensor", "channel")
-DENSE_FALLBACKS = ("bytes",)
+DENSE_FALLBACKS = ("bytes", "measured")
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -48,7 +48,8 @@ SHARED_ARGUMENTS = {
     bucket_bytes: Payloads are sent in messages of about so many bytes (`scope="tensor"` and the thresholds).
     dense_fallback: "bytes" sends a step dense if its payloads cost more bytes than an all-reduce of the gradients, as
         in a warm-up on many ranks; likewise single tensors whose payloads always cost more. Error feedback goes on:
-        what was not sent before is sent with it. None sends payloads whatever they cost.
+        what was not sent before is sent with it. "measured" times steps of both kinds besides, at first and again
+        every so often, and sends what is faster. None sends payloads whatever they cost.
     seed: Seed of all random choices. The same on every rank.
     process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
 

@@ -149,7 +149,7 @@ class SparseCompressor(tf.Module):
             (elements sent over all), and no seconds: the operations of a graph run side by side. "dense_fallback" is
             what was chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense
             because of it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either
-            way}.
+            way; with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
@@ -188,11 +188,14 @@ class SparseCompressor(tf.Module):
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
+        self._parts.step.restart()
 
     def reset(self, session=None) -> None:
         """Start anew, on every rank: no residual, step 0. The loss scale stays."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
         self._change([(variable, tf.zeros_like) for variable in own], session)
+        if self.feedback:
+            self._parts.step.restart()
 
     def _buffers(self) -> list[tf.Variable]:
         return [buffer for feedback in self.feedback.values() for buffer in feedback.buffers.values()]

@@ -14,7 +14,9 @@ sums. A branch then takes its part out of it.
 """
 
 import math
+from time import perf_counter
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
@@ -51,6 +53,8 @@ class Step:
         self._number = number
         self._loss_scale = loss_scale
         self._traffic = traffic
+        self._fallback: DenseFallback | None = None
+        self._began = 0.0  # when the last step did, if steps are timed
         self.codec = CODECS[algorithm.layout](algorithm, feedback, exchange)
 
     def describe(self) -> list[str]:
@@ -60,15 +64,24 @@ class Step:
 
     def fallback(self) -> DenseFallback:
         """Return the rule for what is sent dense on the ranks that there are now."""
-        waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
-        tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
-        return DenseFallback(self.algorithm, tensors, self.exchange.size())
+        size = self.exchange.size()
+        if self._fallback is None or self._fallback.world_size != size:
+            waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
+            tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
+            self._fallback = DenseFallback(self.algorithm, tensors, size)
+        return self._fallback
+
+    def restart(self) -> None:
+        """Time anew what is faster."""
+        self._began = 0.0
+        if self._fallback is not None:
+            self._fallback.forget()
 
     def explain(self, steps: int) -> dict:
         """Return what `stats` tells of the choice between payloads and dense in the last of so many steps."""
         if steps == 0:
             return {"rule": self.algorithm.dense_fallback}
-        return self.fallback().explain(self.algorithm.schedule.density(steps - 1))
+        return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
 
     def build(
         self, gradients: dict[str, tf.Tensor], reduction: float, suffix: str, lines: list[str]
@@ -94,7 +107,7 @@ class Step:
             if bucket.message is not None:
                 gathered = gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
             sent += self.codec.decode(bucket, gathered, now)
-        done = list(sent)
+        done = [*sent, *now.noted]
         for entry in entries:
             done += self._carry(entry, now, sent if entry.is_sparse else [])
             now.counted.add(dense_bytes=entry.feedback.size * entry.gradient.dtype.size, elements=entry.feedback.size)
@@ -128,23 +141,36 @@ class Step:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
             number = self.exchange.furthest(f"furthest{suffix}", number)
-        density, is_dense, fallback = None, None, self.fallback()
-        if isinstance(schedule, Constant):
+        density, seconds, is_dense, fallback = None, None, None, self.fallback()
+        if isinstance(schedule, Constant) and not fallback.is_measured:
             density = schedule.value
         else:
-            at = [number]
-            density = tf.numpy_function(lambda n: fallback.density(schedule.density(int(n))), at, tf.float64, False)
+            outputs = [tf.float64, tf.float64]
+            density, seconds = tf.numpy_function(self._choose, [number], outputs, stateful=fallback.is_measured)
             density.set_shape([])
-            if fallback.density(schedule.highest) >= 1.0:
+            seconds.set_shape([])
+            if fallback.is_measured or fallback.density(schedule.highest) >= 1.0:
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
         units = Units(self.exchange.size(), reduction, self._loss_scale.read_value())
         now = Round(number, number + base, density, is_dense, units, suffix)
+        now.seconds = seconds if fallback.is_measured else None
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
         now.present = self._check_presence(now, lines)
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
+
+    def _choose(self, number) -> tuple[float, float]:
+        """Return the density of a step, and the seconds from the step before to this one; 0 if they are not known."""
+        now = perf_counter()
+        seconds, self._began = now - self._began if self._began else 0.0, now
+        return np.float64(self.fallback().choose(int(number), self.algorithm.schedule.density(int(number)))), seconds
+
+    def _note(self, number, seconds) -> np.int64:
+        """Take the mean of the ranks' seconds."""
+        self.fallback().note(int(number), float(seconds))
+        return np.int64(0)
 
     def _check_presence(self, now: Round, lines: list[str]) -> tf.Operation:
         """Compare step, loss scale and settings with all ranks; what needs all of them has to wait for it.
@@ -179,10 +205,14 @@ class Step:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *dense)], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
-        own = tf.stack([bad, tf.cast(now.number, tf.float64)])
-        now.overflow = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))[0] > 0.0
+        measured = [] if now.seconds is None else [now.seconds]
+        own = tf.stack([bad, tf.cast(now.number, tf.float64), *measured])
+        sums = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))
+        now.overflow = sums[0] > 0.0
+        if measured:
+            now.noted.append(tf.numpy_function(self._note, [now.number, sums[2] / self.exchange.size()], tf.int64).op)
         now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
-        now.counted.add(payload_bytes=16)
+        now.counted.add(payload_bytes=16 + 8 * len(measured))
 
     def _dense_is_finite(self, entry: Entry, now: Round) -> tf.Tensor:
         """Return whether what an entry sends dense, if it does so in this step, is finite everywhere."""

@@ -145,7 +145,8 @@ class SparseCompressor:
             payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
             (elements sent over all), and seconds {"compress", "exchange", "decompress"}. "dense_fallback" is what was
             chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense because of
-            it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way}.
+            it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way;
+            with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
         norms = [
             float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2

@@ -8,6 +8,7 @@ rank. Small tensors, and all while the density is 1, are sent dense.
 """
 
 import math
+from time import perf_counter
 
 import torch
 
@@ -61,6 +62,7 @@ class Step:
         self._tokens = Tokens()
         self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
         self._fallback: DenseFallback | None = None
+        self._began = self._seconds = 0.0  # when the step under way did; seconds from the step before until then
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
 
     def forget(self) -> None:
@@ -69,7 +71,10 @@ class Step:
         self.restart()
 
     def restart(self) -> None:
-        """Take every threshold anew: they outlive a step."""
+        """Take every threshold anew, and time anew what is faster: both outlive a step."""
+        self._began = 0.0
+        if self._fallback is not None:
+            self._fallback.forget()
         for threshold in self.codec.thresholds.values():
             threshold.forget()
 
@@ -90,12 +95,14 @@ class Step:
         """Return what `stats` tells of the last step's choice between payloads and dense."""
         if self._fallback is None:
             return {"rule": self.algorithm.dense_fallback}
-        return self._fallback.explain(self.algorithm.schedule.density(self.number))
+        return self._fallback.explain(self.number, self.algorithm.schedule.density(self.number))
 
     def begin(self, number: int, units: Units) -> None:
         """Begin an optimizer step, counted from 0; cut the expected tensors into buckets."""
         fallback = self.fallback(units.world_size)
-        density = fallback.density(self.algorithm.schedule.density(number))
+        density = fallback.choose(number, self.algorithm.schedule.density(number))
+        now = perf_counter()
+        self._seconds, self._began = now - self._began if self._began else 0.0, now
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self.codec.begin(Round(number, density, (self.algorithm.seed << 32) + number, units, self.rank))
         self.entries = {}
@@ -182,9 +189,9 @@ class Step:
 
         RuntimeError on every rank if they are not at the same step, or if one met a damaged payload in the last one.
         """
-        overflow = False
+        overflow, seconds = False, []
         for vote in self._votes:
-            bad, damaged, steps, squares, scales, scale_squares = vote.wait().tolist()
+            bad, damaged, steps, squares, scales, scale_squares, *seconds = vote.wait().tolist()
             if damaged > 0:
                 self._refuse_damage()
             ranks = self.units.world_size
@@ -196,6 +203,8 @@ class Step:
             if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal, but for rounding
                 raise RuntimeError(loss_scales_differ(self.units.loss_scale, scales / ranks))
             overflow |= bad > 0
+        if seconds:
+            self._fallback.note(self.number, seconds[0] / self.units.world_size)
         return overflow
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
@@ -359,7 +368,8 @@ class Step:
     def _vote(self, name: str) -> None:
         """Start the vote on all that was accumulated since the last one. Nothing waits for the device."""
         flags, self.codec.finite = [flag.view(-1) for flag in self.codec.finite], []
-        vote = torch.zeros(6, dtype=torch.float64, device=self.device)
+        measured = [self._seconds] if self._fallback.is_measured else []
+        vote = torch.zeros(6 + len(measured), dtype=torch.float64, device=self.device)
         if flags:
             vote[0] = torch.cat(flags).logical_not().sum()
         if is_asynchronous(self.device):
@@ -368,7 +378,7 @@ class Step:
             vote[1] = self.damage[0]
         # Each with its square: the sums of both tell whether it is the same on every rank.
         step, loss_scale = self.number, self.units.loss_scale
-        for place, number in enumerate((step, step**2, loss_scale, loss_scale**2), 2):
+        for place, number in enumerate((step, step**2, loss_scale, loss_scale**2, *measured), 2):
             vote[place].fill_(number)  # not a copy from the host, which would wait for the device
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])

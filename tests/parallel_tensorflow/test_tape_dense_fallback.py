@@ -8,6 +8,7 @@ from tf_helpers import Reducer, assert_ranks_agree, make_variables, memory_of, s
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
+from hvd_sparse.tensorflow import step as tensorflow_step
 
 SHAPES = {"a": (40, 50), "b": (3000,)}
 ELEMENTS = 5000
@@ -94,3 +95,39 @@ def test_small_variables_are_dense_where_headers_cost_more():
     reduced = Reducer(variables, compression, op=hvd.Sum)(gradients)
     np.testing.assert_array_equal(reduced["tiny"], total(gradients["tiny"]))
     assert compression.stats()["dense_fallback"]["tensors"] == 1
+
+
+@several
+@pytest.mark.parametrize("method", ["gradient_dropping", "gradient_dropping of the model", "micro", "cltk"])
+@pytest.mark.parametrize("dense_wins", [False, True])
+def test_all_ranks_take_what_is_faster_in_the_mean(monkeypatch, method, dense_wins):
+    """Dense takes 4 seconds, payloads 3 or 6 in the mean, but on rank 0 the other way round; nothing is lost."""
+    clock, mean, first = [1.0], *((6.0, 2.0) if dense_wins else (3.0, 5.0))
+    ranks = hvd.size()
+    own = first if hvd.rank() == 0 else (ranks * mean - first) / (ranks - 1)
+    monkeypatch.setattr(tensorflow_step, "perf_counter", lambda: clock[0])
+    variables = make_variables(SHAPES)
+    build, settings = getattr(Compression, method.split()[0]), METHODS.get(method, {})
+    compression = build(list(variables.values()), density=0.02, dense_fallback="measured", **settings)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    fed, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+    ways = []
+    for t in range(25):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        reduced = reduce(gradients)
+        told = compression.stats()["dense_fallback"]
+        ways.append(told["is_dense"])
+        clock[0] += 4.0 if told["is_dense"] else own
+        fed += np.concatenate([gradients[name].ravel() for name in SHAPES])
+        got += np.concatenate([reduced[name].ravel() for name in SHAPES])
+        waits = np.concatenate([memory_of(compression, name).ravel() for name in SHAPES])
+        np.testing.assert_array_equal(total(fed), got + total(waits))
+        assert not (told["is_dense"] and waits.any())
+        assert_ranks_agree(reduced)
+    assert hvd.allgather_object(ways, name="ways") == [ways] * ranks
+    assert set(ways[:20]) == {False, True} and set(ways[-4:]) == {dense_wins}
+    assert (told["payload_seconds"], told["dense_seconds"]) == (pytest.approx(mean), 4.0)
+    compression.reset()
+    reduce(whole_numbers(SHAPES, 0, hvd.rank()))
+    told = compression.stats()["dense_fallback"]
+    assert (told["is_dense"], told["payload_seconds"]) == (False, None), "timed anew"

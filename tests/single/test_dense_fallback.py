@@ -30,7 +30,7 @@ def test_the_cheaper_of_both_is_taken(world_size, density, scope):
     chosen = rule(world_size, density=density, warmup=WarmUp(0.001, 100), scope=scope)
     gathered, reduced = received(world_size, payload_size(N, round(density * N)))
     assert chosen.density(density) == (1.0 if gathered > reduced else density)
-    told = chosen.explain(density)
+    told = chosen.explain(0, density)
     assert told["is_dense"] == (gathered > reduced) and told["rule"] == "bytes"
     assert (told["payload_bytes"], told["dense_bytes"]) == (round(gathered), round(reduced))
 
@@ -71,7 +71,7 @@ def test_shared_indices_do_not_grow_with_ranks(method, most):
         chosen = rule(world_size, method, density=Constant(0.5))
         assert chosen.density(0.5) == 0.5, "half the values, and few bytes of indices"
     values = 8 * N * 0.97
-    told = rule(8, method, density=0.97).explain(0.97)
+    told = rule(8, method, density=0.97).explain(0, 0.97)
     assert told["payload_bytes"] >= math.floor(values * 7 / 8)
 
 
@@ -91,5 +91,5 @@ def test_gradients_of_16_bits_are_sent_as_float32_and_those_of_64_as_they_are():
 
 
 def test_wrong_rules_are_refused():
-    with pytest.raises(ValueError, match="dense_fallback must be one of 'bytes'; got 'always'"):
+    with pytest.raises(ValueError, match="dense_fallback must be one of 'bytes', 'measured'; got 'always'"):
         Settings.dgc(None, dense_fallback="always")

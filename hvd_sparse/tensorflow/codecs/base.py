@@ -45,6 +45,8 @@ class Round:
     present: tf.Operation | None = None
     token: tf.Tensor | None = None  # what is sent in place of a gradient; its sum tells how Horovod reduces
     finite: list[tf.Tensor] = field(default_factory=list)  # bool, of any shape: was each gradient finite everywhere?
+    seconds: tf.Tensor | None = None  # from the step before to this one; None: not asked for
+    noted: list[tf.Operation] = field(default_factory=list)  # that take the mean of all ranks' seconds
     overflow: tf.Tensor | None = None
     void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all is sent dense
     counted: Counted = field(default_factory=Counted)
