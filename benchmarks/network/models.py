@@ -1,7 +1,9 @@
 """The models of `methods.py` in PyTorch, and batches for them."""
 
+import copy
 import sys
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from methods import MODELS, Layers, Recurrent
@@ -76,3 +78,19 @@ def batches(name: str, size: int, seed: int, count: int = 4) -> list[tuple[torch
         else:
             made.append(tuple(torch.randn(shape, generator=generator) for shape in resnet50()))
     return made
+
+
+def train_alone(model: nn.Module, momentum: float, data: list[tuple[torch.Tensor, ...]], steps: int) -> float:
+    """Return the seconds of a step of a copy of the model, which exchanges nothing."""
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.001, momentum=momentum)
+    times = []
+    for step in range(steps + 1):
+        start = perf_counter()
+        optimizer.zero_grad()
+        twin(*data[step % len(data)]).backward()
+        optimizer.step()
+        times.append(perf_counter() - start)
+    return sum(times[1:]) / steps

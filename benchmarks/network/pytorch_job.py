@@ -5,7 +5,7 @@ from time import perf_counter
 import horovod.torch as hvd
 import torch
 from methods import Method
-from models import batches, build
+from models import batches, build, train_alone
 
 from hvd_sparse.torch import Compression
 
@@ -18,7 +18,7 @@ class Job:
         torch.set_num_threads(1)
         self.rank, self.method = hvd.rank(), method
         self.model = build(model)
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.numels = [parameter.numel() for parameter in self.model.parameters()]
         self.batches = batches(model, batch_size, self.rank, count=1 if model == "resnet50" else 4)
         named, momentum = list(self.model.named_parameters()), 0.9
         if method.package == "horovod":
@@ -26,6 +26,7 @@ class Job:
         else:
             self.compression = getattr(Compression, method.name)(named, **method.settings)
             momentum = 0.0 if "momentum" in method.settings else 0.9
+        self.momentum = momentum
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=momentum)
         self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=self.compression)
 
@@ -39,13 +40,15 @@ class Job:
         return perf_counter() - start
 
     def compute(self, steps: int) -> float:
-        """Return the seconds of forward and backward alone, in a copy of the model without hooks."""
-        twin = build_twin(self.model)
-        start = perf_counter()
-        for step in range(steps):
-            twin.zero_grad()
-            twin(*self.batches[step % len(self.batches)]).backward()
-        return (perf_counter() - start) / steps
+        """Return the seconds of a step without an exchange."""
+        return train_alone(self.model, self.momentum, self.batches, steps)
+
+    def own_seconds(self) -> tuple[float, float]:
+        """Return the seconds spent in compressing, and in decompressing, until now."""
+        if self.method.package != "hvd_sparse":
+            return 0.0, 0.0
+        seconds = self.compression.stats()["total"]["seconds"]
+        return seconds["compress"], seconds["decompress"]
 
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
@@ -55,19 +58,8 @@ class Job:
         """Return the bytes that this rank gives to the exchange in a step."""
         if self.method.package == "hvd_sparse":
             return int(self.compression.stats()["step"]["payload_bytes"])
-        return (2 if self.method.name == "fp16" else 4) * self.parameters
+        return (2 if self.method.name == "fp16" else 4) * sum(self.numels)
 
     def close(self) -> None:
         """End."""
         hvd.shutdown()
-
-
-def build_twin(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy with the same weights and no hooks."""
-    import copy
-
-    parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    twin = copy.deepcopy(model)
-    for parameter, values in zip(twin.parameters(), parameters, strict=True):
-        parameter.data = values
-    return twin

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from methods import METHODS
+from validation import validate
 
 UNLIMITED = "none"
 SHOWN_RATE = "1gbit"  # at which the number of hosts is plotted
@@ -11,7 +12,7 @@ UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
-    """Write network.md, network.png and network_hosts.png; return the rows of what was chosen.
+    """Write network.md, network.png, network_hosts.png, network_model.png; return the rows of what was chosen.
 
     Each row with its share of the unlimited speed.
     """
@@ -20,6 +21,7 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
     groups = dict.fromkeys((one["framework"], one["model"], one["hosts"]) for one in results)
     for group in groups:
         text += table(group, results)
+    text += validate(results, folder)
     (folder / "network.md").write_text("\n".join(text))
     plot_rates([group for group in groups if rates_of(group, results)[1:]], results, folder / "network.png")
     plot_hosts(results, folder / "network_hosts.png")

@@ -4,7 +4,7 @@
 
 Hosts are network namespaces on this machine (`hosts.py`), one rank on each, one thread a rank; links are shaped in both
 directions. Each figure is the samples a second of one rank, and what share that is of the same job without a limit.
-Writes results/network.{json,md,png}; runs that are there already are kept. Last line: one JSON object.
+Writes results/network.json, .md, and plots; runs that are there already are kept. Last line: one JSON object.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> None:
                     figures = measure(lab, run, args)
                     results = [one for one in results if any(one[key] != run[key] for key in keys)]
                     results.append({**run, **figures})
-                    path.write_text(json.dumps(results, indent=1) + "\n")
+                    path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
                     print(f"{describe(run)}: {figures['samples_per_second']:.2f} samples/s", end="")
                     print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
     chosen = [one for one in results if {key: one[key] for key in keys} in asked]

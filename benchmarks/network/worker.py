@@ -29,14 +29,19 @@ def main() -> None:
     job.run(SETTLE)
     seconds = job.run(2) / 2
     steps = job.largest(max(LEAST_STEPS, int(np.ceil(args.seconds / seconds))))
+    before = job.own_seconds()
     elapsed = job.run(steps)
+    compress, decompress = ((after - earlier) / steps for after, earlier in zip(job.own_seconds(), before, strict=True))
     alone = job.compute(steps=5)
     if job.rank == 0:
         figures = {
             "samples_per_second": args.batch_size * steps / elapsed,
             "steps": steps,
-            "parameters": job.parameters,
+            "numels": job.numels,
+            "step_ms": 1e3 * elapsed / steps,
             "compute_ms": 1e3 * alone,
+            "compress_ms": 1e3 * compress,
+            "decompress_ms": 1e3 * decompress,
             "bytes_per_step": job.bytes_per_step(),
         }
         print(json.dumps(figures), flush=True)

@@ -1,0 +1,82 @@
+"""What `hvd_sparse.performance_model` says of the runs that `run.py` measured: predicted and measured steps."""
+
+import statistics
+from pathlib import Path
+
+from hosts import bits_per_second
+from methods import METHODS, Method
+
+from hvd_sparse import performance_model as model
+
+UNLIMITED = "none"
+TCP = 0.95  # of the nominal rate: what headers leave
+OVERLAP = 0.5  # of a rank's own work: from the first gradient of a backward to the last
+
+
+def validate(results: list[dict], folder: Path) -> list[str]:
+    """Draw predicted against measured steps; return lines of Markdown that say how far apart they are.
+
+    The profile of a rank is what it measured of itself: compute, compress, decompress; and, where links have no limit,
+    what a step takes beyond these.
+    """
+    points = [(run, prediction) for run in results if (prediction := predicted(run, results)) is not None]
+    if not points:
+        return []
+    plot(points, folder / "network_model.png")
+    lines = ["## The performance model", "", "Steps in milliseconds, by `hvd_sparse.performance_model`.", ""]
+    lines += ["| model | hosts | rate | method | measured | predicted | error |", "|---|---:|---|---|---:|---:|---:|"]
+    errors = []
+    for run, prediction in points:
+        errors.append(prediction / run["step_ms"] - 1)
+        name = METHODS[run["method"]].label
+        cells = [run["model"], str(run["hosts"]), run["rate"], name, f"{run['step_ms']:.1f}", f"{prediction:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{100 * errors[-1]:+.0f} %"]) + " |")
+    median = statistics.median(map(abs, errors))
+    return [*lines, "", f"Median error {100 * median:.1f} % of {len(points)} runs.", ""]
+
+
+def predicted(run: dict, results: list[dict]) -> float | None:
+    """Return the milliseconds of a run's steps; None where there is no profile, or no limit to predict."""
+    same = ("framework", "model", "hosts", "method")
+    free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
+    if run["rate"] == UNLIMITED or not free or run["framework"] != "pytorch":
+        return None
+    network = model.Network(TCP * bits_per_second(run["rate"]))
+    return 1e3 * one_method(METHODS[run["method"]], free[0]).step(network, run["hosts"])
+
+
+def one_method(method: Method, profiled: dict) -> model.Method:
+    """Return a method with the profile that a run without a limit has measured."""
+    compute, compress, decompress = (1e-3 * profiled[f"{part}_ms"] for part in ("compute", "compress", "decompress"))
+    wait = max(0.0, 1e-3 * profiled["step_ms"] - compute - compress - decompress)
+    profile = model.Profile(
+        profiled["numels"], compute, OVERLAP * compute, compress, decompress / profiled["hosts"], wait
+    )
+    return model.Method(method.label, exchange_of(method, profiled["bytes_per_step"]), profile)
+
+
+def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
+    """Return what a method's exchange takes."""
+    if method.package != "hvd_sparse":
+        return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
+    return (model.shared if method.name == "micro" else model.gathered)(method.settings["density"])
+
+
+def plot(points: list[tuple[dict, float]], path: Path) -> None:
+    """Draw every point, a colour for each method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 5), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, method) in enumerate(METHODS.items()):
+        own = [(run["step_ms"], prediction) for run, prediction in points if run["method"] == name]
+        if own:
+            axis.scatter(*zip(*own, strict=True), label=method.label, color=f"C{number}", s=18)
+    steps = [run["step_ms"] for run, _ in points]
+    ends = [min(steps), max(steps)]
+    axis.plot(ends, ends, color="black", linewidth=1)
+    axis.fill_between(ends, [0.85 * end for end in ends], [1.15 * end for end in ends], alpha=0.15, label="15 %")
+    axis.set(xlabel="measured, ms a step", ylabel="predicted, ms a step", xscale="log", yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
