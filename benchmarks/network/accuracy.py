@@ -1,0 +1,184 @@
+"""Train two examples on hosts that a slow network joins: seconds until each method is as good as dense at its end.
+
+    python benchmarks/network/accuracy.py --hosts 4 --rates 100mbit 1gbit --seeds 0 1 2
+
+Every run is an example as a user starts it, under mpirun over the hosts; the time of each line of its table is noted as
+it comes. Writes results/network_accuracy.json, .md and .png; runs that are there already are kept. Last line: one JSON
+object.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hosts import Hosts, enter_switch, hosts
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+KEYS = ("example", "rate", "method", "seed")
+
+
+class Example(NamedTuple):
+    """A script, its options, and the column of its table that tells how good the model is."""
+
+    script: str
+    options: list[str]
+    metric: str
+    is_better: str  # "higher" or "lower"
+
+
+EXAMPLES = {
+    "digits": Example("pytorch_digits.py", ["--epochs", "30", "--warmup-epochs", "3"], "accuracy", "higher"),
+    "char_lstm": Example(
+        "pytorch_char_lstm.py",
+        ["--steps", "3000", "--warmup-steps", "300", "--evaluations", "30", "--hidden", "256"],
+        "perplexity",
+        "lower",
+    ),
+}
+METHODS = {
+    "dense": ["--method", "none"],
+    "fp16": ["--method", "fp16"],
+    "dgc": ["--method", "dgc", "--density", "0.001"],
+    "dgc_0.01": ["--method", "dgc", "--density", "0.01"],
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="(default: %(default)s)")
+    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES), help="(default: all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def train(lab: Hosts, run: dict) -> list[tuple[float, float]]:
+    """Return the seconds since the first step, and the metric, of each line of a run's table."""
+    example = EXAMPLES[run["example"]]
+    options = [*example.options, *METHODS[run["method"]], "--seed", str(run["seed"]), "--plot", ""]
+    command = lab.mpirun([sys.executable, str(ROOT / "examples" / example.script), *options])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        place, curve, result = None, [], None
+        for line in process.stdout:
+            cells = line.split()
+            if line.startswith("{"):
+                result = json.loads(line)
+            elif example.metric in cells:
+                place = cells.index(example.metric)
+            elif place is not None and len(cells) > place and cells[0].isdigit():
+                curve.append((time.monotonic(), float(cells[place])))
+    if process.returncode != 0 or result is None:
+        raise RuntimeError(f"{describe(run)} failed; its output is above")
+    start = curve[-1][0] - result["seconds"]  # its own clock starts after the imports
+    return [(moment - start, metric) for moment, metric in curve]
+
+
+def describe(run: dict) -> str:
+    """Return a run's name."""
+    return f"{run['example']}, {run['rate']}, {run['method']}, seed {run['seed']}"
+
+
+def seconds_until(curve: list[tuple[float, float]], goal: float, is_better: str) -> float | None:
+    """Return when a metric first was as good as a goal; None if it never was."""
+    sign = 1 if is_better == "higher" else -1
+    return next((seconds for seconds, metric in curve if sign * metric >= sign * goal), None)
+
+
+def summarize(results: list[dict]) -> list[dict]:
+    """Return one row for each example, rate and method: medians over the seeds that got there."""
+    rows = []
+    for example, rate, method in dict.fromkeys((one["example"], one["rate"], one["method"]) for one in results):
+        row = {"example": example, "rate": rate, "method": method}
+        own = [one for one in results if all(one[key] == row[key] for key in row)]
+        times = []
+        for one in own:
+            same = ("example", "rate", "seed")
+            dense = [o for o in results if o["method"] == "dense" and all(o[key] == one[key] for key in same)]
+            if dense:
+                goal = dense[0]["curve"][-1][1]
+                times.append(seconds_until(one["curve"], goal, EXAMPLES[example].is_better))
+        reached = [seconds for seconds in times if seconds is not None]
+        row |= {
+            "seeds": len(own),
+            "reached": len(reached),
+            "seconds": statistics.median(reached) if reached else None,
+            "run_seconds": statistics.median(one["curve"][-1][0] for one in own),
+            "metric": statistics.mean(one["curve"][-1][1] for one in own),
+        }
+        rows.append(row)
+    return rows
+
+
+def write(results: list[dict], count: int, folder: Path) -> list[dict]:
+    """Write tables and plot; return the rows."""
+    rows = summarize(results)
+    lines = ["# Time to accuracy on slow networks", "", f"{count} hosts. Seconds until dense training's final figure."]
+    for example, spec in EXAMPLES.items():
+        lines += ["", f"## {example}", ""]
+        lines += [f"| rate | method | seconds | seeds that got there | whole run, s | {spec.metric} at the end |"]
+        lines += ["|---|---|---:|---:|---:|---:|"]
+        for row in rows:
+            if row["example"] == example:
+                seconds = "never" if row["seconds"] is None else f"{row['seconds']:.0f}"
+                cells = [row["rate"], row["method"], seconds, f"{row['reached']} of {row['seeds']}"]
+                lines.append("| " + " | ".join([*cells, f"{row['run_seconds']:.0f}", f"{row['metric']:.4g}"]) + " |")
+    (folder / "network_accuracy.md").write_text("\n".join([*lines, ""]))
+    plot(results, folder / "network_accuracy.png")
+    return rows
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """Draw the metric against time, a panel for each example and rate, a line a seed."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((one["example"], one["rate"]) for one in results))
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    for axis, (example, rate) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+        for number, method in enumerate(METHODS):
+            own = [one for one in results if (one["example"], one["rate"], one["method"]) == (example, rate, method)]
+            for place, one in enumerate(own):
+                label = method if place == 0 else None
+                axis.plot(*zip(*one["curve"], strict=True), color=f"C{number}", label=label, linewidth=1)
+        axis.set(title=f"{example}, {rate}", xlabel="seconds", ylabel=EXAMPLES[example].metric, xscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run what is missing; write the report."""
+    args = parse_arguments()
+    enter_switch()
+    path = args.out / "network_accuracy.json"
+    results = json.loads(path.read_text()) if path.exists() else []
+    known = {tuple(one[key] for key in KEYS) for one in results}
+    asked = itertools.product(args.examples, args.rates, args.methods, args.seeds)
+    with hosts(args.hosts) as lab:
+        for wanted in asked:
+            if wanted in known:
+                continue
+            run = dict(zip(KEYS, wanted, strict=True))
+            lab.shape(run["rate"])
+            run["curve"] = train(lab, run)
+            results.append(run)
+            path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+            seconds, metric = run["curve"][-1]
+            print(f"{describe(run)}: {metric:.4g} after {seconds:.0f} s", flush=True)
+    print(json.dumps({"results": write(results, args.hosts, args.out)}))
+
+
+if __name__ == "__main__":
+    main()
