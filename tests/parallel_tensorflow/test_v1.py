@@ -8,6 +8,7 @@ from oracle import Method, train
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
+from hvd_sparse.tensorflow import step as tensorflow_step
 
 v1 = tf.compat.v1
 pytestmark = [
@@ -88,3 +89,33 @@ def test_backward_passes_per_step():
     for name in SHAPES:
         np.testing.assert_allclose(values[name], -LR * fed_in[name] / hvd.size(), rtol=1e-4, atol=1e-5)
     assert stats["steps"] == 3
+
+
+@pytest.mark.parametrize("dense_wins", [False, True])
+def test_steps_are_timed_in_a_graph_too(monkeypatch, dense_wins):
+    """Payloads take 2 seconds, dense 1 or 3: all ranks take what is faster, and all that is fed arrives or waits."""
+    clock, took = [1.0], {False: 2.0, True: 1.0 if dense_wins else 3.0}
+    monkeypatch.setattr(tensorflow_step, "perf_counter", lambda: clock[0])
+
+    def dropping(variables):
+        return Compression.gradient_dropping(variables, density=0.02, min_numel=100, dense_fallback="measured")
+
+    ways = []
+    with tf.Graph().as_default():
+        fed, variables, compression, operation = build(dropping)
+        with v1.Session() as session:
+            start(session)
+            for step in range(25):
+                take_steps(session, fed, operation, [step])
+                ways.append(compression.stats(session)["dense_fallback"]["is_dense"])
+                clock[0] += took[ways[-1]]
+            values, state = session.run(variables), compression.state_dict(session=session)
+    assert set(ways[:20]) == {False, True} and set(ways[-4:]) == {dense_wins}
+    for name in SHAPES:
+        whole = sum(gradients_of(step, rank)[name] for step in range(25) for rank in range(hvd.size()))
+        zeros = np.zeros(whole.size, np.float32)  # what is small never waits
+        waits = hvd.allreduce(
+            tf.constant(state["memory"][name].get("residual", zeros)), op=hvd.Sum, name=f"waits.{name}"
+        )
+        left = whole - np.reshape(waits, SHAPES[name])
+        np.testing.assert_allclose(values[name], -LR * left / hvd.size(), rtol=1e-3, atol=1e-4)
