@@ -94,6 +94,7 @@ class Notices:
         request = self._communicator.Ibarrier()
 
         def look() -> bool | None:
+            """Return True once all ranks are here."""
             if request.Test():
                 return True
             self.check()
@@ -123,6 +124,7 @@ class Notices:
         """Return what shows an uncaught error as `hook` does, and then the failure that it follows from, if any."""
 
         def show(kind, error, trace) -> None:
+            """Show an error, then what it follows from."""
             hook(kind, error, trace)
             if not isinstance(error, PipelineError) and (cause := self.fail(error)) is not None:
                 here = self._name(self._rank)

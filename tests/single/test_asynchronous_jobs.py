@@ -25,15 +25,12 @@ SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"
 def run_job(tmp_path, monkeypatch):
     """Return run(script, ranks, options=()): (exit code, what ranks and mpirun wrote). A hang is a failure."""
     monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
-    output = tmp_path / "output"
-    output.mkdir()
+    (output := tmp_path / "output").mkdir()
 
     def run(script, ranks=3, environment=(), options=()):
         command = [*mpirun(ranks), *options, sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
         here = {"JOB_OUTPUT": str(output), "PYTHONPATH": SHARED, **dict(environment)}
-        start = time.monotonic()
         code, printed = launch(command, here)
-        print(f"{time.monotonic() - start:.1f} seconds")
         return code, "".join(file.read_text() for file in sorted(output.iterdir())) + printed
 
     return run
