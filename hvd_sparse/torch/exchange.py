@@ -18,6 +18,9 @@ from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
+SMALL_BYTES = (
+    1 << 14
+)  # of all ranks' messages of a step: below, the wait for a collective is longer than the bytes take
 STEP_BYTES = 8  # of a step number in the configuration check
 
 
@@ -94,14 +97,29 @@ class Exchange(Members):
 
         return Pending(*map(self._gather, names, parts), finish=finish)
 
+    def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
+        """Start gathering uint8[bytes], a multiple of 8, the same on all ranks; the result is that of `allgather`.
+
+        As a sum over ranks, each message in a place of its own among zeros. That takes twice the bytes, but harms no
+        rank in hvd.join(), which gives zeros: it can be started before it is known who takes part.
+        """
+        slots = payload.new_zeros(self.size(), payload.numel())
+        slots[self.rank()] = payload
+        self.traffic.count(payload_bytes=slots.numel() - payload.numel())
+        return Pending(
+            self._sum(name, slots.view(torch.int64)), finish=lambda summed: summed.view(torch.uint8).view(-1)
+        )
+
     def _gather(self, name: str, tensor: torch.Tensor):
         return hvd.allgather_async(tensor, name=name, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
         """Start summing a tensor over the ranks, in place."""
-        return Pending(
-            hvd.allreduce_async_(tensor, name=f"{self._prefix}.{name}", op=hvd.Sum, process_set=self.process_set)
-        )
+        return Pending(self._sum(name, tensor))
+
+    def _sum(self, name: str, tensor: torch.Tensor):
+        name = f"{self._prefix}.{name}"
+        return hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
 
     def can_start(self) -> bool:
         """Return whether Horovod runs, and this rank takes part."""

@@ -21,13 +21,13 @@ from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket
 from hvd_sparse.torch.device import device_of, is_asynchronous
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback, whole_clip_factor
-from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.presence import BYTES as PRESENCE_BYTES
+from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units, loss_scales_differ
-
-MOST_RANKS = 4096  # a multiple of it in the sum over ranks that tells who is there: somewhere a parameter is frozen
 
 
 class Step:
@@ -118,6 +118,9 @@ class Step:
             self._plan_key = (self.expected, density)
             sparse = [name for name in self.expected if name not in self._dense]
             self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
+            sent = units.world_size * sum(bucket.size for bucket in self._plan)
+            for bucket in self._plan:
+                bucket.is_small = self.codec.has_fixed_sizes and sent <= SMALL_BYTES
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.restart()
@@ -127,9 +130,9 @@ class Step:
         """Start the sum over ranks that tells who takes part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._idle] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
-        self._presence = self.exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
-        self._collectives = [self._presence]
-        self.traffic.count(payload_bytes=4)
+        self._presence = Presence(self.exchange, freezes)
+        self._collectives = [self._presence.pending]
+        self.traffic.count(payload_bytes=PRESENCE_BYTES)
 
     def add(self, entry: Entry) -> torch.Tensor:
         """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
@@ -298,9 +301,14 @@ class Step:
         for entry in entries.values():
             self._scale(entry)
         self.codec.encode(bucket, entries)
-        if bucket.message is not None:
+        if bucket.message is None:
+            return
+        self.traffic.count(payload_bytes=bucket.message.numel())
+        if bucket.is_small:
+            bucket.pending = self.exchange.gather_small(bucket.name, bucket.message)
+            self._collectives.append(bucket.pending)
+        else:
             self._deferred.append(bucket)
-            self.traffic.count(payload_bytes=bucket.message.numel())
 
     def _scale(self, entry: Entry) -> None:
         """Say what a gradient is scaled with: to units of its error feedback, clipped by its own norm or by all."""
@@ -328,7 +336,7 @@ class Step:
     def _trained_nowhere(self) -> frozenset[str]:
         """Return which parameters of this step are frozen on every rank; asks the others if any is frozen here."""
         with self.traffic.timed("exchange"):
-            if self._presence.wait() < MOST_RANKS:
+            if not self._presence.anywhere_frozen():
                 return frozenset()
             names = sorted(self.entries)
             trains = torch.tensor([float(not self.entries[name].frozen) for name in names])
@@ -346,20 +354,11 @@ class Step:
         )
 
     def _release(self, wait: bool) -> None:
-        """Start the deferred all-gathers once it is known that every rank takes part in this step.
-
-        An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for
-        ever: it must not be submitted. A sum of ones, started with the step, tells; it is there before a bucket fills.
-        """
-        if not wait and not (self._deferred and self._presence.is_done()):
+        """Start the deferred all-gathers once it is known that every rank takes part in this step."""
+        if not wait and not (self._deferred and self._presence.is_known()):
             return
         with self.traffic.timed("exchange"):
-            present, ranks = int(self._presence.wait()) % MOST_RANKS, self.units.world_size
-        if present < ranks:
-            raise RuntimeError(
-                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
-                "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
-            )
+            self._presence.check(self.units.world_size)
         deferred, self._deferred = self._deferred, []
         for bucket in deferred:
             bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)

@@ -68,6 +68,7 @@ class Bucket:
     hints: torch.Tensor | None = None  # float64[selections, 3], what they have learned
     message: torch.Tensor | None = None  # uint8[bytes], what this rank sends
     most_bytes: int | None = None  # that any rank may send, where that differs
+    is_small: bool = False  # all messages of the step are, so that they go at once
     missing: set[str] = field(default_factory=set)
     is_started: bool = False
     pending: Pending | None = None
@@ -112,6 +113,11 @@ class Codec(abc.ABC):
     @property
     def is_joint(self) -> bool:
         """Whether the tensors share one selection, so that all have to be there before it is made."""
+        return False
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether a bucket's message takes `bucket.size` bytes, in every step and on every rank."""
         return False
 
     @property

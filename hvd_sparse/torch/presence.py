@@ -1,0 +1,37 @@
+"""Who takes part in a step: a sum over ranks, started with it.
+
+An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for ever: it
+must not be submitted before it is known that all ranks take part. A sum of ones tells; it is there before a bucket
+fills, but in the smallest of models.
+"""
+
+import torch
+
+from hvd_sparse.torch.exchange import Exchange, Pending
+
+MOST_RANKS = 4096  # a multiple of it in the sum: somewhere a parameter is frozen
+BYTES = 4
+
+
+class Presence:
+    """What the ranks tell each other when a step begins."""
+
+    def __init__(self, exchange: Exchange, freezes: bool):
+        self.pending: Pending = exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
+
+    def is_known(self) -> bool:
+        """Return whether all ranks have answered."""
+        return self.pending.is_done()
+
+    def anywhere_frozen(self) -> bool:
+        """Return whether any rank has a parameter that does not train at present; waits for the ranks."""
+        return int(self.pending.wait()) >= MOST_RANKS
+
+    def check(self, ranks: int) -> None:
+        """Wait for the ranks; RuntimeError on those that take part unless all of them do."""
+        present = int(self.pending.wait()) % MOST_RANKS
+        if present < ranks:
+            raise RuntimeError(
+                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
+                "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
+            )
