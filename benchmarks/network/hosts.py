@@ -73,8 +73,8 @@ class Hosts:
         for name, value in {
             "plm_rsh_agent": str(self._agent()),
             "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
-            "orte_tmpdir_base": self._folder.name,  # a user is root in a namespace of his own, and not of /tmp
             "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
+            "mpi_yield_when_idle": "1",  # hosts share cores here: who waits must not keep others from computing
             "btl": "tcp,self",
             "btl_tcp_if_include": network,
             "oob_tcp_if_include": network,
@@ -82,7 +82,13 @@ class Hosts:
             options += ["-mca", name, value]
         for name in environment:
             options += ["-x", name]
-        return self.inside(0, ["mpirun", *options, *command])
+        return self.inside(0, ["env", f"TMPDIR={self._own_folder(0)}", "mpirun", *options, *command])
+
+    def _own_folder(self, host: int) -> Path:
+        """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""
+        path = Path(self._folder.name) / str(host)
+        path.mkdir(exist_ok=True)
+        return path
 
     def shape(self, rate: str | None) -> None:
         """Limit every link to a rate, such as "1gbit", in both directions; None: no limit."""
@@ -100,8 +106,8 @@ class Hosts:
         path = Path(self._folder.name) / "agent"
         if not path.exists():
             cases = [
-                f'{address}) exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
-                for address, holder in zip(self.addresses, self.holders, strict=True)
+                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
+                for host, (address, holder) in enumerate(zip(self.addresses, self.holders, strict=True))
             ]
             path.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
             path.chmod(0o755)

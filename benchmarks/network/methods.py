@@ -10,6 +10,7 @@ class Method(NamedTuple):
     name: str
     settings: dict
     label: str
+    settles_in: int = 3  # steps before anything is timed
 
 
 SPARSE = {"momentum": 0.9}
@@ -17,6 +18,9 @@ METHODS = {
     "dense": Method("horovod", "none", {}, "Horovod"),
     "fp16": Method("horovod", "fp16", {}, "Horovod, fp16"),
     "dgc": Method("hvd_sparse", "dgc", {**SPARSE, "density": 0.001}, "DGC 0.001"),
+    "dgc_measured": Method(
+        "hvd_sparse", "dgc", {**SPARSE, "density": 0.001, "dense_fallback": "measured"}, "DGC 0.001, measured", 20
+    ),
     "dgc_0.01": Method("hvd_sparse", "dgc", {**SPARSE, "density": 0.01}, "DGC 0.01"),
     "gradient_dropping": Method("hvd_sparse", "gradient_dropping", {"density": 0.01}, "Gradient Dropping 0.01"),
     "micro": Method("hvd_sparse", "micro", {"density": 0.01}, "MiCRO 0.01"),

@@ -64,6 +64,12 @@ def build(name: str) -> nn.Module:
     return Classifier(spec) if isinstance(spec, Layers) else Products(resnet50())
 
 
+def numels(name: str) -> list[int]:
+    """Return the elements of each parameter."""
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in build(name).parameters()]
+
+
 def batches(name: str, size: int, seed: int, count: int = 4) -> list[tuple[torch.Tensor, ...]]:
     """Return a few batches, which differ between ranks, to be used in turns."""
     spec, generator = MODELS[name], torch.Generator().manual_seed(seed)

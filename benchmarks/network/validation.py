@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hosts import bits_per_second
 from methods import METHODS, Method
+from models import numels
 
 from hvd_sparse import performance_model as model
 
@@ -50,7 +51,7 @@ def one_method(method: Method, profiled: dict) -> model.Method:
     compute, compress, decompress = (1e-3 * profiled[f"{part}_ms"] for part in ("compute", "compress", "decompress"))
     wait = max(0.0, 1e-3 * profiled["step_ms"] - compute - compress - decompress)
     profile = model.Profile(
-        profiled["numels"], compute, OVERLAP * compute, compress, decompress / profiled["hosts"], wait
+        numels(profiled["model"]), compute, OVERLAP * compute, compress, decompress / profiled["hosts"], wait
     )
     return model.Method(method.label, exchange_of(method, profiled["bytes_per_step"]), profile)
 

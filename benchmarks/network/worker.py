@@ -11,7 +11,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from methods import FRAMEWORKS, METHODS, MODELS
 
-LEAST_STEPS, SETTLE = 4, 5  # that are timed at least; before that
+TRIED = 2  # steps that tell how many to time; where that is no more, these are the timed ones
 
 
 def main() -> None:
@@ -26,18 +26,17 @@ def main() -> None:
     package = METHODS[args.method].package
     module = importlib.import_module("ddp" if package == "ddp" else FRAMEWORKS[args.framework])
     job = module.Job(args.model, METHODS[args.method], args.batch_size)
-    job.run(SETTLE)
-    seconds = job.run(2) / 2
-    steps = job.largest(max(LEAST_STEPS, int(np.ceil(args.seconds / seconds))))
-    before = job.own_seconds()
-    elapsed = job.run(steps)
+    job.run(METHODS[args.method].settles_in)
+    before, steps, elapsed = job.own_seconds(), TRIED, job.run(TRIED)
+    wanted = job.largest(int(np.ceil(args.seconds * TRIED / elapsed)))
+    if wanted > TRIED:
+        before, steps, elapsed = job.own_seconds(), wanted, job.run(wanted)
     compress, decompress = ((after - earlier) / steps for after, earlier in zip(job.own_seconds(), before, strict=True))
     alone = job.compute(steps=5)
     if job.rank == 0:
         figures = {
             "samples_per_second": args.batch_size * steps / elapsed,
             "steps": steps,
-            "numels": job.numels,
             "step_ms": 1e3 * elapsed / steps,
             "compute_ms": 1e3 * alone,
             "compress_ms": 1e3 * compress,
