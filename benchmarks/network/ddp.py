@@ -17,9 +17,10 @@ class Job:
     """A model, its optimizer, and batches."""
 
     def __init__(self, model: str, method: Method, batch_size: int):
-        self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-        self.world_size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
-        dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)  # MASTER_ADDR and _PORT are set
+        self.rank = int(os.environ["HOROVOD_RANK"])
+        self.world_size = int(os.environ["HOROVOD_SIZE"])
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)  # at MASTER_ADDR
         torch.set_num_threads(1)
         self.method = method
         self.plain = build(model)

@@ -60,21 +60,22 @@ class Hosts:
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on a host."""
-        return ["nsenter", f"--target={self.holders[host].pid}", "--net", *command]
+        return ["nsenter", f"--target={self.holders[host].pid}", "--net", "--uts", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
-        """Return the command line that runs a command once on each host, from host 0.
+        """Return the command line that runs a command once on each host, from host 0, by Open MPI.
 
+        Whoever waits in MPI asks all the time, which takes the cores that hosts share here: time jobs by `horovodrun`.
         environment: names of variables that ranks inherit.
         """
         network = f"{NETWORK}.0/24"
         options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
         options += ["--bind-to", "none"]  # each host would bind its rank to the same core
         for name, value in {
-            "plm_rsh_agent": str(self._agent()),
-            "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
+            "plm_rsh_agent": str(self._ssh()),
+            "plm_rsh_no_tree_spawn": "1",  # host 0 alone knows the way
             "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
-            "mpi_yield_when_idle": "1",  # hosts share cores here: who waits must not keep others from computing
+            "mpi_yield_when_idle": "1",
             "btl": "tcp,self",
             "btl_tcp_if_include": network,
             "oob_tcp_if_include": network,
@@ -83,6 +84,17 @@ class Hosts:
         for name in environment:
             options += ["-x", name]
         return self.inside(0, ["env", f"TMPDIR={self._own_folder(0)}", "mpirun", *options, *command])
+
+    def horovodrun(self, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command once on each host, from host 0, by Horovod over Gloo.
+
+        Whoever waits there sleeps, as on hosts with cores of their own. Lines of output come with the rank before them:
+        `own_line` takes that off.
+        """
+        path = f"PATH={self._ssh().parent}:{os.environ['PATH']}"
+        options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
+        options += ["--gloo", "--network-interfaces", "eth0", "--disable-cache"]
+        return self.inside(0, ["env", path, "horovodrun", *options, *command])
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""
@@ -101,15 +113,18 @@ class Hosts:
                     limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
                     _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
 
-    def _agent(self) -> Path:
-        """Return the program that takes the place of ssh: ADDRESS COMMAND..."""
-        path = Path(self._folder.name) / "agent"
+    def _ssh(self) -> Path:
+        """Return the program that takes the place of ssh: [OPTION VALUE]... ADDRESS [OPTION VALUE]... COMMAND..."""
+        path = Path(self._folder.name) / "bin" / "ssh"
         if not path.exists():
+            skip = "while case $1 in -*) true ;; *) false ;; esac; do shift 2; done"
             cases = [
-                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
+                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net --uts sh -c "$*" ;;'
                 for host, (address, holder) in enumerate(zip(self.addresses, self.holders, strict=True))
             ]
-            path.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
+            lines = ["#!/bin/sh", skip, "host=$1", "shift", skip, "case $host in", *cases, "esac", "exit 1", ""]
+            path.parent.mkdir()
+            path.write_text("\n".join(lines))
             path.chmod(0o755)
         return path
 
@@ -119,15 +134,17 @@ class Hosts:
         _run(["ip", "link", "add", "switch", "type", "bridge"])
         _run(["ip", "link", "set", "switch", "up"])
         for host, address in enumerate(self.addresses):
-            holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
+            named = ["sh", "-c", f"hostname {address} && exec cat"]  # by its name, Gloo tells whether a peer is far away
+            own = ["unshare", "--net", "--uts", *named]
+            holder = subprocess.Popen(own, stdin=subprocess.PIPE, start_new_session=True)
             self.holders.append(holder)
             _await_namespace(holder.pid)
             port = f"host{host}"
             peer = ["peer", "name", "eth0", "netns", str(holder.pid)]
             _run(["ip", "link", "add", port, "type", "veth", *peer])
             _run(["ip", "link", "set", port, "master", "switch", "up"])
-            for own in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
-                _run(self.inside(host, ["ip", *own]))
+            for setting in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                _run(self.inside(host, ["ip", *setting]))
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
 
     def stop(self) -> None:
@@ -148,6 +165,11 @@ def hosts(count: int) -> Iterator[Hosts]:
         yield made
     finally:
         made.stop()
+
+
+def own_line(line: str) -> str:
+    """Return a line of a rank's output without what horovodrun writes before it."""
+    return line.partition("<stdout>:")[2].strip() if "<stdout>:" in line else line.strip()
 
 
 def _run(command: Sequence[str]) -> None:

@@ -11,21 +11,25 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from hosts import Hosts, enter_switch, hosts
+from hosts import Hosts, enter_switch, hosts, own_line
 from methods import FRAMEWORKS, METHODS, MODELS
 from report import write
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 WORKER = Path(__file__).resolve().parent / "worker.py"
 UNLIMITED = "none"
-LIMIT_SECONDS = 900  # of one job
+LIMIT_SECONDS = 900  # of one method
+KEPT = str(1 << 34)  # bytes that malloc does not give back: hosts share a machine, whose pages are dear
+KEYS = ("framework", "model", "hosts", "rate", "method")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,26 +47,28 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(lab: Hosts, run: dict, args: argparse.Namespace) -> dict:
-    """Return the figures of a run."""
-    options = ["--framework", run["framework"], "--model", run["model"], "--method", run["method"]]
+def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespace) -> Iterator[dict]:
+    """Give the figures of each method, as they come; in one job, as its start takes longer than it trains."""
+    options = ["--framework", point["framework"], "--model", point["model"], "--methods", *methods]
     options += ["--seconds", str(args.seconds), "--batch-size", str(args.batch_size)]
     environment = {**os.environ, "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
-    environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_MPI_THREADS_DISABLE": "0"}
-    command = lab.mpirun([sys.executable, str(WORKER), *options])
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{describe(run)} took longer than {LIMIT_SECONDS} s") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise RuntimeError(f"{describe(run)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return json.loads(lines[-1])
-
-
-def describe(run: dict) -> str:
-    """Return a run's name."""
-    return f"{run['framework']} {run['model']}, {run['hosts']} hosts, {run['rate']}, {run['method']}"
+    environment |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
+    environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+    command = lab.horovodrun([sys.executable, str(WORKER), *options])
+    limit = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **limit) as process:
+        timer = threading.Timer(LIMIT_SECONDS * len(methods), os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        output = []
+        try:
+            for line in map(own_line, process.stdout):
+                output.append(line)
+                if line.startswith("{"):
+                    yield json.loads(line)
+        finally:
+            timer.cancel()
+    if process.returncode != 0:
+        raise RuntimeError(f"{point} failed, or took longer than it may:\n" + "\n".join(output[-80:]))
 
 
 def main() -> None:
@@ -71,28 +77,28 @@ def main() -> None:
     enter_switch()
     path = args.out / "network.json"
     results = json.loads(path.read_text()) if path.exists() else []
-    keys = ("framework", "model", "hosts", "rate", "method")
-    known = {tuple(one[key] for key in keys) for one in results}
-    asked = []
-    for count, model, rate, method in itertools.product(args.hosts, args.models, args.rates, args.methods):
-        if args.framework != "pytorch" and METHODS[method].package == "ddp":
-            continue
-        asked.append(dict(zip(keys, (args.framework, model, count, rate, method), strict=True)))
-    wanted = [run for run in asked if args.again or tuple(run.values()) not in known]
-    for count, runs in itertools.groupby(wanted, key=lambda run: run["hosts"]):
+    known = {tuple(one[key] for key in KEYS) for one in results}
+    points = list(itertools.product([args.framework], args.models, args.hosts, args.rates))
+    asked = [(*point, method) for point in points for method in args.methods if is_there(method, args.framework)]
+    wanted = [run for run in asked if args.again or run not in known]
+    for count, runs in itertools.groupby(sorted(wanted, key=lambda run: run[2]), key=lambda run: run[2]):
         with hosts(count) as lab:
-            for rate, own in itertools.groupby(runs, key=lambda run: run["rate"]):
-                lab.shape(None if rate == UNLIMITED else rate)
-                for run in own:
-                    start = time.monotonic()
-                    figures = measure(lab, run, args)
-                    results = [one for one in results if any(one[key] != run[key] for key in keys)]
-                    results.append({**run, **figures})
+            for (*point, _), own in itertools.groupby(runs, key=lambda run: (*run[:4], METHODS[run[4]].package == "ddp")):
+                named = dict(zip(KEYS, point, strict=False))
+                lab.shape(None if named["rate"] == UNLIMITED else named["rate"])
+                for figures in measure(lab, named, [run[4] for run in own], args):
+                    run = (*point, figures["method"])
+                    results = [one for one in results if tuple(one[key] for key in KEYS) != run]
+                    results.append({**named, **figures})
                     path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
-                    print(f"{describe(run)}: {figures['samples_per_second']:.2f} samples/s", end="")
-                    print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
-    chosen = [one for one in results if {key: one[key] for key in keys} in asked]
+                    print(f"{', '.join(map(str, run))}: {figures['samples_per_second']:.2f} samples/s", flush=True)
+    chosen = [one for one in results if tuple(one[key] for key in KEYS) in asked]
     print(json.dumps({"results": write(results, chosen, args.out)}))
+
+
+def is_there(method: str, framework: str) -> bool:
+    """Return whether a framework has a method."""
+    return framework == "pytorch" or METHODS[method].package != "ddp"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ class Job:
 
     def __init__(self, model: str, method: Method, batch_size: int):
         hvd.init()
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(1)
+        if tf.config.threading.get_intra_op_parallelism_threads() != 1:  # to be said before the first operation
+            tf.config.threading.set_intra_op_parallelism_threads(1)
+            tf.config.threading.set_inter_op_parallelism_threads(1)
         spec = MODELS[model]
         if not isinstance(spec, Layers):
             raise SystemExit(f"{model} is timed with --framework pytorch")
