@@ -17,8 +17,8 @@ class Job:
     """A model, its optimizer, and batches."""
 
     def __init__(self, model: str, method: Method, batch_size: int):
-        self.rank = int(os.environ["HOROVOD_RANK"])
-        self.world_size = int(os.environ["HOROVOD_SIZE"])
+        self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        self.world_size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
         if not dist.is_initialized():
             dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)  # at MASTER_ADDR
         torch.set_num_threads(1)

@@ -3,6 +3,9 @@
 The calling process moves into a namespace of its own, the switch; every host is a further one, which lives as long as
 the process that holds it, and that as long as a pipe from here is open. So nothing of the machine's own network is
 touched, and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
+
+Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on hosts of their own costs nobody
+anything; here it would take half of what others compute with. So that ranks which wait sleep, `sched_yield` is replaced.
 """
 
 import contextlib
@@ -18,6 +21,9 @@ from pathlib import Path
 INSIDE = "HVD_SPARSE_SWITCH"  # set in the process that is in the switch's namespace
 NETWORK = "10.99.0"
 WAYS_IN = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
+SLEEP = """#include <time.h>
+int sched_yield(void) { struct timespec wait = {0, 50000}; return nanosleep(&wait, 0); }
+"""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -25,9 +31,9 @@ def enter_switch() -> None:
     """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
     if os.environ.get(INSIDE):
         return
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "cc") if shutil.which(tool) is None]
     if missing:
-        sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux and iproute2.")
+        sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux, iproute2 and a C compiler.")
     reasons = []
     for way in WAYS_IN:
         tried = subprocess.run([*way, "true"], capture_output=True, text=True)
@@ -60,20 +66,19 @@ class Hosts:
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on a host."""
-        return ["nsenter", f"--target={self.holders[host].pid}", "--net", "--uts", *command]
+        return ["nsenter", f"--target={self.holders[host].pid}", "--net", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
-        """Return the command line that runs a command once on each host, from host 0, by Open MPI.
+        """Return the command line that runs a command once on each host, from host 0.
 
-        Whoever waits in MPI asks all the time, which takes the cores that hosts share here: time jobs by `horovodrun`.
         environment: names of variables that ranks inherit.
         """
         network = f"{NETWORK}.0/24"
         options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
         options += ["--bind-to", "none"]  # each host would bind its rank to the same core
         for name, value in {
-            "plm_rsh_agent": str(self._ssh()),
-            "plm_rsh_no_tree_spawn": "1",  # host 0 alone knows the way
+            "plm_rsh_agent": str(self._agent()),
+            "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
             "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
             "mpi_yield_when_idle": "1",
             "btl": "tcp,self",
@@ -83,18 +88,7 @@ class Hosts:
             options += ["-mca", name, value]
         for name in environment:
             options += ["-x", name]
-        return self.inside(0, ["env", f"TMPDIR={self._own_folder(0)}", "mpirun", *options, *command])
-
-    def horovodrun(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs a command once on each host, from host 0, by Horovod over Gloo.
-
-        Whoever waits there sleeps, as on hosts with cores of their own. Lines of output come with the rank before them:
-        `own_line` takes that off.
-        """
-        path = f"PATH={self._ssh().parent}:{os.environ['PATH']}"
-        options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
-        options += ["--gloo", "--network-interfaces", "eth0", "--disable-cache"]
-        return self.inside(0, ["env", path, "horovodrun", *options, *command])
+        return self.inside(0, ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}", "mpirun", *options, *command])
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""
@@ -113,18 +107,22 @@ class Hosts:
                     limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
                     _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
 
-    def _ssh(self) -> Path:
-        """Return the program that takes the place of ssh: [OPTION VALUE]... ADDRESS [OPTION VALUE]... COMMAND..."""
-        path = Path(self._folder.name) / "bin" / "ssh"
+    def _sleep(self) -> Path:
+        """Return the library whose sched_yield sleeps for 50 us."""
+        path = Path(self._folder.name) / "sleep.so"
         if not path.exists():
-            skip = "while case $1 in -*) true ;; *) false ;; esac; do shift 2; done"
+            _run(["cc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-"], SLEEP)
+        return path
+
+    def _agent(self) -> Path:
+        """Return the program that takes the place of ssh: ADDRESS COMMAND..."""
+        path = Path(self._folder.name) / "agent"
+        if not path.exists():
             cases = [
-                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net --uts sh -c "$*" ;;'
+                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
                 for host, (address, holder) in enumerate(zip(self.addresses, self.holders, strict=True))
             ]
-            lines = ["#!/bin/sh", skip, "host=$1", "shift", skip, "case $host in", *cases, "esac", "exit 1", ""]
-            path.parent.mkdir()
-            path.write_text("\n".join(lines))
+            path.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
             path.chmod(0o755)
         return path
 
@@ -134,17 +132,15 @@ class Hosts:
         _run(["ip", "link", "add", "switch", "type", "bridge"])
         _run(["ip", "link", "set", "switch", "up"])
         for host, address in enumerate(self.addresses):
-            named = ["sh", "-c", f"hostname {address} && exec cat"]  # by its name, Gloo tells whether a peer is far away
-            own = ["unshare", "--net", "--uts", *named]
-            holder = subprocess.Popen(own, stdin=subprocess.PIPE, start_new_session=True)
+            holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
             self.holders.append(holder)
             _await_namespace(holder.pid)
             port = f"host{host}"
             peer = ["peer", "name", "eth0", "netns", str(holder.pid)]
             _run(["ip", "link", "add", port, "type", "veth", *peer])
             _run(["ip", "link", "set", port, "master", "switch", "up"])
-            for setting in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
-                _run(self.inside(host, ["ip", *setting]))
+            for own in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                _run(self.inside(host, ["ip", *own]))
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
 
     def stop(self) -> None:
@@ -167,13 +163,8 @@ def hosts(count: int) -> Iterator[Hosts]:
         made.stop()
 
 
-def own_line(line: str) -> str:
-    """Return a line of a rank's output without what horovodrun writes before it."""
-    return line.partition("<stdout>:")[2].strip() if "<stdout>:" in line else line.strip()
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: Sequence[str], given: str = "") -> None:
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 

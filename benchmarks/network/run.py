@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from hosts import Hosts, enter_switch, hosts, own_line
+from hosts import Hosts, enter_switch, hosts
 from methods import FRAMEWORKS, METHODS, MODELS
 from report import write
 
@@ -54,14 +54,14 @@ def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespac
     environment = {**os.environ, "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
-    command = lab.horovodrun([sys.executable, str(WORKER), *options])
+    command = lab.mpirun([sys.executable, str(WORKER), *options])
     limit = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **limit) as process:
         timer = threading.Timer(LIMIT_SECONDS * len(methods), os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         output = []
         try:
-            for line in map(own_line, process.stdout):
+            for line in map(str.strip, process.stdout):
                 output.append(line)
                 if line.startswith("{"):
                     yield json.loads(line)
