@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.util
 import time
+from types import ModuleType
 
 import numpy as np
 
@@ -113,18 +114,29 @@ def own_work(n: int, density: float) -> tuple[float, float]:
     return scale * float(np.median(compress[1:])), scale * float(np.median(decode[1:]))
 
 
-def measure_network(framework: str | None) -> tuple[Network, int, int]:
+def measure_job(framework: str | None) -> tuple[Network, int, int]:
     """Return the network of the running job, its number of ranks, and this one's; on all ranks the same network."""
     found = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
     if framework is None and not found:
         raise SystemExit("hvd_sparse.plan: neither PyTorch nor TensorFlow is installed")
     framework = framework or found[0]
     hvd = importlib.import_module(f"horovod.{framework}")
-    tensors = importlib.import_module(framework)
     hvd.init()
-    world_size = hvd.size()
+    world_size, rank = hvd.size(), hvd.rank()
     if world_size == 1:
         raise SystemExit("hvd_sparse.plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
+    network = measure_network(hvd, importlib.import_module(framework))
+    hvd.shutdown()
+    return network, world_size, rank
+
+
+def measure_network(hvd: ModuleType, tensors: ModuleType) -> Network:
+    """Return the network between the ranks of an initialized Horovod of several, as ring all-reduces find it.
+
+    Args:
+        hvd: horovod.torch or horovod.tensorflow.
+        tensors: torch or tensorflow.
+    """
     seconds = []
     for elements in (SMALL, LARGE):
         tensor, times = tensors.ones([elements]), []
@@ -133,10 +145,7 @@ def measure_network(framework: str | None) -> tuple[Network, int, int]:
             hvd.allreduce(tensor, name=f"hvd_sparse.plan.{elements}.{number}")
             times.append(time.perf_counter() - start)
         seconds.append(float(np.median(times[1:])))
-    seconds = hvd.broadcast_object(seconds, root_rank=0, name="hvd_sparse.plan")
-    rank = hvd.rank()
-    hvd.shutdown()
-    return network_from(*seconds, world_size), world_size, rank
+    return network_from(*hvd.broadcast_object(seconds, root_rank=0, name="hvd_sparse.plan"), hvd.size())
 
 
 def network_from(small: float, large: float, world_size: int) -> Network:
@@ -197,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     rank = 0
     if args.measure:
-        network, world_size, rank = measure_network(args.framework)
+        network, world_size, rank = measure_job(args.framework)
     else:
         network, world_size = Network(args.bandwidth, 1e-6 * args.latency_us), args.ranks
     if rank == 0:

@@ -9,6 +9,8 @@ from models import batches, build, train_alone
 
 from hvd_sparse.torch import Compression
 
+tensors = torch  # what worker.py measures the links with
+
 
 class Job:
     """A model, its optimizer, and batches."""

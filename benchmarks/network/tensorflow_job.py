@@ -12,6 +12,8 @@ from methods import MODELS, Layers, Method
 
 from hvd_sparse.tensorflow import Compression
 
+tensors = tf  # what worker.py measures the links with
+
 
 class Job:
     """A model, its optimizer, and batches."""

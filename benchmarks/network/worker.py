@@ -12,6 +12,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from methods import FRAMEWORKS, METHODS, MODELS
 
+from hvd_sparse import plan
+
 TRIED = 2  # steps that tell how many to time; where that is no more, these are the timed ones
 
 
@@ -24,7 +26,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
-    job = None
+    job = link = None
     for method in args.methods:
         package = METHODS[method].package
         module = importlib.import_module("ddp" if package == "ddp" else FRAMEWORKS[args.framework])
@@ -32,8 +34,11 @@ def main() -> None:
         gc.collect()
         job = module.Job(args.model, METHODS[method], args.batch_size)
         figures = measure(job, args)
+        if link is None and package != "ddp":
+            link = plan.measure_network(module.hvd, module.tensors)
+            link = {"bandwidth": link.bandwidth, "latency": link.latency}
         if job.rank == 0:
-            print(json.dumps({"method": method, **figures}), flush=True)
+            print(json.dumps({"method": method, **figures, "link": link}), flush=True)
     job.close()
 
 
