@@ -52,13 +52,14 @@ class Network:
         """Return the seconds of an all-gather of so many bytes from each rank."""
         return self.seconds(math.ceil(math.log2(world_size)), size * (world_size - 1))
 
-    def merging_all_reduce(self, size: float, dense: float, world_size: int) -> float:
-        """Return the seconds of an all-reduce whose messages double in size at each of its log2 N steps.
+    def merging_all_reduce(self, size: float, dense: float, world_size: int, growth: float = 2.0) -> float:
+        """Return the seconds of an all-reduce of log2 N steps, whose messages grow by a factor at each.
 
-        As Deep Gradient Compression assumes of sparse gradients in the worst case; no message exceeds the dense one.
+        As Deep Gradient Compression assumes of sparse gradients: in the worst case their density doubles, where no two
+        ranks have chosen an element in common. No message exceeds the dense one.
         """
         steps = range(math.ceil(math.log2(world_size)))
-        return sum(self.seconds(1, min(size * 2**step, dense)) for step in steps)
+        return sum(self.seconds(1, min(size * growth**step, dense)) for step in steps)
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,17 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
     return seconds
 
 
-def merged(density: float, coding: str = "run_length", values: str = "float32") -> Exchange:
-    """Return the exchange that Deep Gradient Compression assumes: density doubles at each step of an all-reduce."""
+def merged(
+    density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0
+) -> Exchange:
+    """Return the exchange that Deep Gradient Compression assumes: density doubles at each step of an all-reduce.
+
+    Or it grows by another factor, as measured: the ranks' choices overlap.
+    """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         size = payload_bytes(profile.numels, density, coding, values)
-        return network.merging_all_reduce(size, FLOAT32 * profile.parameters, world_size)
+        return network.merging_all_reduce(size, FLOAT32 * profile.parameters, world_size, growth)
 
     return seconds
 

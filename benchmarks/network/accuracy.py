@@ -10,15 +10,13 @@ object.
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from curves import Curve, follow
 from hosts import Hosts, enter_switch, hosts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -64,26 +62,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(lab: Hosts, run: dict) -> list[tuple[float, float]]:
-    """Return the seconds since the first step, and the metric, of each line of a run's table."""
+def train(lab: Hosts, run: dict) -> Curve:
+    """Return the curve of a run."""
     example = EXAMPLES[run["example"]]
     options = [*example.options, *METHODS[run["method"]], "--seed", str(run["seed"]), "--plot", ""]
     command = lab.mpirun([sys.executable, str(ROOT / "examples" / example.script), *options])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        place, curve, result = None, [], None
-        for line in process.stdout:
-            cells = line.split()
-            if line.startswith("{"):
-                result = json.loads(line)
-            elif example.metric in cells:
-                place = cells.index(example.metric)
-            elif place is not None and len(cells) > place and cells[0].isdigit():
-                curve.append((time.monotonic(), float(cells[place])))
-    if process.returncode != 0 or result is None:
-        raise RuntimeError(f"{describe(run)} failed; its output is above")
-    start = curve[-1][0] - result["seconds"]  # its own clock starts after the imports
-    return [(moment - start, metric) for moment, metric in curve]
+    return follow(command, example.metric)
 
 
 def describe(run: dict) -> str:
@@ -91,7 +75,7 @@ def describe(run: dict) -> str:
     return f"{run['example']}, {run['rate']}, {run['method']}, seed {run['seed']}"
 
 
-def seconds_until(curve: list[tuple[float, float]], goal: float, is_better: str) -> float | None:
+def seconds_until(curve: Curve, goal: float, is_better: str) -> float | None:
     """Return when a metric first was as good as a goal; None if it never was."""
     sign = 1 if is_better == "higher" else -1
     return next((seconds for seconds, metric in curve if sign * metric >= sign * goal), None)

@@ -4,8 +4,8 @@ The calling process moves into a namespace of its own, the switch; every host is
 the process that holds it, and that as long as a pipe from here is open. So nothing of the machine's own network is
 touched, and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
 
-Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on hosts of their own costs nobody
-anything; here it would take half of what others compute with. So that ranks which wait sleep, `sched_yield` is replaced.
+Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on separate machines costs nobody
+anything; here it would take half of what others compute with. So `sched_yield` is replaced: ranks that wait sleep.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ class Hosts:
             options += ["-mca", name, value]
         for name in environment:
             options += ["-x", name]
-        return self.inside(0, ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}", "mpirun", *options, *command])
+        own = ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}"]
+        return self.inside(0, [*own, "mpirun", *options, *command])
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""

@@ -83,7 +83,7 @@ def main() -> None:
     wanted = [run for run in asked if args.again or run not in known]
     for count, runs in itertools.groupby(sorted(wanted, key=lambda run: run[2]), key=lambda run: run[2]):
         with hosts(count) as lab:
-            for (*point, _), own in itertools.groupby(runs, key=lambda run: (*run[:4], METHODS[run[4]].package == "ddp")):
+            for (*point, _), own in itertools.groupby(runs, key=job_of):
                 named = dict(zip(KEYS, point, strict=False))
                 lab.shape(None if named["rate"] == UNLIMITED else named["rate"])
                 for figures in measure(lab, named, [run[4] for run in own], args):
@@ -94,6 +94,11 @@ def main() -> None:
                     print(f"{', '.join(map(str, run))}: {figures['samples_per_second']:.2f} samples/s", flush=True)
     chosen = [one for one in results if tuple(one[key] for key in KEYS) in asked]
     print(json.dumps({"results": write(results, chosen, args.out)}))
+
+
+def job_of(run: tuple) -> tuple:
+    """Return what runs share that are timed in one job: Horovod's ranks, or those of DDP."""
+    return (*run[:4], METHODS[run[4]].package == "ddp")
 
 
 def is_there(method: str, framework: str) -> bool:

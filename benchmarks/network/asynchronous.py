@@ -1,0 +1,157 @@
+"""DGS's Figures 5 and 6 on slow networks: loss against time, and speed-up against the number of workers.
+
+    python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
+
+Figure 5: an LSTM of characters on 8 workers and one server, each on a host of its own, links of 1 Gbit/s; what workers
+pull is sparse, too, at density 0.01. Figure 6: a gradient of 5 M parameters takes 50 ms, slept, as hosts share the cores
+of this machine; over one worker that exchanges nothing. Writes results/network_asynchronous.json, .md and .png; runs
+that are there already are kept. Last line: one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from curves import follow
+from hosts import Hosts, enter_switch, hosts
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+WORKER = Path(__file__).resolve().parent / "push_worker.py"
+METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
+NUMEL, STEP_SECONDS = 5_000_000, 0.05  # of Figure 6
+STEPS = 300  # of Figure 5, of a worker
+TASK = ["--task", "char_lstm", "--hidden", "512", "--sequence-length", "16", "--batch-size", "4"]
+LOSS_WORKERS = 8
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", nargs="+", choices=("5", "6"), default=["5", "6"], help="(default: both)")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of Figure 6 (default: %(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: %(default)s)")
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2], help="of Figure 6 (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of Figure 5 (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a run of Figure 6 (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def loss_against_time(lab: Hosts, method: str, steps: int) -> dict:
+    """Return the curve of a run of Figure 5."""
+    options = [*TASK, "--method", method, "--steps", str(steps), "--evaluations", "15"]
+    if method != "asgd":
+        options += ["--pull-density", "0.01"]
+    script = ROOT / "examples" / "pytorch_dgs.py"
+    return {"curve": follow(lab.mpirun([sys.executable, str(script), *options]), "loss")}
+
+
+def speed(lab: Hosts, run: dict, seconds: float) -> dict:
+    """Return the speed-up of a run of Figure 6."""
+    options = ["--method", run["method"], "--servers", str(run["servers"]), "--numel", str(NUMEL)]
+    options += ["--step-seconds", str(STEP_SECONDS), "--seconds", str(seconds)]
+    command = lab.mpirun([sys.executable, str(WORKER), *options])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120 + 20 * seconds)
+    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"speedup": STEP_SECONDS * figures["pushes_per_second"]}
+
+
+def asked_for(args: argparse.Namespace) -> list[dict]:
+    """Return the runs, those on as many hosts one after the other."""
+    runs = []
+    if "5" in args.figures:
+        same = {"figure": 5, "rate": "1gbit", "workers": LOSS_WORKERS, "servers": 1}
+        runs += [{**same, "method": method} for method in args.methods]
+    if "6" in args.figures:
+        for workers, servers, rate, method in itertools.product(args.workers, args.servers, args.rates, args.methods):
+            runs.append({"figure": 6, "rate": rate, "workers": workers, "servers": servers, "method": method})
+    return sorted(runs, key=lambda run: run["workers"] + run["servers"])
+
+
+def write(results: list[dict], folder: Path) -> None:
+    """Write the tables and the plot."""
+    lines = ["# Asynchronous training on slow networks", ""]
+    lines += [f"## Figure 5: loss against time, {LOSS_WORKERS} workers, 1 server, 1 Gbit/s", ""]
+    lines += ["| method | seconds | over ASGD | loss at the end |", "|---|---:|---:|---:|"]
+    curves = {one["method"]: one["curve"] for one in results if one["figure"] == 5}
+    for method, curve in curves.items():
+        over = f"{curves['asgd'][-1][0] / curve[-1][0]:.1f}" if "asgd" in curves else ""
+        lines.append(f"| {method} | {curve[-1][0]:.0f} | {over} | {curve[-1][1]:.3f} |")
+    lines += ["", f"## Figure 6: speed-up, {NUMEL:,} parameters, {1e3 * STEP_SECONDS:.0f} ms a gradient", ""]
+    speeds = [one for one in results if one["figure"] == 6]
+    counts = sorted({one["workers"] for one in speeds})
+    lines += ["| rate | servers | method | " + " | ".join(f"{count} workers" for count in counts) + " |"]
+    lines += ["|---|---:|---|" + "---:|" * len(counts)]
+    for rate, servers, method in lines_of(speeds):
+        found = {one["workers"]: one["speedup"] for one in speeds if key_of(one) == (rate, servers, method)}
+        cells = [f"{found[count]:.1f}" if count in found else "" for count in counts]
+        lines.append(f"| {rate} | {servers} | {method} | " + " | ".join(cells) + " |")
+    (folder / "network_asynchronous.md").write_text("\n".join([*lines, ""]))
+    plot(curves, speeds, folder / "network_asynchronous.png")
+
+
+def key_of(run: dict) -> tuple:
+    """Return which line of Figure 6 a run belongs to."""
+    return run["rate"], run["servers"], run["method"]
+
+
+def lines_of(speeds: list[dict]) -> list[tuple]:
+    """Return the lines of Figure 6 in order."""
+    return sorted({key_of(one) for one in speeds}, key=lambda key: (key[0], key[1], METHODS.index(key[2])))
+
+
+def plot(curves: dict, speeds: list[dict], path: Path) -> None:
+    """Draw Figure 5, and Figure 6 in a panel for each rate and number of servers."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((rate, servers) for rate, servers, _ in lines_of(speeds)))
+    figure = Figure(figsize=(4 * (1 + len(panels)), 3.4), layout="constrained")
+    first, *others = figure.subplots(1, 1 + len(panels), squeeze=False).flat
+    for method, curve in curves.items():
+        first.plot(*zip(*curve, strict=True), label=method, color=f"C{METHODS.index(method)}")
+    first.set(title=f"loss, {LOSS_WORKERS} workers, 1gbit", xlabel="seconds", ylabel="held-out loss", xscale="log")
+    for axis, (rate, servers) in zip(others, panels, strict=True):
+        for method in METHODS:
+            own = sorted((one["workers"], one["speedup"]) for one in speeds if key_of(one) == (rate, servers, method))
+            if own:
+                axis.plot(*zip(*own, strict=True), label=method, color=f"C{METHODS.index(method)}", marker="o")
+        axis.axline((0, 0), slope=1, color="black", linestyle=":", linewidth=1)
+        axis.set(title=f"speed-up, {servers} server{'s'[: servers > 1]}, {rate}", xlabel="workers")
+    for axis in (first, *others):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run what is missing; write the report."""
+    args = parse_arguments()
+    enter_switch()
+    path = args.out / "network_asynchronous.json"
+    results = json.loads(path.read_text()) if path.exists() else []
+    known = [{key: one[key] for key in ("figure", "rate", "workers", "servers", "method")} for one in results]
+    wanted = [run for run in asked_for(args) if run not in known]
+    for count, runs in itertools.groupby(wanted, key=lambda run: run["workers"] + run["servers"]):
+        with hosts(count) as lab:
+            for run in runs:
+                lab.shape(run["rate"])
+                is_loss = run["figure"] == 5
+                found = loss_against_time(lab, run["method"], args.steps) if is_loss else speed(lab, run, args.seconds)
+                results.append({**run, **found})
+                path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+                told = "seconds, loss: {:.0f}, {:.3f}".format(*found["curve"][-1]) if is_loss else f"{found}"
+                print(f"{run}: {told}", flush=True)
+    write(results, args.out)
+    ends = {one["method"]: one["curve"][-1] for one in results if one["figure"] == 5}
+    speeds = [one for one in results if one["figure"] == 6]
+    print(json.dumps({"benchmark": "network_asynchronous", "loss_at_seconds": ends, "speedups": speeds}))
+
+
+if __name__ == "__main__":
+    main()

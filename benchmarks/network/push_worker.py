@@ -1,0 +1,54 @@
+"""One rank of a timed run of an asynchronous method: `asynchronous.py` starts it on every host.
+
+A gradient takes a given time, slept, so that the cores which hosts share do not matter. Rank 0 prints one JSON line.
+"""
+
+import argparse
+import json
+import time
+
+import numpy as np
+import torch
+
+from hvd_sparse.torch.asynchronous import METHODS, connect
+
+
+def main() -> None:
+    """Push and pull for so many seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = {"density": 0.01, "pull_density": 0.01} if args.method != "asgd" else {}
+    parameters = {f"layer{part}": torch.nn.Parameter(torch.zeros(args.numel // 8)) for part in range(8)}
+    session = connect(parameters.items(), METHODS[args.method](**settings), servers=args.servers)
+    if not session.is_worker:
+        session.serve()
+        return
+    optimizer = session.optimizer(lr=1e-3)
+    random = np.random.default_rng(session.rank)
+    gradients = [torch.from_numpy(random.standard_normal(args.numel // 8, np.float32)) for _ in parameters]
+
+    def step():
+        end = time.perf_counter() + args.step_seconds
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        optimizer.step()
+
+    step()  # all are there
+    before, start = session.stats()["all"]["pushes"], time.perf_counter()
+    while time.perf_counter() < start + args.seconds:
+        step()
+    pushes = session.stats()["all"]["pushes"] - before
+    if session.rank == 0:
+        print(json.dumps({"pushes_per_second": pushes / (time.perf_counter() - start)}), flush=True)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()
