@@ -3,9 +3,9 @@
     python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
 
 Figure 5: an LSTM of characters on 8 workers and one server, each on a host of its own, links of 1 Gbit/s; what workers
-pull is sparse, too, at density 0.01. Figure 6: a gradient of 5 M parameters takes 50 ms, slept, as hosts share the cores
-of this machine; over one worker that exchanges nothing. Writes results/network_asynchronous.json, .md and .png; runs
-that are there already are kept. Last line: one JSON object.
+pull is sparse, too, at density 0.01. Figure 6: a gradient of 5 M parameters takes 50 ms, slept, as hosts share the
+cores of this machine; over one worker that exchanges nothing. Writes results/network_asynchronous.json, .md and .png;
+runs that are there already are kept. Last line: one JSON object.
 """
 
 import argparse

@@ -42,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="to measure for (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all methods, to take medians (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -50,14 +51,14 @@ def parse_arguments() -> argparse.Namespace:
 def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespace) -> Iterator[dict]:
     """Give the figures of each method, as they come; in one job, as its start takes longer than it trains."""
     options = ["--framework", point["framework"], "--model", point["model"], "--methods", *methods]
-    options += ["--seconds", str(args.seconds), "--batch-size", str(args.batch_size)]
+    options += ["--seconds", str(args.seconds), "--batch-size", str(args.batch_size), "--rounds", str(args.rounds)]
     environment = {**os.environ, "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     command = lab.mpirun([sys.executable, str(WORKER), *options])
     limit = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **limit) as process:
-        timer = threading.Timer(LIMIT_SECONDS * len(methods), os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(LIMIT_SECONDS * args.rounds * len(methods), os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         output = []
         try:
@@ -86,14 +87,21 @@ def main() -> None:
             for (*point, _), own in itertools.groupby(runs, key=job_of):
                 named = dict(zip(KEYS, point, strict=False))
                 lab.shape(None if named["rate"] == UNLIMITED else named["rate"])
+                rounds: dict[str, list[dict]] = {}
                 for figures in measure(lab, named, [run[4] for run in own], args):
+                    rounds.setdefault(figures["method"], []).append(figures)
                     run = (*point, figures["method"])
                     results = [one for one in results if tuple(one[key] for key in KEYS) != run]
-                    results.append({**named, **figures})
+                    results.append({**named, **middle(rounds[figures["method"]])})
                     path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
                     print(f"{', '.join(map(str, run))}: {figures['samples_per_second']:.2f} samples/s", flush=True)
     chosen = [one for one in results if tuple(one[key] for key in KEYS) in asked]
     print(json.dumps({"results": write(results, chosen, args.out)}))
+
+
+def middle(rounds: list[dict]) -> dict:
+    """Return the round whose step took neither the longest nor the shortest, and how many there were."""
+    return {**sorted(rounds, key=lambda one: one["step_ms"])[len(rounds) // 2], "rounds": len(rounds)}
 
 
 def job_of(run: tuple) -> tuple:

@@ -25,9 +25,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, required=True, help="of DDP all, or none")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     job = link = None
-    for method in args.methods:
+    for method in args.methods * args.rounds:
         package = METHODS[method].package
         module = importlib.import_module("ddp" if package == "ddp" else FRAMEWORKS[args.framework])
         del job
