@@ -10,7 +10,7 @@ from models import numels
 from hvd_sparse import performance_model as model
 
 UNLIMITED = "none"
-TCP = 0.95  # of the nominal rate: what headers leave
+TCP = 0.95  # of the nominal rate: what headers leave to DDP
 OVERLAP = 0.5  # of a rank's own work: from the first gradient of a backward to the last
 
 
@@ -42,17 +42,23 @@ def predicted(run: dict, results: list[dict]) -> float | None:
     free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
     if run["rate"] == UNLIMITED or not free or run["framework"] != "pytorch":
         return None
-    network = model.Network(TCP * bits_per_second(run["rate"]))
-    return 1e3 * one_method(METHODS[run["method"]], free[0]).step(network, run["hosts"])
+    return 1e3 * one_method(METHODS[run["method"]], free[0]).step(link_of(run), run["hosts"])
+
+
+def link_of(run: dict) -> model.Network:
+    """Return the links of a run: as all-reduces of the same job found them; for DDP, what they should give."""
+    if METHODS[run["method"]].package == "ddp":
+        return model.Network(TCP * bits_per_second(run["rate"]))
+    return model.Network(**run["link"])
 
 
 def one_method(method: Method, profiled: dict) -> model.Method:
     """Return a method with the profile that a run without a limit has measured."""
     compute, compress, decompress = (1e-3 * profiled[f"{part}_ms"] for part in ("compute", "compress", "decompress"))
     wait = max(0.0, 1e-3 * profiled["step_ms"] - compute - compress - decompress)
-    profile = model.Profile(
-        numels(profiled["model"]), compute, OVERLAP * compute, compress, decompress / profiled["hosts"], wait
-    )
+    overlap = 0.0 if method.name == "micro" else OVERLAP * compute  # which selects in the whole model, after backward
+    decode = decompress / profiled["hosts"]
+    profile = model.Profile(numels(profiled["model"]), compute, overlap, compress, decode, wait)
     return model.Method(method.label, exchange_of(method, profiled["bytes_per_step"]), profile)
 
 
