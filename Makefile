@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -128,6 +128,13 @@ results-boundaries: setup  ## train a click model with sparse activations over s
 
 results-hybrid: setup  ## train it in stages and replicas on 4 and 6 ranks over seeds (half an hour)
 	@$(RUN) python benchmarks/hybrid.py
+
+results-network: setup  ## train on slow networks: the whole grid, time to accuracy, asynchronous methods (hours)
+	@$(RUN) python benchmarks/network/run.py --hosts 2 4 8 --rates 100mbit 1gbit 10gbit none --models mlp10 mlp38 lstm resnet50
+	@$(RUN) python benchmarks/network/run.py --framework tensorflow --rates 100mbit 1gbit 10gbit none --models mlp10 mlp38
+	@$(RUN) python benchmarks/network/accuracy.py
+	@$(RUN) python benchmarks/network/asynchronous.py
+	@$(RUN) python benchmarks/network/dgc_figure_6.py
 
 clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
 	rm -rf $(VENV) .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ def enter_switch() -> None:
     """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
     if os.environ.get(INSIDE):
         return
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "cc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "tc", "cc") if shutil.which(tool) is None]
     if missing:
         sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux, iproute2 and a C compiler.")
     reasons = []
@@ -89,7 +89,8 @@ class Hosts:
         for name in environment:
             options += ["-x", name]
         own = ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}"]
-        return self.inside(0, [*own, "mpirun", *options, *command])
+        bound = ["setpriv", "--pdeathsig", "TERM"]  # ends when the calling process does
+        return [*bound, *self.inside(0, [*own, "mpirun", *options, *command])]
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""

@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -56,9 +55,9 @@ def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespac
     environment |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     command = lab.mpirun([sys.executable, str(WORKER), *options])
-    limit = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, **limit) as process:
-        timer = threading.Timer(LIMIT_SECONDS * args.rounds * len(methods), os.killpg, (process.pid, signal.SIGKILL))
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **both) as process:
+        timer = threading.Timer(LIMIT_SECONDS * args.rounds * len(methods), process.terminate)
         timer.start()
         output = []
         try:

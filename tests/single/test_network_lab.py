@@ -44,6 +44,9 @@ with hosts(2) as lab:
         receiver = subprocess.Popen(lab.inside(1, [sys.executable, "-c", RECEIVE]), stdout=subprocess.PIPE, text=True)
         subprocess.run(lab.inside(0, [sys.executable, "-c", SEND]), check=True)
         print(receiver.communicate()[0].strip(), flush=True)
+    if {command!r}:
+        job = subprocess.Popen(lab.mpirun({command!r}), stdout=subprocess.PIPE, text=True)
+        print(*[job.stdout.readline().strip() for _ in lab.holders], flush=True)
     if {waits}:
         time.sleep(60)
 """
@@ -60,8 +63,8 @@ def namespaces():
     pytest.skip("this machine lets nobody make network namespaces: see benchmarks/README.md")
 
 
-def start(rates=(), size=4_000_000, waits=False):
-    program = PROGRAM.format(folder=str(FOLDER), rates=list(rates), size=size, waits=waits)
+def start(rates=(), size=4_000_000, waits=False, command=()):
+    program = PROGRAM.format(folder=str(FOLDER), rates=list(rates), size=size, waits=waits, command=list(command))
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -90,6 +93,26 @@ def test_nothing_is_left_behind_however_it_ends(how):
     job.send_signal(how)
     job.communicate(timeout=20)
     assert_gone(pids)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_job_ends_with_what_started_it(how):
+    job = start(waits=True, command=["sh", "-c", "echo $$; exec sleep 60"])
+    pids = [int(pid) for line in (job.stdout.readline(), job.stdout.readline()) for pid in line.split()]
+    assert len(pids) == 4, "two hosts, two ranks"
+    job.send_signal(how)
+    job.communicate(timeout=20)
+    assert_gone(pids)
+
+
+def test_ranks_that_wait_sleep():
+    """A thousand turns take 50 ms at least; of the sched_yield of the system, one."""
+    turns = "import os, time; t = time.perf_counter(); [os.sched_yield() for _ in range(1000)]; "
+    job = start(command=[sys.executable, "-c", turns + "print(time.perf_counter() - t, flush=True)"])
+    out, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    seconds = [float(cell) for cell in out.splitlines()[1].split()]
+    assert len(seconds) == 2 and min(seconds) > 0.05
 
 
 def test_a_rate_without_a_unit_is_refused():
