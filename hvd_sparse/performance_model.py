@@ -112,9 +112,7 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
     return seconds
 
 
-def merged(
-    density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0
-) -> Exchange:
+def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:
     """Return the exchange that Deep Gradient Compression assumes: density doubles at each step of an all-reduce.
 
     Or it grows by another factor, as measured: the ranks' choices overlap.

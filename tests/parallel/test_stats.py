@@ -46,7 +46,7 @@ def test_bytes_of_the_whole_model(dtype):
 def check(compressor, parameters, dense_bytes, gathered, reduced, density, steps=4):
     """The first step gathers its payloads. The others know what will come, and sum them in places of their own."""
     sent = [gathered + reduced] + [hvd.size() * gathered + reduced] * (steps - 1)
-    received = [(hvd.size() - 1) * gathered + reduced] + sent[1:]
+    received = [(hvd.size() - 1) * gathered + reduced, *sent[1:]]
     before = compressor.stats()
     assert (before["steps"], before["step"]["dense_bytes"], before["total"]["ratio"]) == (0, 0, 1.0)
     for t in range(steps):
