@@ -18,9 +18,7 @@ from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
-SMALL_BYTES = (
-    1 << 14
-)  # of all ranks' messages of a step: below, the wait for a collective is longer than the bytes take
+SMALL_BYTES = 1 << 14  # of all ranks' messages of a step: they take less time than the wait for one more collective
 STEP_BYTES = 8  # of a step number in the configuration check
 
 

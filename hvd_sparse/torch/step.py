@@ -120,7 +120,7 @@ class Step:
             self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
             sent = units.world_size * sum(bucket.size for bucket in self._plan)
             for bucket in self._plan:
-                bucket.is_small = self.codec.has_fixed_sizes and sent <= SMALL_BYTES
+                bucket.is_small = bucket.most_bytes is None and sent <= SMALL_BYTES
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.restart()

@@ -83,7 +83,7 @@ def test_a_step_that_was_given_up_keeps_its_buffers(method):
     for name in ("bias", "scale", "kernel"):  # the last to come would start an exchange, which all ranks must end
         parameters[name].grad = as_gradient(parameters[name], other[name])
         given_up.append(Caller(compression).compress(parameters[name].grad)[0])
-    compression._step._presence.wait()  # its name is then free
+    compression._step._presence.pending.wait()  # its name is then free
     before = [tensor.clone() for tensor in given_up]
     results = drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
     for tensor, then in zip(given_up, before, strict=True):

@@ -116,11 +116,6 @@ class Codec(abc.ABC):
         return False
 
     @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether a bucket's message takes `bucket.size` bytes, in every step and on every rank."""
-        return False
-
-    @property
     def thresholds(self) -> Mapping:
         """The thresholds that outlive a step, by name: state."""
         return {}

@@ -27,11 +27,6 @@ class FixedCount(Codec):
         """Whether the selection is one in all tensors."""
         return self.algorithm.layout == "model"
 
-    @property
-    def has_fixed_sizes(self) -> bool:
-        """All messages of a step are as large."""
-        return True
-
     def begin(self, now: Round) -> None:
         """Begin a step."""
         super().begin(now)
