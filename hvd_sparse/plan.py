@@ -151,8 +151,9 @@ def measure_network(hvd: ModuleType, tensors: ModuleType) -> Network:
 def network_from(small: float, large: float, world_size: int) -> Network:
     """Return the network on which ring all-reduces of SMALL and LARGE elements take so many seconds."""
     rounds = 2 * (world_size - 1)
-    size = FLOAT32 * (LARGE - SMALL) * rounds / world_size
-    return Network(8 * size / max(1e-9, large - small), max(0.0, small / rounds))
+    part = FLOAT32 / world_size  # bytes an element of a message
+    bandwidth = 8 * rounds * part * (LARGE - SMALL) / max(1e-9, large - small)
+    return Network(bandwidth, max(0.0, small / rounds - 8 * part * SMALL / bandwidth))
 
 
 def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:

@@ -1,8 +1,9 @@
-"""Hosts joined by a switch, each with a link of a given rate: network namespaces on one machine.
+"""Hosts joined by a switch, each with a link of a given rate: namespaces on one machine.
 
-The calling process moves into a namespace of its own, the switch; every host is a further one, which lives as long as
-the process that holds it, and that as long as a pipe from here is open. So nothing of the machine's own network is
-touched, and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
+The calling process moves into a network namespace of its own, the switch; every host is a further one, which lives as
+long as the process that holds it, and that as long as a pipe from here is open. Jobs run in a namespace of processes,
+which the kernel ends with the first of them, held in the same way. So nothing of the machine's own network is touched,
+and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
 
 Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on separate machines costs nobody
 anything; here it would take half of what others compute with. So `sched_yield` is replaced: ranks that wait sleep.
@@ -31,7 +32,7 @@ def enter_switch() -> None:
     """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
     if os.environ.get(INSIDE):
         return
-    missing = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "tc", "cc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "cc") if shutil.which(tool) is None]
     if missing:
         sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux, iproute2 and a C compiler.")
     reasons = []
@@ -61,12 +62,13 @@ class Hosts:
 
     def __init__(self, count: int):
         self.holders: list[subprocess.Popen] = []
+        self._jobs: subprocess.Popen | None = None
         self.addresses = [f"{NETWORK}.{host + 1}" for host in range(count)]
         self._folder = tempfile.TemporaryDirectory(prefix="hosts")
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on a host."""
-        return ["nsenter", f"--target={self.holders[host].pid}", "--net", *command]
+        return ["nsenter", f"--net=/proc/{self.holders[host].pid}/ns/net", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
         """Return the command line that runs a command once on each host, from host 0.
@@ -89,8 +91,8 @@ class Hosts:
         for name in environment:
             options += ["-x", name]
         own = ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}"]
-        bound = ["setpriv", "--pdeathsig", "TERM"]  # ends when the calling process does
-        return [*bound, *self.inside(0, [*own, "mpirun", *options, *command])]
+        among = ["nsenter", f"--pid=/proc/{self._jobs.pid}/ns/pid_for_children"]
+        return [*among, *self.inside(0, [*own, "mpirun", *options, *command])]
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""
@@ -121,8 +123,8 @@ class Hosts:
         path = Path(self._folder.name) / "agent"
         if not path.exists():
             cases = [
-                f'{address}) TMPDIR={self._own_folder(host)} exec nsenter --target={holder.pid} --net sh -c "$*" ;;'
-                for host, (address, holder) in enumerate(zip(self.addresses, self.holders, strict=True))
+                f'{address}) TMPDIR={self._own_folder(host)} exec {" ".join(self.inside(host, ["sh"]))} -c "$*" ;;'
+                for host, address in enumerate(self.addresses)
             ]
             path.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
             path.chmod(0o755)
@@ -130,26 +132,27 @@ class Hosts:
 
     def start(self) -> None:
         """Make the namespaces, and the links between them."""
+        self._jobs = _hold("pid")
         _run(["ip", "link", "set", "lo", "up"])
         _run(["ip", "link", "add", "switch", "type", "bridge"])
         _run(["ip", "link", "set", "switch", "up"])
         for host, address in enumerate(self.addresses):
-            holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
+            holder = _hold("net")
             self.holders.append(holder)
-            _await_namespace(holder.pid)
             port = f"host{host}"
             peer = ["peer", "name", "eth0", "netns", str(holder.pid)]
             _run(["ip", "link", "add", port, "type", "veth", *peer])
             _run(["ip", "link", "set", port, "master", "switch", "up"])
-            for own in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
-                _run(self.inside(host, ["ip", *own]))
+            for setting in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                _run(self.inside(host, ["ip", *setting]))
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
 
     def stop(self) -> None:
-        """Let the hosts go: their links go with them."""
-        for holder in self.holders:
-            holder.stdin.close()
-            holder.wait()
+        """End the jobs, and let the hosts go: their links go with them. May be called again."""
+        for holder in (self._jobs, *self.holders):
+            if holder is not None:
+                holder.stdin.close()
+                holder.wait()
         subprocess.run(["ip", "link", "del", "switch"], stderr=subprocess.DEVNULL)
         self._folder.cleanup()
 
@@ -171,10 +174,20 @@ def _run(command: Sequence[str], given: str = "") -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _await_namespace(pid: int, timeout: float = 10.0) -> None:
-    """Wait until a process is in a network namespace of its own."""
-    own, end = os.readlink("/proc/self/ns/net"), time.monotonic() + timeout
-    while os.readlink(f"/proc/{pid}/ns/net") == own:
+def _hold(kind: str, timeout: float = 10.0) -> subprocess.Popen:
+    """Return a process that holds a namespace, net or pid, until its input is closed."""
+    options = ["--pid", "--fork"] if kind == "pid" else ["--net"]
+    holder = subprocess.Popen(["unshare", *options, "cat"], stdin=subprocess.PIPE, start_new_session=True)
+    end = time.monotonic() + timeout
+    while not _is_own(holder.pid, "pid_for_children" if kind == "pid" else "net"):
         if time.monotonic() > end:
-            raise RuntimeError("a host's network namespace was not made in time")
+            raise RuntimeError("a host's namespaces were not made in time")
         time.sleep(0.005)
+    return holder
+
+
+def _is_own(pid: int, kind: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+    except FileNotFoundError:  # there is no process in it yet
+        return False

@@ -57,7 +57,7 @@ def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespac
     command = lab.mpirun([sys.executable, str(WORKER), *options])
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **both) as process:
-        timer = threading.Timer(LIMIT_SECONDS * args.rounds * len(methods), process.terminate)
+        timer = threading.Timer(LIMIT_SECONDS * args.rounds * len(methods), lab.stop)
         timer.start()
         output = []
         try:

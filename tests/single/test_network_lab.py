@@ -1,6 +1,7 @@
 """Hosts on links of a given rate: what arrives a second, and that nothing is left behind."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -68,6 +69,18 @@ def start(rates=(), size=4_000_000, waits=False, command=()):
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def pids_of(argument):
+    """Return the processes that have an argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
 def assert_gone(pids):
     end = time.monotonic() + 10
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
@@ -97,12 +110,14 @@ def test_nothing_is_left_behind_however_it_ends(how):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_job_ends_with_what_started_it(how):
-    job = start(waits=True, command=["sh", "-c", "echo $$; exec sleep 60"])
-    pids = [int(pid) for line in (job.stdout.readline(), job.stdout.readline()) for pid in line.split()]
-    assert len(pids) == 4, "two hosts, two ranks"
+    mark = str(60 + random.random())
+    job = start(waits=True, command=["sh", "-c", f"echo started; exec sleep {mark}"])
+    assert job.stdout.readline() and job.stdout.readline().split() == ["started"] * 2
+    ranks = pids_of(mark)
+    assert len(ranks) == 2
     job.send_signal(how)
     job.communicate(timeout=20)
-    assert_gone(pids)
+    assert_gone(ranks)
 
 
 def test_ranks_that_wait_sleep():
