@@ -65,6 +65,9 @@ def listen(exchange, read):
         name, payload if name.startswith("agree") else read(payload, heard), *most_bytes
     )
     exchange.allreduce = lambda name, tensor: allreduce(name, read(tensor, heard) if "values" in name else tensor)
+    if hasattr(exchange, "gather_small"):
+        gather_small = exchange.gather_small
+        exchange.gather_small = lambda name, payload: gather_small(name, read(payload, heard))
     return heard
 
 

@@ -12,7 +12,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "network"
 PROGRAM = """
-import json, subprocess, sys, time
+import json, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 sys.path.insert(0, {folder!r})
 from hosts import enter_switch, hosts
 
