@@ -109,18 +109,24 @@ def test_nothing_is_left_behind_however_it_ends(how):
     assert_gone(pids)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_job_ends_with_what_started_it(how):
     mark = str(60 + random.random())
     job = start(waits=True, command=["sh", "-c", f"echo started; exec sleep {mark}"])
-    assert job.stdout.readline() and job.stdout.readline().split() == ["started"] * 2
-    ranks = pids_of(mark)
-    assert len(ranks) == 2
+    holders, started = job.stdout.readline(), job.stdout.readline()
+    if started.split() != ["started"] * 2:
+        job.kill()
+        pytest.fail(f"mpirun printed {started!r} on hosts held by {holders}: {job.communicate()[1]}")
+    end = time.monotonic() + 10
+    while len(ranks := pids_of(mark)) < 2:
+        assert time.monotonic() < end, ranks
     job.send_signal(how)
     job.communicate(timeout=20)
     assert_gone(ranks)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_wait_sleep():
     """A thousand turns take 50 ms at least; of the sched_yield of the system, one."""
     turns = "import os, time; t = time.perf_counter(); [os.sched_yield() for _ in range(1000)]; "
