@@ -148,12 +148,12 @@ class Hosts:
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
 
     def stop(self) -> None:
-        """End the jobs, cut the links, and let the hosts go. May be called again."""
+        """End the jobs, and let the hosts go; cut their links, which would go with them, but later. Can be repeated."""
         for holder in (self._jobs, *self.holders):
             if holder is not None:
                 holder.stdin.close()
                 holder.wait()
-        for link in ("switch", *(f"host{host}" for host in range(len(self.holders)))):  # which a host takes along, later
+        for link in ("switch", *(f"host{host}" for host in range(len(self.holders)))):
             subprocess.run(["ip", "link", "del", link], stderr=subprocess.DEVNULL)
         self._folder.cleanup()
 
