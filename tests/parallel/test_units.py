@@ -48,7 +48,7 @@ def scaled_step(optimizer, parameters, gradients, compression, scale, order=None
 def test_clip_norm_bounds_the_reduced_gradient(method, settings, reduction, place):
     """Orthogonal gradients, far above the bound: their clipped sum has the norm that was asked for, in each step."""
     parameters = make_parameters({"only": (64,)})
-    make = functools.partial(getattr(Compression, method), density=0.5, clip_norm=0.25)
+    make = functools.partial(getattr(Compression, method), density=0.5, clip_norm=0.25, dense_fallback=None)
     compression = make(parameters.items(), **settings, **PLACES[place])
     optimizer = distributed(parameters, compression, **REDUCTIONS[reduction])
     for scale in (1.0, 1.0, 4096.0):
@@ -66,7 +66,8 @@ def test_weight_decay_counts_once(method, scope, reduction, place):
     """20 steps of SGD with weight decay 0.1 and learning rate 0.1, no gradients: 2 * 0.99^20, at any loss scale."""
     parameters = {"only": torch.nn.Parameter(torch.full((50,), 2.0))}
     make = getattr(Compression, method)
-    settings = {"density": 0.999, "momentum": 0.0, "weight_decay": 0.1, "scope": scope}  # 0.999: all 50 in a payload
+    settings = {"density": 0.999, "momentum": 0.0, "weight_decay": 0.1, "scope": scope}  # all 50 in a payload
+    settings["dense_fallback"] = None
     compression = make(parameters.items(), **settings, **PLACES[place])
     optimizer = distributed(parameters, compression, lr=0.1, **REDUCTIONS[reduction])
     for t in range(20):

@@ -57,7 +57,7 @@ def test_sum_in_is_sum_out(density, scope, graph):
 def test_what_rounding_keeps_back_is_not_lost(scope):
     """bfloat16 has 8 bits: most of these whole numbers do not survive the wire, and nothing else is held back."""
     variables = make_variables()
-    settings = {"density": 0.9999, "min_numel": 50, "values": "bfloat16", "scope": scope}
+    settings = {"density": 0.9999, "min_numel": 50, "values": "bfloat16", "scope": scope, "dense_fallback": None}
     compression = Compression.gradient_dropping(list(variables.values()), **settings)
     reduce = Reducer(variables, compression, op=hvd.Sum)
     fed, out = np.zeros(500), np.zeros(500)

@@ -35,7 +35,7 @@ class AtPresentDense(Schedule):
 EVERYTHING = {  # ways to send every element
     "dense": ("gradient_dropping", {"density": 1.0}),
     "at present dense": ("gradient_dropping", {"density": AtPresentDense(), "scope": "model", "min_numel": 100}),
-    "in payloads": ("dgc", {"density": 0.9999, "momentum": 0.0, "min_numel": 0}),  # k = n
+    "in payloads": ("dgc", {"density": 0.9999, "momentum": 0.0, "min_numel": 0, "dense_fallback": None}),  # k = n
 }
 
 
@@ -110,7 +110,14 @@ SGD = {
     "nesterov": {"momentum": 0.9, "nesterov": True, "density": 1.0, "scope": "model"},
     "decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "density": AtPresentDense()},
     # factor masking would take the momentum of all that was sent
-    "in payloads": {"momentum": 0.8, "weight_decay": 0.1, "density": 0.9999, "min_numel": 0, "factor_masking": False},
+    "in payloads": {
+        "momentum": 0.8,
+        "weight_decay": 0.1,
+        "density": 0.9999,
+        "min_numel": 0,
+        "factor_masking": False,
+        "dense_fallback": None,
+    },
 }
 
 

@@ -98,6 +98,7 @@ def test_of_every_type(dtype):
 def clipped(request):
     """A reducer that sends everything, without momentum, clipped to a norm of 3 by each tensor or by the whole."""
     settings = {"momentum": 0.0, "clip_norm": 3.0, "clip_scope": request.param, "density": 0.9999}
+    settings["dense_fallback"] = None
     return fresh("dgc", "model", op=hvd.Average, **settings)
 
 

@@ -61,7 +61,7 @@ def test_clip_norm_and_weight_decay_are_of_the_reduced_gradient():
     compressions = {}
     for kind, reduction, place in variables:
         method, settings = SETTINGS[kind]
-        make = functools.partial(getattr(Compression, method), density=0.999, momentum=0.0)
+        make = functools.partial(getattr(Compression, method), density=0.999, momentum=0.0, dense_fallback=None)
         compressions[kind, reduction, place] = make([variables[kind, reduction, place]], **settings, **PLACES[place])
 
     @tf.function
