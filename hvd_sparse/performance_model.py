@@ -107,6 +107,7 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
     """Return the exchange of methods that gather every rank's payloads: top-k of each tensor."""
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
+        """Return the seconds of the exchange of one step."""
         return network.all_gather(payload_bytes(profile.numels, density, coding, values), world_size)
 
     return seconds
@@ -119,6 +120,7 @@ def merged(density: float, coding: str = "run_length", values: str = "float32", 
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
+        """Return the seconds of the exchange of one step."""
         size = payload_bytes(profile.numels, density, coding, values)
         return network.merging_all_reduce(size, FLOAT32 * profile.parameters, world_size, growth)
 
@@ -129,6 +131,7 @@ def shared(density: float, coding: str = "run_length") -> Exchange:
     """Return the exchange of methods whose ranks share indices: these are gathered, values all-reduced (MiCRO)."""
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
+        """Return the seconds of the exchange of one step."""
         n = profile.parameters
         k = top_k_count(n, density)
         indices = payload_size(n, max(1, k // world_size), coding, "none")
@@ -163,6 +166,7 @@ def break_even(method: Method, other: Method, network: Network, world_size: int)
     """Return the bandwidth, in bit/s, below which a method is faster than another; None if it is at none or at all."""
 
     def gain(bandwidth: float) -> float:
+        """Return the seconds that a step saves with the method, at this bandwidth in bit/s."""
         at = replace(network, bandwidth=bandwidth)
         return other.step(at, world_size) - method.step(at, world_size)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from curves import Curve, follow
 from hosts import Hosts, enter_switch, hosts
+from records import load, save
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -147,7 +148,7 @@ def main() -> None:
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_accuracy.json"
-    results = json.loads(path.read_text()) if path.exists() else []
+    results = load(path)
     known = {tuple(one[key] for key in KEYS) for one in results}
     asked = itertools.product(args.examples, args.rates, args.methods, args.seeds)
     with hosts(args.hosts) as lab:
@@ -158,7 +159,7 @@ def main() -> None:
             lab.shape(run["rate"])
             run["curve"] = train(lab, run)
             results.append(run)
-            path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+            save(path, results)
             seconds, metric = run["curve"][-1]
             print(f"{describe(run)}: {metric:.4g} after {seconds:.0f} s", flush=True)
     print(json.dumps({"results": write(results, args.hosts, args.out)}))

@@ -2,7 +2,7 @@
 
     python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
 
-Figure 5: an LSTM of characters on 8 workers and one server, each on a host of its own, links of 1 Gbit/s; what workers
+Figure 5: an LSTM of characters on 8 workers and one server, each on a separate host, links of 1 Gbit/s; what workers
 pull is sparse, too, at density 0.01. Figure 6: a gradient of 5 M parameters takes 50 ms, slept, as hosts share the
 cores of this machine; over one worker that exchanges nothing. Writes results/network_asynchronous.json, .md and .png;
 runs that are there already are kept. Last line: one JSON object.
@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from curves import follow
 from hosts import Hosts, enter_switch, hosts
+from records import load, save
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -125,7 +126,8 @@ def plot(curves: dict, speeds: list[dict], path: Path) -> None:
         axis.set(title=f"speed-up, {servers} server{'s'[: servers > 1]}, {rate}", xlabel="workers")
     for axis in (first, *others):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        if axis.has_data():
+            axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
 
@@ -134,7 +136,7 @@ def main() -> None:
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_asynchronous.json"
-    results = json.loads(path.read_text()) if path.exists() else []
+    results = load(path)
     known = [{key: one[key] for key in ("figure", "rate", "workers", "servers", "method")} for one in results]
     wanted = [run for run in asked_for(args) if run not in known]
     for count, runs in itertools.groupby(wanted, key=lambda run: run["workers"] + run["servers"]):
@@ -144,7 +146,7 @@ def main() -> None:
                 is_loss = run["figure"] == 5
                 found = loss_against_time(lab, run["method"], args.steps) if is_loss else speed(lab, run, args.seconds)
                 results.append({**run, **found})
-                path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+                save(path, results)
                 told = "seconds, loss: {:.0f}, {:.3f}".format(*found["curve"][-1]) if is_loss else f"{found}"
                 print(f"{run}: {told}", flush=True)
     write(results, args.out)

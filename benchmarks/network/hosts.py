@@ -1,8 +1,8 @@
 """Hosts joined by a switch, each with a link of a given rate: namespaces on one machine.
 
-The calling process moves into a network namespace of its own, the switch; every host is a further one, which lives as
-long as the process that holds it, and that as long as a pipe from here is open. Jobs run in a namespace of processes,
-which the kernel ends with the first of them, held in the same way. So nothing of the machine's own network is touched,
+The calling process moves into a separate network namespace, the switch. Every host is one more, which lives as long as
+a process that holds it, and that process as long as a pipe from here is open. Jobs run in a process namespace, held in
+the same way: when its first process ends, the kernel ends all the others. So the machine's own network stays as it is,
 and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
 
 Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on separate machines costs nobody

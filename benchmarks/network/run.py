@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import Hosts, enter_switch, hosts
 from methods import FRAMEWORKS, METHODS, MODELS
+from records import load, save
 from report import write
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -76,7 +77,7 @@ def main() -> None:
     args = parse_arguments()
     enter_switch()
     path = args.out / "network.json"
-    results = json.loads(path.read_text()) if path.exists() else []
+    results = load(path)
     known = {tuple(one[key] for key in KEYS) for one in results}
     points = list(itertools.product([args.framework], args.models, args.hosts, args.rates))
     asked = [(*point, method) for point in points for method in args.methods if is_there(method, args.framework)]
@@ -92,7 +93,7 @@ def main() -> None:
                     run = (*point, figures["method"])
                     results = [one for one in results if tuple(one[key] for key in KEYS) != run]
                     results.append({**named, **middle(rounds[figures["method"]])})
-                    path.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+                    save(path, results)
                     print(f"{', '.join(map(str, run))}: {figures['samples_per_second']:.2f} samples/s", flush=True)
     chosen = [one for one in results if tuple(one[key] for key in KEYS) in asked]
     print(json.dumps({"results": write(results, chosen, args.out)}))

@@ -103,6 +103,7 @@ class SparseCompressor(tf.Module):
 
     @loss_scale.setter
     def loss_scale(self, value) -> None:
+        """Take the loss scale of the next step, a finite number above 0; RuntimeError in a graph of TensorFlow 1."""
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError(
                 "hvd_sparse: a graph of TensorFlow 1 sets loss_scale when it runs: session.run("

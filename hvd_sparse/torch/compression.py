@@ -134,6 +134,7 @@ class SparseCompressor:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
+        """Take the loss scale of the next step, a finite number above 0; TypeError or ValueError for anything else."""
         self._loss_scale = checked_loss_scale(value)
 
     def stats(self) -> dict:
@@ -142,7 +143,8 @@ class SparseCompressor:
         Returns:
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
             total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
-            payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
+            payloads, dense tensors, tokens, votes; of a small step, whose payloads are rows of an all-reduce, the other
+            ranks' rows of zeros, too), received_bytes (what came from other ranks), ratio, density
             (elements sent over all), and seconds {"compress", "exchange", "decompress"}. "dense_fallback" is what was
             chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense because of
             it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way;

@@ -96,17 +96,16 @@ class Exchange(Members):
         return Pending(*map(self._gather, names, parts), finish=finish)
 
     def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
-        """Start gathering uint8[bytes], a multiple of 8, the same on all ranks; the result is that of `allgather`.
+        """Start gathering uint8[bytes], a multiple of 8, as many on all ranks; the result is that of `allgather`.
 
-        As a sum over ranks, each message in a place of its own among zeros. That takes twice the bytes, but harms no
-        rank in hvd.join(), which gives zeros: it can be started before it is known who takes part.
+        It is an all-reduce of uint8[ranks, bytes], in which each rank fills its own row and leaves zeros in the others.
+        A ring then moves twice the bytes of an all-gather. But a rank in hvd.join() takes part in it, with zeros, so
+        that it can be started before it is known whether all ranks take part in the step.
         """
-        slots = payload.new_zeros(self.size(), payload.numel())
-        slots[self.rank()] = payload
-        self.traffic.count(payload_bytes=slots.numel() - payload.numel())
-        return Pending(
-            self._sum(name, slots.view(torch.int64)), finish=lambda summed: summed.view(torch.uint8).view(-1)
-        )
+        rows = payload.new_zeros(self.size(), payload.numel())
+        rows[self.rank()] = payload
+        self.traffic.count(payload_bytes=rows.numel() - payload.numel())
+        return Pending(self._sum(name, rows.view(torch.int64)), finish=lambda total: total.view(torch.uint8).view(-1))
 
     def _gather(self, name: str, tensor: torch.Tensor):
         return hvd.allgather_async(tensor, name=name, process_set=self.process_set)

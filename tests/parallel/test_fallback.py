@@ -68,7 +68,7 @@ def held(tensor):
 
 
 def counts(compressor):
-    """Return all that `stats` says in numbers, but how long it took."""
+    """Return the numbers of `stats` without the seconds."""
     stats = compressor.stats()
     stats["dense_fallback"].pop("rule")
     for part in ("step", "total"):

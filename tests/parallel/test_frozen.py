@@ -45,7 +45,7 @@ def test_what_all_freeze_sends_nothing_and_counts_for_nothing(scope):
             k = 10 + 50 if t in (4, 5) else 40 + 90
             assert round(sent["density"] * 4090) == k, t
         if t in (4, 5):
-            summed = hvd.size() * wire.payload_size(1000, 10)  # small messages: each rank's in a place of its own
+            summed = hvd.size() * wire.payload_size(1000, 10)  # small messages: a sum of rows, one for each rank
             bare = summed + 50 * 4 + 4 + 48 + 4 * 4  # presence, vote, who trains what
             assert sent["payload_bytes"] == bare + 8 * (4 if scope == "model" else 3), t
         if not trains:

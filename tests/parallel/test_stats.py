@@ -44,7 +44,7 @@ def test_bytes_of_the_whole_model(dtype):
 
 
 def check(compressor, parameters, dense_bytes, gathered, reduced, density, steps=4):
-    """The first step gathers its payloads. The others know what will come, and sum them in places of their own."""
+    """The first step gathers its payloads. The others know the sizes, and sum rows of payloads, one for each rank."""
     sent = [gathered + reduced] + [hvd.size() * gathered + reduced] * (steps - 1)
     received = [(hvd.size() - 1) * gathered + reduced, *sent[1:]]
     before = compressor.stats()

@@ -93,7 +93,7 @@ def test_backward_passes_per_step():
 
 @pytest.mark.parametrize("dense_wins", [False, True])
 def test_steps_are_timed_in_a_graph_too(monkeypatch, dense_wins):
-    """Payloads take 2 seconds, dense 1 or 3: all ranks take what is faster, and all that is fed arrives or waits."""
+    """Payloads take 2 seconds, dense 1 or 3: all ranks choose the faster; what is fed arrives or stays in residuals."""
     clock, took = [1.0], {False: 2.0, True: 1.0 if dense_wins else 3.0}
     monkeypatch.setattr(tensorflow_step, "perf_counter", lambda: clock[0])
 

@@ -45,10 +45,12 @@ def test_an_all_gather_by_doubling_is_its_messages(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 16, 64])
-def test_merged_messages_double_up_to_dense(world_size):
+@pytest.mark.parametrize("growth", [2.0, 1.9])
+def test_merged_messages_grow_up_to_dense(world_size, growth):
     size, whole = 1e6, 1e7
-    rounds = [min(size * 2**step, whole) for step in range(int(math.log2(world_size)))]
-    assert GIGABIT.merging_all_reduce(size, whole, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
+    rounds = [min(size * growth**step, whole) for step in range(int(math.log2(world_size)))]
+    found = GIGABIT.merging_all_reduce(size, whole, world_size, growth)
+    assert found == pytest.approx(play(GIGABIT, world_size, rounds))
 
 
 def test_one_rank_exchanges_nothing():
