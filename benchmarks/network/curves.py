@@ -12,16 +12,16 @@ Curve = list[tuple[float, float]]  # seconds since the first step, and a metric
 def follow(command: Sequence[str], column: str) -> Curve:
     """Run a command that starts an example; return the curve of a column of its table."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    place, curve, result = None, [], None
+    header, curve, result = [], [], None
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             cells = line.split()
             if line.startswith("{"):
                 result = json.loads(line)
             elif column in cells:
-                place = cells.index(column)
-            elif place is not None and len(cells) > place and cells[0].isdigit():
-                curve.append((time.monotonic(), float(cells[place])))
+                header = cells
+            elif len(cells) == len(header) and cells[0].isdigit():
+                curve.append((time.monotonic(), float(cells[header.index(column)])))
     if process.returncode != 0 or result is None:
         raise RuntimeError(f"{' '.join(command)} failed; its output is above")
     start = curve[-1][0] - result["seconds"]  # its own clock starts after the imports
