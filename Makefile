@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -86,6 +86,12 @@ test-gpu:  ## build in place with PYTHON, and test the ops on a GPU against thos
 
 bench-gpu:  ## build in place with PYTHON, check, then time the ops on a GPU
 	@scripts/gpu.sh bench
+
+docs: setup $(VENV)/.docs  ## build the documentation site, build/docs; a warning is an error
+	@$(RUN) sphinx-build -W --keep-going -q -j auto docs build/docs && echo "build/docs/index.html"
+
+$(VENV)/.docs: requirements-docs.txt scripts/docs.sh
+	@scripts/docs.sh && touch $@
 
 lint: setup  ## check style and types: ruff, mypy, clang-format
 	@$(RUN) ruff check . && $(RUN) mypy && $(RUN) ruff format --check . && $(RUN) clang-format --dry-run --Werror $(FORMATTED)

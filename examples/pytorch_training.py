@@ -29,7 +29,12 @@ def make_compression(model, args, warmup_steps):
     """Make the compressor that the arguments ask for; a single process needs none."""
     method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
-    return reporting.choose_compression(hvd, "hvd_sparse.torch", method, model.named_parameters(), settings)
+    compression = reporting.choose_compression(hvd, "hvd_sparse.torch", method, model.named_parameters(), settings)
+    if reporting.logs(args):
+        from torch.utils.tensorboard import SummaryWriter
+
+        compression.log_to(SummaryWriter(args.tensorboard))
+    return compression
 
 
 def make_optimizer(model, args, warmup_steps):

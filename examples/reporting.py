@@ -105,6 +105,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
     group.add_argument("--quiet", action="store_true", help="print the JSON line only")
+    group.add_argument("--tensorboard", metavar="DIR", help="log what rank 0 sends, for TensorBoard")
 
 
 def parse_arguments(parser, hvd):
@@ -125,6 +126,11 @@ def parse_arguments(parser, hvd):
 def compresses(args):
     """Tell whether a compressor of the plugin is at work: a single process never calls it."""
     return args.method not in DENSE_METHODS and args.size > 1
+
+
+def logs(args):
+    """Tell whether this rank logs what it sends."""
+    return bool(args.tensorboard) and args.rank == 0 and compresses(args)
 
 
 def compresses_momentum(args):

@@ -29,7 +29,11 @@ def make_compression(model, args, warmup_steps):
     """Make the compressor that the arguments ask for; a single process needs none."""
     method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
-    return reporting.choose_compression(hvd, "hvd_sparse.tensorflow", method, model.trainable_variables, settings)
+    variables = model.trainable_variables
+    compression = reporting.choose_compression(hvd, "hvd_sparse.tensorflow", method, variables, settings)
+    if reporting.logs(args):
+        compression.log_to(tf.summary.create_file_writer(args.tensorboard))
+    return compression
 
 
 def make_sgd(args, learning_rate):

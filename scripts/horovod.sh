@@ -2,6 +2,7 @@
 # Build Horovod 0.28.1 from its PyPI source and install it; the wheel is kept in a per-user cache.
 #   horovod.sh torch | tensorflow   for one framework: half the time, all that `make train` needs
 #   horovod.sh all                  for both; continues the build of one
+# Into an environment of your own, with an MPI and CMake: VENV=/path/to/environment MPI=system scripts/horovod.sh torch
 # Three edits make the unmodified release compile against today's frameworks; none changes what it does:
 #   C++14 -> C++17                torch >= 2.1 needs it; Horovod made the same change after 0.28.1
 #   without xla_mpi_ops.cc        TensorFlow moved the XLA headers it includes; it serves HOROVOD_ENABLE_XLA_OPS alone
@@ -18,7 +19,8 @@ torch) with_tensorflow=0 ;;
 tensorflow) with_torch=0 ;;
 *) fail "Horovod for $frameworks" "torch, tensorflow or all" ;;
 esac
-cache=$(wheel_cache torch tensorflow)/horovod-$VERSION-recipe$RECIPE
+installed=$(python -c 'from importlib.util import find_spec as find; print(*filter(find, ("torch", "tensorflow")))')
+cache=$(wheel_cache $installed)/horovod-$VERSION-recipe$RECIPE
 source=$ROOT/build/horovod
 
 has_wheel() {  # DIRECTORY

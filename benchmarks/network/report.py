@@ -7,12 +7,19 @@ from methods import METHODS
 from validation import validate
 
 UNLIMITED = "none"
-SHOWN_RATE = "1gbit"  # at which the number of hosts is plotted
+SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # of plots over the number of hosts, and over the models
+SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc")
+MODEL_NAMES = {
+    "mlp10": "MLP\n10.5 M parameters",
+    "mlp38": "MLP\n37.8 M",
+    "lstm": "LSTM\n19.8 M",
+    "resnet50": "ResNet-50's shapes\n25.6 M",
+}
 UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s")}
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
-    """Write network.md, network.png, network_hosts.png, network_model.png; return the rows of what was chosen.
+    """Write network.md, network.png and its fellows _speedup, _hosts and _model; return the rows of what was chosen.
 
     Each row with its share of the unlimited speed.
     """
@@ -26,6 +33,7 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
     (folder / "network.md").write_text("\n".join(text))
     plot_rates([group for group in groups if rates_of(group, results)[1:]], results, folder / "network.png")
     plot_hosts(results, folder / "network_hosts.png")
+    plot_speedups(results, folder / "network_speedup.png")
     return rows
 
 
@@ -131,7 +139,9 @@ def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path:
         return
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.5 * min(columns, len(panels)), 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, min(columns, len(panels)), squeeze=False).flat
+    axes = list(figure.subplots(rows, min(columns, len(panels)), squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.axis("off")
     for axis, (title, ticks, runs) in zip(axes, panels, strict=False):
         for number, (method, spec) in enumerate(METHODS.items()):
             own: Iterable[dict] = sorted((run for run in runs if run["method"] == method), key=lambda run: run["x"])
@@ -145,3 +155,32 @@ def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path:
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
+
+
+def plot_speedups(results: list[dict], path: Path) -> None:
+    """Draw how many times as fast as Horovod's dense training methods are: a group of bars for each model."""
+    from matplotlib.figure import Figure
+
+    speeds = {point_of(one, "method"): one["samples_per_second"] for one in results}
+    wanted = [("pytorch", model, SHOWN_HOSTS, SHOWN_RATE) for model in MODEL_NAMES]
+    points = [point for point in wanted if (*point, "dense") in speeds]
+    if not points:
+        return
+    figure = Figure(figsize=(2 + 1.7 * len(points), 3.4), layout="constrained")
+    axis = figure.subplots()
+    width = 0.8 / len(SHOWN_METHODS)
+    for number, method in enumerate(SHOWN_METHODS):
+        found = [(place, point) for place, point in enumerate(points) if (*point, method) in speeds]
+        heights = [speeds[(*point, method)] / speeds[(*point, "dense")] for _, point in found]
+        ours = METHODS[method].package == "hvd_sparse"
+        color = f"C{2 + (method == 'dgc')}" if ours else str(0.85 - 0.15 * number)
+        places = [place - 0.4 + width * (number + 0.5) for place, _ in found]
+        bars = axis.bar(places, heights, width, label=METHODS[method].label, color=color)
+        if ours:
+            axis.bar_label(bars, fmt="%.1f", fontsize=8)
+    axis.axhline(1, color="black", linewidth=1, linestyle=":")
+    axis.set_xticks(range(len(points)), [MODEL_NAMES[model] for _, model, _, _ in points])
+    axis.set_ylabel("times as fast as Horovod, dense")
+    axis.set_title(f"{SHOWN_HOSTS} hosts, {rate_label(SHOWN_RATE)}", fontsize=10)
+    axis.legend(fontsize=8, ncols=2)
+    figure.savefig(path, dpi=150)

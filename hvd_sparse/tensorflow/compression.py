@@ -6,13 +6,15 @@ Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOpt
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.log import Log
 from hvd_sparse.members import is_elastic
 from hvd_sparse.tensorflow.calls import (
     Call,
@@ -159,6 +161,30 @@ class SparseCompressor(tf.Module):
         chosen = self._parts.step.explain(int(number))
         return {**Traffic.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
+    def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
+        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.
+
+        Args:
+            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
+                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
+            every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
+            prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
+
+        Each rank reports its own numbers: call it on rank 0 alone, or with a writer for each rank.
+
+        Raises:
+            TypeError: The writer is none of these.
+            ValueError: `every` is below 1.
+            RuntimeError: A training step has been traced already, or this is a graph of TensorFlow 1: use `stats()`.
+        """
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise RuntimeError("hvd_sparse: a graph of TensorFlow 1 cannot log: write compression.stats(session=...)")
+        parts = self._parts
+        if parts.call is not None and not parts.logs:
+            raise RuntimeError("hvd_sparse: call log_to() before the first training step, which was traced without it")
+        parts.log = None if writer is None else partial(Log(writer, every, prefix).report, self.stats)
+        parts.logs |= writer is not None
+
     def state_dict(self, summed: bool = False, session=None) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between training steps.
 
@@ -252,9 +278,15 @@ class SparseCompressor(tf.Module):
         parts.calls_in[outer] = number + 1
         with outer.as_default(), tf.control_dependencies(None):
             suffix = f".{number}" if number else ""
-            entries, step = parts.step.build(gradients, self._reduction(call), suffix, description)
+            log = self._report if parts.logs else None
+            entries, step = parts.step.build(gradients, self._reduction(call), suffix, description, log)
         parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
         return parts.call
+
+    def _report(self, step: int) -> None:
+        """Report a step to the writer that is set at present, as a graph that was traced with one does."""
+        if self._parts.log is not None:
+            self._parts.log(step)
 
     def _reduction(self, call: Call) -> float:
         return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
@@ -280,6 +312,8 @@ class Parts:
         self.traffic = traffic
         self.threshold_rows: Mapping[str, int] = {}
         self.agreed = False
+        self.log: Callable[[int], None] | None = None  # reports a step
+        self.logs = False  # whether steps are traced with a report
         self.call: TracedCall | None = None  # the one that is being traced
         self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
 

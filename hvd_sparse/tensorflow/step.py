@@ -14,6 +14,7 @@ sums. A branch then takes its part out of it.
 """
 
 import math
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -84,12 +85,17 @@ class Step:
         return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
 
     def build(
-        self, gradients: dict[str, tf.Tensor], reduction: float, suffix: str, lines: list[str]
+        self,
+        gradients: dict[str, tf.Tensor],
+        reduction: float,
+        suffix: str,
+        lines: list[str],
+        log: Callable[[int], None] | None,
     ) -> tuple[dict[str, Entry], Round]:
         """Lay out a step for these gradients in the current graph; return an entry for each, and what they share.
 
         reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
-        settings, which must be the same on every rank.
+        settings, which must be the same on every rank. log: reports a step that has ended, given how many there were.
         """
         always_dense = self.fallback().always
         entries = [
@@ -107,12 +113,18 @@ class Step:
             if bucket.message is not None:
                 gathered = gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
             sent += self.codec.decode(bucket, gathered, now)
-        done = [*sent, *now.noted]
         for entry in entries:
-            done += self._carry(entry, now, sent if entry.is_sparse else [])
+            self._carry(entry, now)
             now.counted.add(dense_bytes=entry.feedback.size * entry.gradient.dtype.size, elements=entry.feedback.size)
+        counts, small = tf.logical_not(now.overflow), [entry for entry in entries if not entry.is_sparse]
+        done = [*sent, *now.noted, *self._commit(small, counts, [])]
+        if now.is_dense is not None:
+            done += self._commit(sparse, tf.logical_and(counts, now.is_dense), sent)
         with tf.control_dependencies(done):
             done = [self._number.assign(now.number + 1), *self._traffic.end_step(now.counted)]
+        if log is not None:
+            with tf.control_dependencies(done):
+                tf.numpy_function(lambda number: np.int64(log(int(number)) or 0), [now.number + 1], tf.int64)
         if not tf.compat.v1.executing_eagerly_outside_functions():
             # A graph of TensorFlow 1 runs what the results depend on, and no more.
             with tf.control_dependencies(done):
@@ -201,8 +213,7 @@ class Step:
         return tf.group(*checks)
 
     def _vote(self, now: Round, entries: list[Entry]) -> None:
-        dense = [self._dense_is_finite(entry, now) for entry in entries]
-        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *dense)], 0)
+        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now))], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         measured = [] if now.seconds is None else [now.seconds]
@@ -214,14 +225,35 @@ class Step:
         now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
         now.counted.add(payload_bytes=16 + 8 * len(measured))
 
-    def _dense_is_finite(self, entry: Entry, now: Round) -> tf.Tensor:
-        """Return whether what an entry sends dense, if it does so in this step, is finite everywhere."""
-        if not entry.is_sparse:
-            *entry.taken, finite = self._take_all(entry, now)
+    def _take(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
+        """Say what entries send dense, if they do so in this step; return whether each is finite everywhere."""
+        finite = []
+        for entry in entries:
+            if not entry.is_sparse:
+                *entry.taken, is_finite = self._take_all(entry, now)
+                finite.append(is_finite)
+        sparse = [entry for entry in entries if entry.is_sparse]
+        if now.is_dense is None or not sparse:
             return finite
-        if now.is_dense is None:
-            return tf.constant(True)
-        return tf.cond(now.is_dense, lambda: self._take_all(entry, now)[-1], lambda: tf.constant(True))
+
+        def dense() -> list:
+            """Take all of each."""
+            return [self._take_all(entry, now) for entry in sparse]
+
+        def token() -> list:
+            """Send tokens; no buffer changes."""
+            nothing, yes = tf.zeros([0]), tf.constant(True)
+            tokens = [tf.cast(now.token, entry.feedback.dense_dtype(entry.gradient)) for entry in sparse]
+            return [
+                (sent, dict.fromkeys(entry.feedback.buffers, nothing), yes)
+                for sent, entry in zip(tokens, sparse, strict=True)
+            ]
+
+        # One for all: a step of payloads takes no pass over what it would send dense.
+        for entry, (*taken, is_finite) in zip(sparse, tf.cond(now.is_dense, dense, token), strict=True):
+            entry.taken = taken
+            finite.append(is_finite)
+        return finite
 
     def _take_all(self, entry: Entry, now: Round) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
@@ -238,32 +270,32 @@ class Step:
         for entry in entries:
             entry.factor = factor if whole else entry.feedback.factor(entry.gradient, units)
 
-    def _carry(self, entry: Entry, now: Round, before: list[tf.Operation]) -> list[tf.Operation]:
-        """Give Horovod what it is to all-reduce; return how what is sent dense changes its error feedback.
-
-        before: what else changes it. A graph of TensorFlow 1 orders nothing by itself.
-        """
+    def _carry(self, entry: Entry, now: Round) -> None:
+        """Give Horovod what it is to all-reduce."""
         if entry.is_sparse and now.is_dense is None:
             entry.carried = now.token
             now.counted.add(payload_bytes=8)
-            return []
-        with tf.control_dependencies(before):
-            sent, after = entry.taken or self._take_all(entry, now)[:2]
-        keep = now.overflow
-        if not entry.is_sparse:
-            entry.carried = once(now.present, sent)
-            now.counted.add(payload_bytes=entry.feedback.size * sent.dtype.size, sent=entry.feedback.size)
-        else:
-            keep = tf.logical_or(keep, tf.logical_not(now.is_dense))
-            token = tf.cast(now.token, sent.dtype)
-            carried = tf.cond(now.is_dense, lambda: tf.reshape(sent, [-1]), lambda: token)
-            entry.carried = once(now.present, carried)
-            # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
-            elements = tf.where(now.is_dense, entry.feedback.size, TOKEN_ELEMENTS)
-            now.counted.add(payload_bytes=elements * sent.dtype.size)
-            now.counted.add(sent=tf.where(now.is_dense, entry.feedback.size, 0))
-        buffers = entry.feedback.buffers
-        with tf.control_dependencies([sent]):
-            return [
-                buffers[kind].assign(tf.where(keep, buffers[kind].read_value(), new)) for kind, new in after.items()
+            return
+        sent, size = entry.taken[0], entry.feedback.size
+        entry.carried = once(now.present, tf.reshape(sent, [-1]) if entry.is_sparse else sent)
+        # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
+        elements = tf.where(now.is_dense, size, TOKEN_ELEMENTS) if entry.is_sparse else size
+        now.counted.add(payload_bytes=elements * sent.dtype.size)
+        now.counted.add(sent=tf.where(now.is_dense, size, 0) if entry.is_sparse else size)
+
+    def _commit(self, entries: list[Entry], counts: tf.Tensor, before: list[tf.Operation]) -> list[tf.Tensor]:
+        """Change the error feedback of what is sent dense, if it counts; return when that is done.
+
+        before: what else changes it. A graph of TensorFlow 1 orders nothing by itself.
+        """
+
+        def change() -> tf.Tensor:
+            """Change all buffers."""
+            changes = [
+                entry.feedback.buffers[kind].assign(new) for entry in entries for kind, new in entry.taken[1].items()
             ]
+            with tf.control_dependencies(changes):
+                return tf.constant(True)
+
+        with tf.control_dependencies([*before, *(entry.taken[0] for entry in entries)]):
+            return [tf.cond(counts, change, lambda: tf.constant(False))] if entries else []

@@ -15,6 +15,7 @@ import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.log import Log
 from hvd_sparse.members import is_elastic, two_momenta
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.caller import calling_optimizer
@@ -63,6 +64,7 @@ class SparseCompressor:
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
         self._loss_scale = 1.0
+        self._log: Log | None = None
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = False
         self._agreed_in: object | None = None  # the incarnation of Horovod in which all ranks had the same settings
@@ -157,6 +159,23 @@ class SparseCompressor:
         ]
         norm = sum(norms) ** 0.5
         return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
+
+    def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
+        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm, seconds.
+
+        Args:
+            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
+                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
+            every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
+            prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
+
+        Each rank reports its own numbers: call it on rank 0 alone, or with a writer for each rank.
+
+        Raises:
+            TypeError: The writer is none of these.
+            ValueError: `every` is below 1.
+        """
+        self._log = None if writer is None else Log(writer, every, prefix)
 
     def state_dict(self, summed: bool = False) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.
@@ -278,6 +297,8 @@ class SparseCompressor:
         self._traffic.end_step()
         self._number += 1
         self._under_way = False
+        if self._log is not None:
+            self._log.report(self.stats, self._number)
 
     def _drop(self) -> None:
         """Give up the step under way."""

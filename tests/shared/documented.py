@@ -1,11 +1,41 @@
-"""The code of a page of the documentation, as it stands there."""
+"""The code of the documentation, as it stands there."""
 
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md")])
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fenced(page, language):
+    """Return the blocks of a language ("" for none) in a page."""
+    return [code for found, code in FENCED.findall(page.read_text()) if found == language]
 
 
 def code_of(page, number):
-    """Return the Python block of this number, from 0 on."""
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)[number]
+    """Return the Python block of this number, from 0 on, in a page of docs."""
+    return fenced(DOCS / page, "python")[number]
+
+
+def scripts():
+    """Return {"page:number": code} of all Python blocks but those that a tutorial writes into files."""
+    return {
+        f"{page.name}:{number}": code
+        for page in PAGES
+        if page.name != "adding-a-method.md"  # test_adding_a_method.py follows it
+        for number, code in enumerate(fenced(page, "python"))
+    }
+
+
+def kind(code):
+    """Return what a script needs: "pipeline" (ranks as stages), "torch" or "tensorflow" (Horovod), or "alone"."""
+    if "Pipeline(" in code:
+        return "pipeline"
+    return next((framework for framework in ("torch", "tensorflow") if f"import horovod.{framework}" in code), "alone")
+
+
+def scripts_of(wanted):
+    """Return the scripts of a kind."""
+    return {name: code for name, code in scripts().items() if kind(code) == wanted}

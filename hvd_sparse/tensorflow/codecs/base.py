@@ -27,7 +27,7 @@ class Entry:
     is_sparse: bool  # whether it is ever sent as a payload
     factor: tf.Tensor | None = None  # what the gradient is scaled with when it is accumulated
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
-    taken: tuple | None = None  # what it sends dense, and what becomes of its buffers, if it is never sent otherwise
+    taken: list | None = None  # what it sends dense, and what its buffers become: a dict
     decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
 
 

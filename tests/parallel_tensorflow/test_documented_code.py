@@ -1,0 +1,18 @@
+"""Every script of the documentation that trains with TensorFlow and Horovod runs, as it stands there."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from documented import scripts_of
+from tf_helpers import several
+
+SCRIPTS = scripts_of("tensorflow")
+
+
+@several
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_runs_and_compresses(script):
+    inputs = np.random.default_rng(hvd.rank()).normal(size=(3, 16, 64)).astype(np.float32)
+    names = {"batches": [(one, (one[:, 0] > 0).astype(int)) for one in inputs]}
+    exec(compile(SCRIPTS[script], script, "exec"), names)
+    assert names["compression"].stats()["steps"] > 0

@@ -1,0 +1,122 @@
+"""The documentation says what is there: its scripts run, its commands and messages exist, its links lead somewhere."""
+
+import ast
+import json
+import re
+import shlex
+import sys
+
+import launching
+import pytest
+from documented import DOCS, PAGES, ROOT, fenced, kind, scripts, scripts_of
+from launching import launch, mpirun
+
+ALONE, PIPELINES = scripts_of("alone"), scripts_of("pipeline")
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
+    f"test-{suite}" for suite in ("native", "single", "parallel")
+}
+LINKED = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def commands():
+    """Return [(page, command)] of all blocks without a language, comments and output left out."""
+    found = []
+    for page in PAGES:
+        for line in "".join(fenced(page, "")).splitlines():
+            command = line.split(" #")[0].strip()
+            if re.match(r"(make|python|mpirun|horovodrun|pip) |([A-Z]+=\S+ )*scripts/", command):
+                found.append((page.name, re.sub(r"^([A-Z]+=\S+ )*", "", command)))
+    return found
+
+
+def test_every_script_is_run_somewhere():
+    kinds = [kind(code) for code in scripts().values()]
+    assert kinds.count("torch") >= 8 and kinds.count("tensorflow") >= 3 and kinds.count("pipeline") == 3
+
+
+@pytest.mark.parametrize("script", ALONE)
+def test_scripts_without_horovod_run(script):
+    exec(compile(ALONE[script], script, "exec"), {})
+
+
+@pytest.mark.parametrize("script", PIPELINES)
+@pytest.mark.skipif(launching.MPIRUN is None, reason="needs mpirun")
+def test_pipelines_run(script, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(PIPELINES[script])
+    ranks = 4 if "hybrid(" in PIPELINES[script] else 2
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "PYTHONPATH": str(ROOT)}
+    code, output = launch([*mpirun(ranks), sys.executable, str(path)], environment)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_exist(page, command):
+    """Targets of make, scripts and their options, modules. `train.py` is the reader's own."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert {word for word in words[1:] if "=" not in word} <= TARGETS
+    elif words[0].startswith("scripts/"):
+        assert (ROOT / words[0]).exists()
+    elif "python" in words:
+        called = words[words.index("python") + 1 :]
+        if called[:1] == ["-m"]:
+            assert called[1] in ("hvd_sparse", "hvd_sparse.plan")
+            source = ROOT / "hvd_sparse" / ("plan.py" if called[1].endswith("plan") else "__main__.py")
+            sources = source.read_text()
+        elif called[0] == "train.py":
+            return
+        else:
+            path = ROOT / called[0]
+            sources = path.read_text() + "".join(other.read_text() for other in path.parent.glob("*.py"))
+        assert all(f'"{word}"' in sources for word in called if word.startswith("--"))
+
+
+def messages():
+    """Return what the tables of the troubleshooting page say is printed, up to the last of them."""
+    page = (DOCS / "troubleshooting.md").read_text().split("## It trains, but")[0]
+    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+
+
+def strings():
+    """Return every string constant of the package, parts of f-strings too."""
+    found = []
+    for path in (ROOT / "hvd_sparse").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_are_those_of_the_source():
+    known, listed = strings(), messages()
+    assert len(listed) >= 20
+    assert [message for message in listed if not any(message in one for one in known)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = [target for target, _ in LINKED.findall(page.read_text()) if not target.startswith("http")]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_page_is_in_the_contents():
+    listed = re.findall(r"^([a-z-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
+
+
+def test_the_readme_is_short():
+    assert 900 <= len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_the_tutorial_runs(tmp_path):
+    """The notebook's code as one script: both runs learn, and the sparse one sends less."""
+    cells = json.loads((DOCS / "tutorial.ipynb").read_text())["cells"]
+    script = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "tutorial.py").write_text(script)
+    environment = {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    code, output = launch([sys.executable, str(tmp_path / "tutorial.py")], environment)
+    assert code == 0, output
+    dense, sparse = map(float, re.search(r"accuracy: dense ([\d.]+) %, DGC ([\d.]+) %", output).groups())
+    assert min(dense, sparse) > 90.0
+    assert float(re.search(r"bytes: ([\d.]+) times fewer", output).group(1)) > 5.0

@@ -1,0 +1,84 @@
+"""Writers of several kinds, and what is reported when."""
+
+import pytest
+import tensorflow as tf
+
+from hvd_sparse.log import Log, numbers_of
+
+STATS = {
+    "steps": 3,
+    "step": {
+        "dense_bytes": 800,
+        "payload_bytes": 100,
+        "received_bytes": 300,
+        "ratio": 8.0,
+        "density": 0.01,
+        "seconds": {"compress": 0.25, "exchange": 0.5, "decompress": 0.125},
+    },
+    "total": {},
+    "residual_norm": 1.5,
+    "dense_fallback": {"rule": "bytes"},
+}
+NUMBERS = {
+    "run/ratio": 8.0,
+    "run/density": 0.01,
+    "run/payload_bytes": 100.0,
+    "run/received_bytes": 300.0,
+    "run/residual_norm": 1.5,
+    "run/seconds/compress": 0.25,
+    "run/seconds/exchange": 0.5,
+    "run/seconds/decompress": 0.125,
+}
+
+
+def test_names_and_numbers():
+    assert numbers_of(STATS, "run") == NUMBERS
+
+
+def test_a_function_is_called_in_its_turn():
+    calls, asked = [], []
+
+    def stats():
+        asked.append(1)
+        return STATS
+
+    log = Log(lambda numbers, step: calls.append((step, numbers)), every=3, prefix="run")
+    for step in range(1, 8):
+        log.report(stats, step)
+    assert calls == [(3, NUMBERS), (6, NUMBERS)]
+    assert len(asked) == 2, "the norm is not taken for steps that are not reported"
+
+
+def events(folder):
+    """Return {name: {step: value}} of what TensorBoard would show."""
+    found = {}
+    for path in folder.iterdir():
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                number = value.simple_value if value.HasField("simple_value") else float(tf.make_ndarray(value.tensor))
+                found.setdefault(value.tag, {})[event.step] = number
+    return found
+
+
+def test_a_writer_of_torch(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    Log(writer, every=1, prefix="run").report(lambda: STATS, 5)
+    writer.close()
+    assert events(tmp_path) == {name: {5: pytest.approx(number)} for name, number in NUMBERS.items()}
+
+
+def test_a_writer_of_tensorflow(tmp_path):
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    Log(writer, every=1, prefix="run").report(lambda: STATS, 5)
+    writer.close()
+    assert events(tmp_path) == {name: {5: pytest.approx(number)} for name, number in NUMBERS.items()}
+
+
+def test_other_writers_are_refused():
+    with pytest.raises(TypeError, match=r"writer must be .* got int"):
+        Log(3, 1, "run")
+    for every in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="every must be an integer of at least 1, got"):
+            Log(print, every, "run")
