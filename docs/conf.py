@@ -1,7 +1,10 @@
 """Sphinx: `make docs`."""
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvd_sparse import __version__
