@@ -31,8 +31,9 @@ def run(example, options):
         pytest.param("pytorch_char_lstm.py", FEW_STEPS, marks=pytest.mark.exhaustive),
     ],
 )
-def test_training_tells_what_was_sent(example, options):
-    result = run(example, [*options, *LOW_BIT, "--plot", ""])
+def test_training_tells_what_was_sent(example, options, tmp_path):
+    result = run(example, [*options, *LOW_BIT, "--plot", "", "--tensorboard", str(tmp_path)])
+    assert len(list(tmp_path.glob("events.*"))) == 1
     assert (result["method"], result["values"], result["world_size"]) == ("gradient_dropping", "int2", 2)
     assert result["steps"] >= 4 and result["loss"] > 0.0
     assert result["target_density"] == 0.01
