@@ -30,7 +30,7 @@ def make_compression(model, args, warmup_steps):
     method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
     compression = reporting.choose_compression(hvd, "hvd_sparse.torch", method, model.named_parameters(), settings)
-    if reporting.logs(args):
+    if args.tensorboard and args.rank == 0 and reporting.compresses(args):
         from torch.utils.tensorboard import SummaryWriter
 
         compression.log_to(SummaryWriter(args.tensorboard))

@@ -128,11 +128,6 @@ def compresses(args):
     return args.method not in DENSE_METHODS and args.size > 1
 
 
-def logs(args):
-    """Tell whether this rank logs what it sends."""
-    return bool(args.tensorboard) and args.rank == 0 and compresses(args)
-
-
 def compresses_momentum(args):
     """Tell whether the compressor does momentum, weight decay and clipping."""
     return args.method in LOCAL_MOMENTUM and compresses(args)

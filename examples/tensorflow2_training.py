@@ -31,8 +31,8 @@ def make_compression(model, args, warmup_steps):
     settings = reporting.compression_settings(args, warmup_steps)
     variables = model.trainable_variables
     compression = reporting.choose_compression(hvd, "hvd_sparse.tensorflow", method, variables, settings)
-    if reporting.logs(args):
-        compression.log_to(tf.summary.create_file_writer(args.tensorboard))
+    if args.tensorboard and reporting.compresses(args):  # on every rank, or their graphs differ
+        compression.log_to(tf.summary.create_file_writer(args.tensorboard) if args.rank == 0 else None)
     return compression
 
 

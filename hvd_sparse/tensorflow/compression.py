@@ -166,11 +166,13 @@ class SparseCompressor(tf.Module):
 
         Args:
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
-                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
+                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: log
+                nothing.
             every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
             prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
 
-        Each rank reports its own numbers: call it on rank 0 alone, or with a writer for each rank.
+        Each rank reports its own numbers. Call it on every rank, with None where nothing is to be logged: Horovod needs
+        the same graph on all of them.
 
         Raises:
             TypeError: The writer is none of these.
@@ -183,7 +185,7 @@ class SparseCompressor(tf.Module):
         if parts.call is not None and not parts.logs:
             raise RuntimeError("hvd_sparse: call log_to() before the first training step, which was traced without it")
         parts.log = None if writer is None else partial(Log(writer, every, prefix).report, self.stats)
-        parts.logs |= writer is not None
+        parts.logs = True
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between training steps.
@@ -263,7 +265,7 @@ class SparseCompressor(tf.Module):
         self._load()
         check_call(call, parts.algorithm, parts.exchange)
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
-        description += parts.step.describe()
+        description += [*parts.step.describe(), f"log_to was called = {parts.logs}"]
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
             parts.exchange.agree(description)
             parts.agreed = True

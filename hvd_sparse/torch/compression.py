@@ -169,7 +169,7 @@ class SparseCompressor:
             every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
             prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
 
-        Each rank reports its own numbers: call it on rank 0 alone, or with a writer for each rank.
+        Each rank reports its own numbers: call it on rank 0 alone, or on all with a writer each.
 
         Raises:
             TypeError: The writer is none of these.
