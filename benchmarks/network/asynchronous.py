@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 WORKER = Path(__file__).resolve().parent / "push_worker.py"
 METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
 NUMEL, STEP_SECONDS = 5_000_000, 0.05  # of Figure 6
-STEPS = 300  # of Figure 5, of a worker
+STEPS = 150  # of Figure 5, of a worker
 TASK = ["--task", "char_lstm", "--hidden", "512", "--sequence-length", "16", "--batch-size", "4"]
 LOSS_WORKERS = 8
 
