@@ -67,7 +67,7 @@ def epoch_batches(count, epoch, args):
 
 
 def shifted(images, generator):
-    """Return the images, each moved by at most one pixel each way: handwriting is not @@LEVELD@@ to the pixel."""
+    """Return the images, each moved by at most one pixel each way: handwriting is not placed to the pixel."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     rows, columns = generator.integers(0, 3, (2, len(images), 1)) + np.arange(8)
     return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -3,8 +3,8 @@
 `hvd_sparse.torch.model_parallel` and `hvd_sparse.tensorflow.model_parallel` are what training scripts use.
 
 A stage's activations are a matrix B x f, a row a sample. Forward, a row keeps its largest d * f magnitudes; values and
-mask are sent. Backward, the gradient is sent at the same mask, as values alone. There is no error feedback (no error
-feedback). Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2, algorithm 2.
+mask are sent. Backward, the gradient is sent at the same mask, as values alone. There is no error feedback.
+Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2, algorithm 2.
 """
 
 from hvd_sparse.model_parallel.boundary import THRESHOLDS, BoundarySettings
