@@ -1,10 +1,11 @@
 """A compressor's memory as a checkpoint: its layout, the same for both frameworks, and what is refused.
 
 {"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
- "thresholds": {name: float64[numbers]}}
+ "thresholds": {name: float64[numbers]}, "regions": [(parameters of a message, bounds), ...]}
 
 The thresholds are those that outlive a step and decide what is sent: of each parameter, or of the "model". A summed
-state has none: they are of one rank's residual, and start anew with another share of it.
+state has none: they are of one rank's residual, and start anew with another share of it. The same holds of the regions
+of a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -39,6 +39,7 @@ import functools
 import math
 import numbers
 import operator
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -185,6 +186,20 @@ def payload_size(
     Raises ValueError as `payload_layout` does.
     """
     return payload_layout(n, k, coding, value_dtype, segments).size
+
+
+def entries_of(payload, n: int) -> int:
+    """Return how many entries a payload has, by its header alone; payload: uint8[bytes], of at most n elements.
+
+    Raises ValueError if it ends before, or if there are more than n.
+    """
+    header = bytes(payload[:HEADER_BYTES])
+    if len(header) < HEADER_BYTES:
+        raise ValueError(f"payload is cut off: {len(header)} bytes, a header has {HEADER_BYTES}")
+    entries = struct.unpack(HEADER_FORMAT, header)[6]
+    if entries > n:
+        raise ValueError(f"payload entries are {entries}, of n = {n} elements")
+    return entries
 
 
 def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> float:

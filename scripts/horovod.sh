@@ -37,10 +37,10 @@ fetch() {
     echo "$cache" >"$source/.patched"
 }
 
-build() {
+build() {  # the policy version: CMake 4 refuses the Gloo in it otherwise
     HOROVOD_WITH_PYTORCH=$with_torch HOROVOD_WITHOUT_PYTORCH=$((1 - with_torch)) \
         HOROVOD_WITH_TENSORFLOW=$with_tensorflow HOROVOD_WITHOUT_TENSORFLOW=$((1 - with_tensorflow)) \
-        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 \
         MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source"
     mkdir -p "$wheels"
     mv "$source"/dist/horovod-*.whl "$wheels/"

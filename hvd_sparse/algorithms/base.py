@@ -16,6 +16,8 @@ CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 GRANULARITIES = ("tensor", "channel")
 DENSE_FALLBACKS = ("bytes", "measured")
+EXCHANGES = ("gather", "reduce_scatter", "auto")
+SCATTERED_RANKS = 8  # from so many on "auto" stands for "reduce_scatter"
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -35,6 +37,12 @@ SHARED_ARGUMENTS = {
         Compression, section 3.2 and Appendix C). None: no clipping.
     clip_scope: "tensor" clips each tensor by its own norm, "model" all by the norm of the whole gradient of the rank,
         which is known with `scope="model"` only.""",
+    "EXCHANGE": """\
+    exchange: How the selections of all ranks become one sum. "gather": every rank receives all of them, world_size * k
+        entries, and up to as many elements change. "reduce_scatter": each rank adds the entries of its region of the
+        elements and keeps the largest, k of all ranks together, which every rank receives: 2 k entries, whatever the
+        world size is. What is not kept stays in the residuals. "auto": "gather" on few ranks, "reduce_scatter" on 8
+        and more.""",
     "SHARED": """\
     min_numel: Tensors of fewer elements are sent dense.
     coding: How positions are coded: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the

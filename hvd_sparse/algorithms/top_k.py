@@ -5,7 +5,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvd_sparse.algorithms.base import SCOPES, AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.algorithms.base import (
+    EXCHANGES,
+    SCATTERED_RANKS,
+    SCOPES,
+    AtDensity,
+    Compressor,
+    Methods,
+    Parameters,
+    documented,
+)
 from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
@@ -29,6 +38,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -43,6 +53,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
             DENSITY
             scope: "tensor" selects in each tensor, during backward (the paper's local threshold); "model" in all
                 tensors together, after backward (its global threshold).
+            EXCHANGE
             SHARED
         """
         return cls._from(GradientDropping, locals())
@@ -62,6 +73,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -74,6 +86,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
             parameters: The model's; `Compression` says in which form.
             DENSITY
             scope: "model" selects in all tensors together, after backward; "tensor" in each, during backward.
+            EXCHANGE
             SHARED
         """
         return cls._from(TopK, locals())
@@ -99,6 +112,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -117,6 +131,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
             factor_masking: Clear the velocity of the elements that are sent (section 3.3).
             MOMENTUM
             scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            EXCHANGE
             SHARED
         """
         return cls._from(DeepGradientCompression, locals())
@@ -140,6 +155,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -158,6 +174,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
             momentum: m, in [0, 1).
             MOMENTUM
             scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            EXCHANGE
             SHARED
         """
         return cls._from(SparsificationAwareMomentum, locals())
@@ -168,10 +185,18 @@ class Scoped(AtDensity):
     """The settings of the methods of this module."""
 
     scope: str
+    exchange: str
 
     def __post_init__(self):
         super().__post_init__()
         check_choice("scope", self.scope, SCOPES)
+        check_choice("exchange", self.exchange, EXCHANGES)
+
+    def scatters(self, world_size: int) -> bool:
+        """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered."""
+        return world_size > 1 and (
+            self.exchange == "reduce_scatter" or (self.exchange == "auto" and world_size >= SCATTERED_RANKS)
+        )
 
     @property
     def layout(self) -> str:

@@ -248,6 +248,7 @@ class SparseCompressor(tf.Module):
         self.feedback = feedback
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic)
         self.thresholds, parts.threshold_rows = parts.step.codec.thresholds, parts.step.codec.threshold_rows
+        self.regions = parts.step.codec.regions
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:

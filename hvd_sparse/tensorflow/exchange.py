@@ -55,6 +55,16 @@ class Exchange(Members):
             gathered = join_pieces([self._gather(f"{name}.piece{piece}", part) for piece, part in parts], ranks, cut)
         return tf.reshape(tf.bitcast(gathered, tf.uint8), [-1])
 
+    def alltoall(self, name: str, payload: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+        """Send each rank its part of uint8[bytes]; the result is what all ranks sent this one, in their order.
+
+        splits: int32[ranks], the words of 8 bytes for each.
+        """
+        words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
+        name = f"HorovodAlltoall.{self._prefix}.{name}"
+        received, _ = hvd.alltoall(words, splits, name=name, ignore_name_scope=True, process_set=self.process_set)
+        return tf.reshape(tf.bitcast(received, tf.uint8), [-1])
+
     def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         name = f"HorovodAllgather.{name}"
         return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)

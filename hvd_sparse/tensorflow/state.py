@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused
+from hvd_sparse.reduce_scatter import restored, state_of
 
 
 def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
@@ -28,7 +29,8 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
         memory[name][kind] = np.array(value)
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
     state = {"version": VERSION, "step": int(step), "ranks": exchange.size(), "summed": summed}
-    return {**state, "memory": memory, "thresholds": thresholds}
+    regions = [] if summed else state_of(compressor.regions)
+    return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
 
 def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
@@ -49,6 +51,9 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
             values[rows[name]] = on_host(numbers)[number]
         changes.append(variable.assign(values))
     evaluate(changes, session)
+    sizes = {name: memory.size for name, memory in feedback.items()}
+    compressor.regions.clear()
+    compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
 
 
 def _check(feedback, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:

@@ -27,7 +27,7 @@ from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, gather, once
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.traffic import Traffic
@@ -109,10 +109,7 @@ class Step:
         self._vote(now, entries)
         sent = self.codec.learn(buckets, now) if sparse else []
         for bucket in buckets:
-            gathered = None
-            if bucket.message is not None:
-                gathered = gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
-            sent += self.codec.decode(bucket, gathered, now)
+            sent += self.codec.decode(bucket, self.codec.collect(bucket, now), now)
         for entry in entries:
             self._carry(entry, now)
             now.counted.add(dense_bytes=entry.feedback.size * entry.gradient.dtype.size, elements=entry.feedback.size)
@@ -194,9 +191,16 @@ class Step:
         loss_scale = now.units.loss_scale
         numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
+        told = self.codec.told(now)
+        if told is not None:
+            own = tf.concat([own, told], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()
         sums = self.exchange.allreduce(f"present{now.suffix}", own)
+        if told is not None:
+            due, known, known_squares = tf.unstack(sums[-3:])
+            sums = sums[:-3]
+            now.agrees = (due > 0.0) | tf.not_equal(tf.square(known), known_squares * ranks)  # `must_agree`
         total, squares = tf.split(sums[1:], 2)
         equal = tf.equal(tf.square(total), squares * ranks)
         scales_equal = tf.abs(tf.square(total[1]) - squares[1] * ranks) <= 1e-9 * tf.square(total[1])

@@ -12,6 +12,8 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm, SIDCo
 from hvd_sparse.library import has_cuda
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.exchange import Exchange
 
 LAYOUTS = ("tensor", "model", "threshold")
 
@@ -49,3 +51,18 @@ def device_of(algorithm: Algorithm, parameters: torch.device) -> torch.device:
 def crossing(algorithm: Algorithm) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
     return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why_not(algorithm)}"
+
+
+def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:
+    """Raise what all ranks recorded of damaged payloads: a rank that decodes on the CPU raised it at once."""
+    gathered = exchange.allgather("damage", damage.view(torch.uint8)).wait().view(torch.int64).view(-1, 2).tolist()
+    met = [
+        f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "
+        f"{ops.FAILED_CHECKS[first % 256 - 1]}"
+        for rank, (count, first) in enumerate(gathered)
+        if count > 0
+    ]
+    raise RuntimeError(
+        f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
+        "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
+    )

@@ -14,7 +14,7 @@ from horovod.torch import mpi_ops
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
-from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
+from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
@@ -94,6 +94,28 @@ class Exchange(Members):
             return whole.view(torch.uint8)
 
         return Pending(*map(self._gather, names, parts), finish=finish)
+
+    def alltoall(self, name: str, payload: torch.Tensor, splits: Sequence[int]) -> Pending:
+        """Start sending each rank its part of uint8[bytes]; the result is what all ranks sent this one, in their order.
+
+        splits: the bytes for each rank, in their order, multiples of 8. What this rank sends itself is not counted.
+        """
+        words = [int(size) // WORD_BYTES for size in splits]
+        if sum(words) > MOST_WORDS:
+            raise ValueError(f"hvd_sparse: a reduce-scatter of {payload.numel()} bytes: use smaller bucket_bytes")
+        kept = WORD_BYTES * words[self.rank()]
+        handed = payload.numel() - kept
+        self.traffic.count(payload_bytes=handed)
+
+        def finish(received: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            """Count what came."""
+            self.traffic.count(surplus_bytes=received[0].nbytes - kept - handed)
+            return received[0].view(torch.uint8)
+
+        split, name = torch.tensor(words, dtype=torch.int32), f"{self._prefix}.{name}"
+        return Pending(
+            hvd.alltoall_async(payload.view(torch.int64), split, name=name, process_set=self.process_set), finish=finish
+        )
 
     def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes], a multiple of 8, as many on all ranks; the result is that of `allgather`.

@@ -5,31 +5,38 @@ must not be submitted before it is known that all ranks take part. A sum of ones
 fills, but in the smallest of models.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from hvd_sparse.torch.exchange import Exchange, Pending
 
 MOST_RANKS = 4096  # a multiple of it in the sum: somewhere a parameter is frozen
-BYTES = 4
 
 
 class Presence:
     """What the ranks tell each other when a step begins."""
 
-    def __init__(self, exchange: Exchange, freezes: bool):
-        self.pending: Pending = exchange.allreduce("present", torch.full([1], 1.0 + MOST_RANKS * freezes))
+    def __init__(self, exchange: Exchange, freezes: bool, told: Sequence[float] = ()):
+        own = torch.tensor([1.0 + MOST_RANKS * freezes, *told], dtype=torch.float64 if told else torch.float32)
+        self.bytes = own.nbytes
+        self.pending: Pending = exchange.allreduce("present", own)
 
     def is_known(self) -> bool:
         """Return whether all ranks have answered."""
         return self.pending.is_done()
 
+    def sums(self) -> list[float]:
+        """Return the sums of what the ranks told besides; waits for them."""
+        return self.pending.wait()[1:].tolist()
+
     def anywhere_frozen(self) -> bool:
         """Return whether any rank has a parameter that does not train at present; waits for the ranks."""
-        return int(self.pending.wait()) >= MOST_RANKS
+        return int(self.pending.wait()[0]) >= MOST_RANKS
 
     def check(self, ranks: int) -> None:
         """Wait for the ranks; RuntimeError on those that take part unless all of them do."""
-        present = int(self.pending.wait()) % MOST_RANKS
+        present = int(self.pending.wait()[0]) % MOST_RANKS
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "

@@ -3,6 +3,7 @@
 import torch
 
 from hvd_sparse.checkpoint import VERSION, check_state, refused
+from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.step import Step
@@ -22,7 +23,8 @@ def gather_state(step: Step, number: int, exchange: Exchange, summed: bool) -> d
     kept = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.codec.thresholds.items())}
     thresholds = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in kept.items() if numbers}
     state = {"version": VERSION, "step": number, "ranks": exchange.size(), "summed": summed}
-    return {**state, "memory": memory, "thresholds": thresholds}
+    regions = [] if summed else state_of(step.codec.regions)
+    return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
 
 def _copies(feedback: ErrorFeedback, every: bool) -> dict[str, torch.Tensor]:
@@ -46,6 +48,8 @@ def restore_state(step: Step, state: dict, exchange: Exchange) -> int:
     step.restart()
     for name, numbers in state["thresholds"].items():
         step.codec.thresholds[name].restore(numbers.tolist())
+    sizes = {name: feedback.parameter.numel() for name, feedback in step.feedback.items()}
+    step.codec.regions = restored(state.get("regions", []), sizes, exchange.rank())
     return state["step"]
 
 

@@ -19,12 +19,12 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket
-from hvd_sparse.torch.device import device_of, is_asynchronous
+from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
-from hvd_sparse.torch.presence import BYTES as PRESENCE_BYTES
 from hvd_sparse.torch.presence import Presence
+from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units, loss_scales_differ
@@ -60,6 +60,7 @@ class Step:
         self._votes: list[Pending] = []
         self._is_sealed = self._is_under_way = False
         self._tokens = Tokens()
+        self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # when the step under way did; seconds from the step before until then
@@ -72,7 +73,7 @@ class Step:
 
     def restart(self) -> None:
         """Take every threshold anew, and time anew what is faster: both outlive a step."""
-        self._began = 0.0
+        self._began, self._plan_key = 0.0, None
         if self._fallback is not None:
             self._fallback.forget()
         for threshold in self.codec.thresholds.values():
@@ -114,13 +115,14 @@ class Step:
                 feedback.forget_scratch()
         self._is_under_way = True
         self._tokens.begin(self.rank, len(self.expected))
+        self._scatter.begin((self.algorithm.seed << 32) + number)
         if self._plan_key != (self.expected, density):
             self._plan_key = (self.expected, density)
             sparse = [name for name in self.expected if name not in self._dense]
             self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
             sent = units.world_size * sum(bucket.size for bucket in self._plan)
             for bucket in self._plan:
-                bucket.is_small = bucket.most_bytes is None and sent <= SMALL_BYTES
+                bucket.is_small = bucket.most_bytes is None and bucket.regions is None and sent <= SMALL_BYTES
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.restart()
@@ -130,9 +132,9 @@ class Step:
         """Start the sum over ranks that tells who takes part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._idle] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
-        self._presence = Presence(self.exchange, freezes)
+        self._presence = Presence(self.exchange, freezes, self.codec.told())
         self._collectives = [self._presence.pending]
-        self.traffic.count(payload_bytes=PRESENCE_BYTES)
+        self.traffic.count(payload_bytes=self._presence.bytes)
 
     def add(self, entry: Entry) -> torch.Tensor:
         """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
@@ -196,7 +198,7 @@ class Step:
         for vote in self._votes:
             bad, damaged, steps, squares, scales, scale_squares, *seconds = vote.wait().tolist()
             if damaged > 0:
-                self._refuse_damage()
+                refuse_damage(self.exchange, self.damage)
             ranks = self.units.world_size
             if steps**2 != squares * ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
                 raise RuntimeError(
@@ -233,6 +235,9 @@ class Step:
         """Take a sum out of its bucket; the first to ask has the codec decode it, and clear what was sent."""
         if entry.name not in bucket.sums:
             gathered = None
+            if self._scatter.started:
+                with self.traffic.timed("exchange"):
+                    self._scatter.finish(self._collectives)
             if bucket.pending is not None:
                 with self.traffic.timed("exchange"):
                     gathered = bucket.pending.wait()
@@ -303,7 +308,8 @@ class Step:
         self.codec.encode(bucket, entries)
         if bucket.message is None:
             return
-        self.traffic.count(payload_bytes=bucket.message.numel())
+        if bucket.regions is None:
+            self.traffic.count(payload_bytes=bucket.message.numel())
         if bucket.is_small:
             bucket.pending = self.exchange.gather_small(bucket.name, bucket.message)
             self._collectives.append(bucket.pending)
@@ -361,8 +367,10 @@ class Step:
             self._presence.check(self.units.world_size)
         deferred, self._deferred = self._deferred, []
         for bucket in deferred:
-            bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)
-            self._collectives.append(bucket.pending)
+            if bucket.regions is None:
+                bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)
+                self._collectives.append(bucket.pending)
+        self._deferred = self._scatter.start(deferred, self._presence, wait, self._collectives)
 
     def _vote(self, name: str) -> None:
         """Start the vote on all that was accumulated since the last one. Nothing waits for the device."""
@@ -382,18 +390,3 @@ class Step:
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.nbytes)
-
-    def _refuse_damage(self) -> None:
-        """Raise what all ranks recorded of damaged payloads: a rank that decodes on the CPU raised it at once."""
-        damage = self.damage.view(torch.uint8)
-        gathered = self.exchange.allgather("damage", damage).wait().view(torch.int64).view(-1, 2).tolist()
-        met = [
-            f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "
-            f"{ops.FAILED_CHECKS[first % 256 - 1]}"
-            for rank, (count, first) in enumerate(gathered)
-            if count > 0
-        ]
-        raise RuntimeError(
-            f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
-            "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
-        )

@@ -37,6 +37,7 @@ class Method:
     values: str = "float32"  # or "int2", "int1": Gradient Dropping, section 5.4
     level: str = "mean"
     granularity: str = "tensor"
+    owned: bool = False  # reduce-scatter: the owners of regions keep the largest sums
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -64,6 +65,7 @@ def train(method, initial, gradients, ranks, steps, lr, average=True, delivered=
     u = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
     v = [{name: np.zeros(value.shape) for name, value in theta.items()} for _ in range(ranks)]
     kept = [{} for _ in range(ranks)]
+    owners = Owners(method, ranks)
     gap = np.inf
     for step in range(steps):
         reduced = {name: np.zeros(value.shape) for name, value in theta.items()}
@@ -73,6 +75,8 @@ def train(method, initial, gradients, ranks, steps, lr, average=True, delivered=
                 local[name] = local[name] + decay_of(method, name) / (scale * ranks) * theta[name]
             accumulate(method, u[k], v[k], local)
         choices = [choose(method, step, v[k], kept[k]) for k in range(ranks)]
+        if method.owned and ranks > 1:
+            choices = owners.keep(step, v, choices)
         for k in range(ranks):
             masks, here = choices[step % ranks if method.cyclic else k]
             gap = min(gap, here)
@@ -240,3 +244,49 @@ def train_without_ties(method, initial, draw, ranks, steps, lr, average=True, de
         if outcome.gap > CLEAR_GAP:
             return outcome, seed
     raise AssertionError("no data without near-ties among 50 seeds")
+
+
+class Owners:
+    """Reduce-scatter: what all ranks selected lies in one row, tensor by tensor; each rank owns a region of it.
+
+    Regions are cut where equal shares of all that was selected are passed, in the first step and every 64. An owner
+    keeps ceil(k / ranks) of the largest sums.
+    """
+
+    def __init__(self, method, ranks):
+        self.method, self.ranks, self.cuts = method, ranks, None
+
+    def keep(self, step, v, choices):
+        """Return each rank's masks, of what it selected and an owner kept, and how clear the edge is."""
+        names = sorted(name for name in v[0] if not is_dense(self.method, step, v[0][name]))
+        if not names:
+            return choices
+        selected = [np.concatenate([masks[name].reshape(-1) for name in names]) for masks, _ in choices]
+        values = [np.concatenate([v[k][name].reshape(-1) for name in names]) for k in range(self.ranks)]
+        if self.cuts is None or step % 64 == 0:
+            self.cuts = self.shares(np.sum(selected, axis=0))
+        sums = np.abs(sum(value * mask for value, mask in zip(values, selected, strict=True)))
+        most, winners, gap = -(-int(selected[0].sum()) // self.ranks), np.zeros(sums.size, bool), choices[0][1]
+        for begin, end in zip(self.cuts[:-1], self.cuts[1:], strict=True):
+            found = begin + np.flatnonzero(np.any([mask[begin:end] for mask in selected], axis=0))
+            ordered = found[np.argsort(-sums[found])]
+            winners[ordered[:most]] = True
+            if ordered.size > most:
+                gap = min(gap, 1 - sums[ordered[most]] / sums[ordered[most - 1]])
+        ends = np.cumsum([v[0][name].size for name in names])[:-1]
+        parts = dict(zip(names, np.split(winners, ends), strict=True))
+        kept = [
+            {name: mask & parts[name].reshape(mask.shape) if name in parts else mask for name, mask in masks.items()}
+            for masks, _ in choices
+        ]
+        return [(masks, min(gap, here)) for masks, (_, here) in zip(kept, choices, strict=True)]
+
+    def shares(self, counts):
+        """Return where regions begin and end; elements that nobody selected count a millionth."""
+        weights = counts + 1e-6
+        cuts, passed, target = [0], 0.0, weights.sum() / self.ranks
+        for place, weight in enumerate(weights):
+            while len(cuts) < self.ranks and passed + weight >= target * len(cuts) - 1e-12:
+                cuts.append(round(place + (target * len(cuts) - passed) / weight))
+            passed += weight
+        return [*cuts, len(counts)]

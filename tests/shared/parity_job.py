@@ -17,6 +17,7 @@ STEPS, LR = 50, 0.1
 LOSS_SCALE = 1000.0  # no power of two: what is divided by it rounds
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
 CHANNEL = {"granularity": "channel"}
+SCATTER = {"exchange": "reduce_scatter"}
 DGC = {"momentum": 0.9, "weight_decay": 1e-3, "clip_norm": 15.0}
 CASES = {
     f"{method}-{scope}-{number}": (method, {"scope": scope, **SETTINGS, **options})
@@ -47,10 +48,14 @@ CASES = {
     "micro-bitmap": ("micro", {**SETTINGS, "coding": "bitmap"}),
     "micro-int1": ("micro", {**SETTINGS, "values": "int1"}),
     "cltk-float16": ("cltk", {**SETTINGS, "values": "float16"}),
+    "dgc-scattered": ("dgc", {**SETTINGS, **DGC, **SCATTER}),
+    "gradient_dropping-scattered-int2": ("gradient_dropping", {**SETTINGS, **SCATTER, "values": "int2", **CHANNEL}),
+    "samomentum-scattered": ("samomentum", {**SETTINGS, **SCATTER, "scope": "model", "values": "float16"}),
     "random_k-int2-channel": ("random_k", {**SETTINGS, "values": "int2", "level": "min", **CHANNEL}),
 }
 if not tiers.ALL:
-    CASES = dict(list(CASES.items())[::5])  # of both scopes, several methods
+    chosen = [*list(CASES.items())[::5], *(case for case in CASES.items() if "dgc-scattered" in case[0])]
+    CASES = dict(chosen)  # of both scopes, several methods
 
 
 def gradients_of(step, rank):
@@ -65,6 +70,8 @@ def listen(exchange, read):
         name, payload if name.startswith("agree") else read(payload, heard), *most_bytes
     )
     exchange.allreduce = lambda name, tensor: allreduce(name, read(tensor, heard) if "values" in name else tensor)
+    alltoall = exchange.alltoall
+    exchange.alltoall = lambda name, payload, splits: alltoall(name, read(payload, heard), splits)
     if hasattr(exchange, "gather_small"):
         gather_small = exchange.gather_small
         exchange.gather_small = lambda name, payload: gather_small(name, read(payload, heard))

@@ -1,6 +1,7 @@
 """What all codecs share: the entries of a step, and what a codec does with them."""
 
 import abc
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.half import HALF, rest_of
+from hvd_sparse.reduce_scatter import Regions
+from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.traffic import Counted
@@ -50,6 +53,8 @@ class Round:
     overflow: tf.Tensor | None = None
     void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all is sent dense
     counted: Counted = field(default_factory=Counted)
+    agrees: tf.Tensor | None = None  # whether the regions of a reduce-scatter are agreed on
+    messages: list = field(default_factory=list)  # of reduce-scatters
 
 
 @dataclass
@@ -62,6 +67,8 @@ class Bucket:
     most_bytes: int  # that any rank may send
     ks: tf.Tensor  # of the selections, int64[selections]
     info: tf.Tensor | None = None  # what the selections tell the next step's thresholds
+    scattered: object | None = None  # what Python keeps of it in a reduce-scatter
+    excess: tuple | None = None  # what rounding kept back of the sums that this rank owns: indices, values
 
 
 class Codec(abc.ABC):
@@ -73,10 +80,28 @@ class Codec(abc.ABC):
         self.exchange = exchange
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
         self.threshold_rows: Mapping[str, int] = {}  # of each selection that has one
+        self.regions: dict[tuple[str, ...], Regions] = {}  # of messages that are reduced by owners of regions: state
 
     @abc.abstractmethod
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate and select; tell the step which gradients were finite."""
+
+    @property
+    def values(self) -> str:
+        """The type of the values in messages."""
+        return self.algorithm.values
+
+    def told(self, now: Round) -> tf.Tensor | None:
+        """Return what the ranks add up as a step begins, for the regions of a reduce-scatter."""
+        return None
+
+    def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
+        """Return the messages of all ranks, uint8[bytes], one rank's after the other; None where none are sent."""
+        return (
+            None
+            if bucket.message is None
+            else gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
+        )
 
     @abc.abstractmethod
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
@@ -118,6 +143,33 @@ class Codec(abc.ABC):
         rest = tf.where(now.void, tf.zeros_like(total), (total - held) * part)
         with tf.control_dependencies(cleared):
             return [entry.feedback.residual.assign_add(rest)]
+
+    def _cut(self, entries: list[Entry], indices: tf.Tensor, *columns: tf.Tensor) -> list[tuple]:
+        """Return what lies in each variable of ascending indices into all of them: entry, indices in it, columns."""
+        offsets = [0, *itertools.accumulate(entry.feedback.size for entry in entries)]
+        bounds = tf.searchsorted(indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
+        sizes = bounds[1:] - bounds[:-1]
+        inner, *others = (tf.split(tensor, sizes, num=len(entries)) for tensor in (indices, *columns))
+        inner = [own - offset for own, offset in zip(inner, offsets, strict=False)]
+        return list(zip(entries, inner, *others, strict=True))
+
+    def _clear_parts(
+        self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
+    ) -> list[tf.Operation]:
+        """Clear what was sent in each variable's part; left: what rounding keeps back."""
+        done = []
+        for entry, own, old, rest in self._cut(entries, indices, values, left):
+            done += self._clear(entry.feedback, own, old, rest, now)
+        return done
+
+    def _clear(self, feedback: ErrorFeedback, indices: tf.Tensor, values, left, now: Round) -> list[tf.Operation]:
+        """Clear what was sent, unless the step is skipped."""
+        operations = []
+        for kind, new in feedback.after_sending(indices, left).items():
+            old = values if kind == "residual" else feedback.buffers[kind].sparse_read(indices)
+            new = tf.where(now.void, old, new)
+            operations.append(ops.scatter_update(feedback.buffers[kind], indices, new))
+        return operations
 
     def _largest_payload(self, entries: list[Entry], density: float) -> int:
         """Return what one selection in all of these takes at most, in bytes."""

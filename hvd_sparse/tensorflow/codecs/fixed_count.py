@@ -103,9 +103,9 @@ class FixedCount(Codec):
     def _form(self, entries: list[Entry], **options) -> dict:
         """Return how payloads are coded, as the operators of buckets take it."""
         algorithm = self.algorithm
-        has_levels = algorithm.values in LOW_BITS
+        has_levels = self.values in LOW_BITS
         channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
-        return {"coding": algorithm.coding, "value_dtype": algorithm.values, "channels": channels, **options}
+        return {"coding": algorithm.coding, "value_dtype": self.values, "channels": channels, **options}
 
     def _delivered(self, bucket: Bucket, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
         """Clear what was sent, unless the step is skipped; give the entries their sums; return what is to be done."""

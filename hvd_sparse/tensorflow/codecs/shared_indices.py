@@ -5,7 +5,6 @@ then is in a residual. These sums depend on what was gathered, so this codec ask
 """
 
 import abc
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from hvd_sparse.granularity import by_group
 from hvd_sparse.sampling import hash_index, stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
-from hvd_sparse.tensorflow.error_feedback import ErrorFeedback
 from hvd_sparse.tensorflow.threshold import ScaledThreshold, ThresholdHints
 from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
 from hvd_sparse.wire import LOW_BITS, largest_payload
@@ -71,27 +69,6 @@ class SharedIndices(Codec):
             for entry, part in zip(entries, parts, strict=True)
             for change in self._held(entry, part, now, cleared)
         ]
-
-    def _clear_parts(
-        self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
-    ) -> list[tf.Operation]:
-        """Clear what was sent in each variable's part; left: what rounding keeps back."""
-        offsets = [0, *itertools.accumulate(entry.feedback.size for entry in entries)]
-        bounds = tf.searchsorted(indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
-        parts = [tf.split(tensor, bounds[1:] - bounds[:-1], num=len(entries)) for tensor in (indices, values, left)]
-        done = []
-        for entry, offset, own, old, rest in zip(entries, offsets, *parts, strict=False):
-            done += self._clear(entry.feedback, own - offset, old, rest, now)
-        return done
-
-    def _clear(self, feedback: ErrorFeedback, indices: tf.Tensor, values, left, now: Round) -> list[tf.Operation]:
-        """Clear what was sent, unless the step is skipped."""
-        operations = []
-        for kind, new in feedback.after_sending(indices, left).items():
-            old = values if kind == "residual" else feedback.buffers[kind].sparse_read(indices)
-            new = tf.where(now.void, old, new)
-            operations.append(ops.scatter_update(feedback.buffers[kind], indices, new))
-        return operations
 
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, now: Round) -> tuple:
         """Return the sum of all ranks' values, and these as they were sent."""

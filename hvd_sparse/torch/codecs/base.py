@@ -10,6 +10,7 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.granularity import channels_of, segments_of
+from hvd_sparse.reduce_scatter import NOTHING, Entries, Regions, Sent
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -68,6 +69,10 @@ class Bucket:
     hints: torch.Tensor | None = None  # float64[selections, 3], what they have learned
     message: torch.Tensor | None = None  # uint8[bytes], what this rank sends
     most_bytes: int | None = None  # that any rank may send, where that differs
+    regions: Regions | None = None  # where it is reduced by their owners: then `message` does not leave the rank
+    selected: Entries = NOTHING  # what this rank selected, there
+    sent: Sent | None = None  # the same as it was sent to the owners
+    excess: Entries = NOTHING  # what rounding kept back of the sums that this rank owns
     is_small: bool = False  # all messages of the step are, so that they go at once
     missing: set[str] = field(default_factory=set)
     is_started: bool = False
@@ -108,6 +113,7 @@ class Codec(abc.ABC):
         self.traffic = traffic
         self.device = device
         self.finite: list[torch.Tensor] = []  # bool, of any shape: was each gradient finite, since the last vote?
+        self.regions: dict[tuple[str, ...], Regions] = {}  # of messages that are reduced by owners of regions: state
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     @property
@@ -120,6 +126,11 @@ class Codec(abc.ABC):
         """The thresholds that outlive a step, by name: state."""
         return {}
 
+    @property
+    def values(self) -> str:
+        """The type of the values in messages."""
+        return self.algorithm.values
+
     def begin(self, now: Round) -> None:
         """Begin a step."""
         self.now = now
@@ -128,6 +139,10 @@ class Codec(abc.ABC):
     def end(self) -> None:
         """End a step that is complete."""
         self.finite = []
+
+    def told(self) -> list[float]:
+        """Return what the ranks add up as a step begins, for their regions."""
+        return []
 
     @abc.abstractmethod
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
@@ -148,7 +163,7 @@ class Codec(abc.ABC):
 
     def _form(self) -> dict[str, str]:
         """Return how payloads are coded, as the operators of buckets take it."""
-        return {"coding": self.algorithm.coding, "value_dtype": self.algorithm.values}
+        return {"coding": self.algorithm.coding, "value_dtype": self.values}
 
     def bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
         """Return the bucket of these payloads, of the members in this order."""
@@ -160,7 +175,7 @@ class Codec(abc.ABC):
     def payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
         """Return the form of the payload of k of n elements of these tensors."""
         segments = self._segments_of(names)
-        size = ops.payload_size(n, k, self.algorithm.coding, self.algorithm.values, segments)
+        size = ops.payload_size(n, k, self.algorithm.coding, self.values, segments)
         return Payload(n, k, segments, size)
 
     def _pack_nothing(self, payload: Payload, out: torch.Tensor) -> None:
@@ -170,7 +185,7 @@ class Codec(abc.ABC):
 
     def _channels(self, names: Iterable[str]) -> list[int]:
         """Return how many groups of low-bit values each tensor has, nothing where one has no levels."""
-        if self.algorithm.values not in LOW_BITS:
+        if self.values not in LOW_BITS:
             return []
         return [channels_of(self.parameters[name].shape, self.algorithm) for name in names]
 

@@ -1,0 +1,285 @@
+"""Reduce-scatter of sparse gradients: what a rank receives does not grow with the number of ranks.
+
+The elements of a message are cut into as many regions as there are ranks, and each rank owns one:
+
+    selected entries -> split ==all-to-all==> reduce: add, keep the largest ==all-gather==> join -> sums
+
+Each rank sends the k entries that it has selected to the owners of their regions. An owner adds what it receives, in
+rank order, keeps the k / N sums of largest magnitude, and sends these to all. A rank receives fewer than 2 k entries,
+whatever the number N of ranks is; an all-gather brings it (N - 1) k.
+
+Nothing is lost. A rank clears its error feedback at those of its own entries that an owner has kept; the others stay
+in its residual. What rounding keeps back of a sum goes to the owner's residual.
+
+Regions are cut so that all receive about as many entries: by where the selections of all ranks fall, which they agree
+on in the first step and in every 64th.
+
+Source: Ok-Topk (Li and Hoefler, 2022), section 3; SparCML (Renggli et al., 2019). Differences: each owner keeps k / N
+sums, so that messages are alike, where Ok-Topk keeps what reaches a threshold; sums are added in rank order.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_sparse import native
+from hvd_sparse.wire import Segments, entries_of, largest_payload, payload_size
+
+BALANCE_STEPS = 64  # from one agreement on the regions to the next
+BINS = 4096  # in which selected elements are counted
+SPARE = 1.25  # room for entries in a message that is padded, over what it holds on average
+
+
+class Entries(NamedTuple):
+    """Elements of a message, and their values."""
+
+    indices: np.ndarray  # int64[m], ascending
+    values: np.ndarray  # float32[m]
+
+
+NOTHING = Entries(np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the ranks have to agree on of a message: its elements, the entries that each selects, and their coding."""
+
+    n: int
+    k: int
+    coding: str
+    values: str
+    level: str
+    segments: Segments = None
+
+    def size(self, begin: int, end: int, k: int) -> int:
+        """Return the bytes of a payload of k entries of a region."""
+        return payload_size(end - begin, max(1, k), self.coding, self.values, self.part(begin, end))
+
+    def part(self, begin: int, end: int) -> Segments:
+        """Return which of a region's elements share the levels of low-bit values."""
+        if self.segments is None:
+            return None
+        begins, channels = np.asarray(self.segments, np.int64).reshape(-1, 2).T
+        first = np.searchsorted(begins, begin, side="right") - 1
+        last = np.searchsorted(begins, end, side="left")
+        starts = np.maximum(begins[first:last] - begin, 0)
+        room = np.append(starts[1:], end - begin) - starts
+        return np.stack([starts, np.minimum(channels[first:last], room)], axis=1)
+
+
+class Sent(NamedTuple):
+    """What a rank has sent to the owners of regions."""
+
+    message: np.ndarray  # uint8[bytes]: a payload for each region, then what pads this rank's own
+    splits: np.ndarray  # int64[N]: the bytes for each rank
+    padding: int  # bytes
+    entries: Entries  # with the values that survive the coding
+
+
+class Regions:
+    """The regions of one message, and what becomes of its entries: the same on all ranks.
+
+    Args:
+        form: The message.
+        world_size: The number of ranks N.
+        rank: This rank, the owner of region `rank`.
+    """
+
+    def __init__(self, form: Form, world_size: int, rank: int):
+        self.form = form
+        self.world_size = world_size
+        self.rank = rank
+        self.bounds: np.ndarray | None = None  # int64[N + 1], where regions begin and end; None: not agreed on yet
+
+    @property
+    def kept_count(self) -> int:
+        """How many sums the owner of a region keeps at most."""
+        return -(-self.form.k // self.world_size)
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """What the payload of any region's kept sums takes at most."""
+        k, form = min(self.kept_count, self.form.n), self.form
+        return largest_payload(form.n, k, form.coding, form.values, form.segments)
+
+    def count(self, entries: Entries) -> np.ndarray:
+        """Return how many entries fall into each of the bins that the elements are cut into, float64[bins]."""
+        bins = min(self.form.n, BINS)
+        return np.bincount(entries.indices * bins // self.form.n, minlength=bins).astype(np.float64)
+
+    def balance(self, counts: np.ndarray) -> None:
+        """Cut the regions so that each gets as many of all ranks' entries, which were counted by `count` and summed."""
+        edges = np.arange(counts.size + 1) * (self.form.n / counts.size)
+        passed = np.concatenate([[0.0], np.cumsum(counts + 1e-6)])  # ascending, even where nothing was selected
+        cuts = np.interp(np.arange(1, self.world_size) * (passed[-1] / self.world_size), passed, edges)
+        inner = np.clip(np.rint(cuts).astype(np.int64), 0, self.form.n)
+        self.bounds = np.concatenate([[0], inner, [self.form.n]]).astype(np.int64)
+
+    def split(self, entries: Entries) -> Sent:
+        """Return the message to the owners of regions: a payload for each, empty where there are no entries.
+
+        This rank's own part is padded, so that messages have the same size in most steps: Horovod negotiates a
+        message of another size anew. Padding does not leave the rank.
+        """
+        cuts = np.searchsorted(entries.indices, self.bounds)
+        payloads, survived = [], []
+        for (begin, end), first, last in zip(self._spans(), cuts[:-1], cuts[1:], strict=True):
+            payload, values = self._pack(begin, end, entries.indices[first:last], entries.values[first:last])
+            payloads.append(payload)
+            survived.append(values)
+        sizes = np.array([payload.size for payload in payloads], np.int64)
+        padding = -int(sizes.sum()) % self._room()
+        sizes[self.rank] += padding
+        payloads.insert(self.rank + 1, np.zeros(padding, np.uint8))
+        return Sent(np.concatenate(payloads), sizes, padding, Entries(entries.indices, np.concatenate(survived)))
+
+    def reduce(self, received: np.ndarray, padding: int, seed: int) -> tuple[np.ndarray, Entries]:
+        """Add what all ranks sent of this rank's region, in rank order, and keep the sums of largest magnitude.
+
+        Args:
+            received: uint8[bytes], the payloads of all ranks, in rank order.
+            padding: Of this rank's own.
+            seed: Decides among equal magnitudes, the same on all ranks.
+
+        Returns:
+            The payload of the kept sums; and what rounding keeps back of them, which belongs in this rank's residual.
+
+        Raises:
+            ValueError: A payload is damaged; the message names its rank.
+        """
+        begin, end = self._span(self.rank)
+        parts = self._unpack(received, [(begin, end)] * self.world_size, padding)
+        total = add_in_order(parts)
+        if total.indices.size > self.kept_count:
+            chosen = native.select_top_k(total.values, self.kept_count, seed % 2**64)[0]
+            total = Entries(total.indices[chosen], total.values[chosen])
+        payload, values = self._pack(begin, end, total.indices, total.values)
+        left = total.values - values
+        lossy = (left != 0.0) & np.isfinite(left)
+        return payload, Entries(total.indices[lossy], left[lossy])
+
+    def join(self, gathered: np.ndarray) -> Entries:
+        """Return the sums that the owners of all regions have kept, from their payloads, uint8[bytes], in rank order.
+
+        Raises ValueError, naming the rank, if a payload is damaged.
+        """
+        parts = self._unpack(gathered, list(self._spans()), 0)
+        return Entries(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def _pack(self, begin: int, end: int, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the payload of entries of a region, and their values as they survive the coding."""
+        form, segments = self.form, self.form.part(begin, end)
+        inner = indices - begin
+        if form.values != "float32" and inner.size:
+            values = native.quantize(np.ascontiguousarray(values), form.values, form.level, inner, segments)
+        k = max(1, inner.size)
+        values = np.ascontiguousarray(values)
+        return native.pack(inner, values, end - begin, k, form.coding, form.values, segments), values
+
+    def _unpack(self, message: np.ndarray, spans: Sequence[tuple[int, int]], padding: int) -> list[Entries]:
+        """Return the entries of the payloads in a message, one of each rank, of these regions."""
+        found, at, form = [], 0, self.form
+        for rank, (begin, end) in enumerate(spans):
+            try:
+                k = max(1, entries_of(message[at:], end - begin))
+                size = form.size(begin, end, k)
+                segments = form.part(begin, end)
+                piece = message[at : at + size]
+                indices, values = native.unpack(piece, end - begin, k, form.coding, form.values, segments)
+            except ValueError as error:
+                raise ValueError(f"hvd_sparse: from rank {rank}: {error}") from error
+            found.append(Entries(indices + begin, values))
+            at += size + (padding if rank == self.rank else 0)
+        if at != message.size:
+            raise ValueError(f"hvd_sparse: the payloads have {at} bytes, received {message.size}")
+        return found
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return (self._span(rank) for rank in range(self.world_size))
+
+    def _span(self, rank: int) -> tuple[int, int]:
+        """Return where a region begins and ends. An empty one takes an element beside it: a payload has one."""
+        begin, end = int(self.bounds[rank]), int(self.bounds[rank + 1])
+        if begin < end:
+            return begin, end
+        begin = min(begin, self.form.n - 1)
+        return begin, begin + 1
+
+    def _room(self) -> int:
+        """Return what the size of a message is a multiple of, in bytes: a whole message, in most steps."""
+        most = int(SPARE * self.kept_count) + 16
+        return sum(self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
+
+
+def selected_indices(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> np.ndarray:
+    """Return the indices in payloads without values that lie one after the other, counted through all: int64[m]."""
+    found, at, begin = [], 0, 0
+    for n, k in zip(ns, ks, strict=True):
+        size = payload_size(n, k, coding, "none")
+        found.append(native.unpack(message[at : at + size], n, k, coding, "none")[0] + begin)
+        at, begin = at + size, begin + n
+    return np.concatenate(found)
+
+
+def add_in_order(parts: Sequence[Entries]) -> Entries:
+    """Return the sums of the ranks' entries, float32, added in the order of the ranks."""
+    indices = np.concatenate([part.indices for part in parts])
+    order = np.argsort(indices, kind="stable")
+    ordered = indices[order]
+    is_new = np.ones(ordered.size, bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    place = np.empty(ordered.size, np.int64)
+    place[order] = np.cumsum(is_new) - 1
+    sums, at = np.zeros(int(is_new.sum()), np.float32), 0
+    for part in parts:
+        sums[place[at : at + part.indices.size]] += part.values
+        at += part.indices.size
+    return Entries(ordered[is_new], sums)
+
+
+def is_in(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return, bool[m], which ascending indices are among others that ascend, too."""
+    if others.size == 0:
+        return np.zeros(indices.size, bool)
+    at = np.minimum(np.searchsorted(others, indices), others.size - 1)
+    return others[at] == indices
+
+
+def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:
+    """Return what each rank adds to a sum at the beginning of a step, so that all know whether to agree on regions.
+
+    Whether it is time to, and a digest of all regions that this rank knows, by the tensors of their message, with its
+    square. A rank that was added to an elastic job, or that continues from another file, knows others.
+    """
+    digest = 0
+    for names, one in sorted(regions.items()):
+        if one.bounds is not None:
+            digest = zlib.crc32(one.bounds.tobytes(), zlib.crc32("\n".join(names).encode(), digest))
+    digest %= 1 << 16
+    return [float(step % BALANCE_STEPS == 0), float(digest), float(digest**2)]
+
+
+def must_agree(sums: Sequence[float], world_size: int) -> bool:
+    """Return whether to agree on all regions in this step, from the sums over ranks of what they `told`."""
+    due, digests, squares = sums
+    return due > 0.0 or digests**2 != squares * world_size  # equal only if all digests are (Cauchy and Schwarz)
+
+
+def state_of(regions: Mapping[tuple[str, ...], Regions]) -> list[tuple[list[str], list[int]]]:
+    """Return the regions that are known, as a checkpoint holds them: the tensors of a message, and its bounds."""
+    return [(list(names), one.bounds.tolist()) for names, one in sorted(regions.items()) if one.bounds is not None]
+
+
+def restored(state: Sequence[tuple[list[str], list[int]]], sizes: Mapping[str, int], rank: int) -> dict:
+    """Return {names: Regions} of what `state_of` returned; what does not fit these tensors is left out."""
+    found = {}
+    for names, bounds in state:
+        n = sum(sizes.get(name, 0) for name in names)
+        if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == n > 0 and list(bounds) == sorted(bounds):
+            regions = Regions(Form(n, 1, "run_length", "float32", "mean"), len(bounds) - 1, rank)
+            regions.bounds = np.array(bounds, np.int64)
+            found[tuple(names)] = regions
+    return found

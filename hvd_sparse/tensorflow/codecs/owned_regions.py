@@ -1,0 +1,174 @@
+"""Exactly k elements of each variable, or of all together, reduced by the owners of regions.
+
+The twin of `hvd_sparse.torch.codecs.owned_regions`. What `hvd_sparse.reduce_scatter` does with a message is Python on
+NumPy arrays there and here; in a graph each part of it is an operation, between the collectives.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.granularity import segments_of
+from hvd_sparse.pieces import WORD_BYTES
+from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, is_in, selected_indices, told
+from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
+from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
+
+
+class OwnedRegions(FixedCount):
+    """A selection of exactly k, of which each region's owner keeps what is largest in the sum over ranks.
+
+    On a number of ranks for which `exchange` says to gather, it is `FixedCount`.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.regions: dict[tuple[str, ...], Regions] = {}  # by the variables of a message: state
+
+    @property
+    def scatters(self) -> bool:
+        """Whether selections are reduced by owners, on the ranks that there are now."""
+        return self.algorithm.scatters(self.exchange.size())
+
+    @property
+    def values(self) -> str:
+        """The type of the values in `Bucket.message`: the selection is indices alone, values follow."""
+        return "none" if self.scatters else super().values
+
+    def told(self, now: Round) -> tf.Tensor | None:
+        """Return what tells the ranks whether they know the same regions, float64[3]."""
+        if not self.scatters:
+            return None
+
+        def tell(number) -> np.ndarray:
+            """Ask for an agreement, too, if a message of this graph has no regions yet."""
+            due, *digests = told(self.regions, int(number))
+            unknown = any(message.names not in self.regions for message in now.messages)
+            return np.array([float(due > 0.0 or unknown), *digests])
+
+        return tf.ensure_shape(tf.numpy_function(tell, [now.number], tf.float64), [3])
+
+    def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
+        """Send what was selected to the owners of regions; return the indices and the sums that they keep."""
+        if not self.scatters:
+            return super().collect(bucket, now)
+        message = Message(self, bucket)
+        now.messages.append(message)
+        indices = tf.ensure_shape(tf.numpy_function(message.select, [bucket.message, bucket.ks], tf.int64), [None])
+        values = self._residuals_at(bucket, indices)
+        counts = tf.cond(
+            now.agrees,
+            lambda: self._count(message, indices, now),
+            lambda: tf.zeros([min(message.n, BINS)], tf.float64),
+        )
+        arguments = [now.agrees, once(now.present, counts), bucket.ks, indices, values]
+        own, splits = tf.numpy_function(message.split, arguments, (tf.uint8, tf.int32))
+        received = self.exchange.alltoall(f"{bucket.name}{now.suffix}", tf.ensure_shape(own, [None]), splits)
+        payload, *excess = tf.numpy_function(message.reduce, [received, now.seed], (tf.uint8, tf.int64, tf.float32))
+        bucket.excess = tuple(tf.ensure_shape(part, [None]) for part in excess)
+        name, most = f"{bucket.name}.kept{now.suffix}", message.most_kept_bytes
+        gathered = self.exchange.allgather(name, tf.ensure_shape(payload, [None]), most)
+        sizes = tf.size(own, tf.int64) - WORD_BYTES * tf.cast(splits[self.exchange.rank()], tf.int64)
+        now.counted.add(payload_bytes=sizes + tf.size(payload, tf.int64))
+        came = tf.size(received, tf.int64) - tf.size(own, tf.int64) + tf.size(gathered, tf.int64)
+        now.counted.add(surplus_bytes=came - 2 * tf.size(payload, tf.int64))
+        bucket.scattered = message
+        return gathered
+
+    def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+        """Clear what was both sent and kept by an owner; the sums are those that were kept."""
+        if not self.scatters:
+            return super().decode(bucket, gathered, now)
+        outputs = (tf.int64, tf.float32, tf.int64, tf.float32, tf.float32)
+        joined = tf.numpy_function(bucket.scattered.join, [gathered], outputs)
+        kept, sums, indices, old, left = (tf.ensure_shape(part, [None]) for part in joined)
+        done = self._clear_parts(bucket.entries, indices, old, left, now)
+        done += self._add_excess(bucket, now, done)
+        scaled = sums * tf.cast(now.units.outgoing(), tf.float32)
+        for entry, inner, total in self._cut(bucket.entries, kept, scaled):
+            whole = tf.scatter_nd(inner[:, None], total, tf.constant([entry.feedback.size], tf.int64))
+            done += self._held(entry, whole, now, list(done))
+        return done
+
+    def _count(self, message: "Message", indices: tf.Tensor, now: Round) -> tf.Tensor:
+        """Return how many of all ranks' selected elements fall into each bin."""
+        own = tf.ensure_shape(tf.numpy_function(message.count, [indices], tf.float64), [min(message.n, BINS)])
+        return self.exchange.allreduce(f"{message.name}.regions{now.suffix}", own)
+
+    def _residuals_at(self, bucket: Bucket, indices: tf.Tensor) -> tf.Tensor:
+        """Return the residuals of all members at these indices, once they are accumulated."""
+        with tf.control_dependencies([bucket.message]):
+            parts = self._cut(bucket.entries, indices, indices)
+            return tf.concat([entry.feedback.residual.sparse_read(inner) for entry, inner, _ in parts], 0)
+
+    def _add_excess(self, bucket: Bucket, now: Round, before: list[tf.Operation]) -> list[tf.Operation]:
+        """Add what the owner's rounding kept back of sums, once the residuals are cleared."""
+        if self.algorithm.values == "float32":
+            return []
+        changes = []
+        with tf.control_dependencies(before):
+            for entry, inner, rest in self._cut(bucket.entries, *bucket.excess):
+                rest = tf.where(now.void, tf.zeros_like(rest), rest)
+                changes.append(entry.feedback.residual.scatter_add(tf.IndexedSlices(rest, inner)))
+        return changes
+
+
+class Message:
+    """What Python keeps of a message from one operation to the next."""
+
+    def __init__(self, codec: OwnedRegions, bucket: Bucket):
+        self.name = bucket.name
+        self.names = tuple(entry.name for entry in bucket.entries)
+        self._codec, self._is_joint = codec, codec.is_joint
+        self._sizes = [entry.feedback.size for entry in bucket.entries]
+        self.n = sum(self._sizes)
+        shapes = [entry.feedback.variable.shape.as_list() for entry in bucket.entries]
+        self._segments = segments_of(shapes, codec.algorithm)
+        self._retained = np.float32(bucket.entries[0].feedback.retained)
+        self._highest = codec.algorithm.schedule.highest
+        self._regions: Regions | None = None
+        self._sent: Sent | None = None
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """What the payload of any region's kept sums takes at most."""
+        counts = [self.n] if self._is_joint else self._sizes
+        return self._make(sum(max(1, round(self._highest * n)) for n in counts)).most_kept_bytes
+
+    def select(self, message: np.ndarray, ks: np.ndarray) -> np.ndarray:
+        """Return what was selected: indices in the members, one after the other."""
+        sizes = [self.n] if self._is_joint else self._sizes
+        return selected_indices(message, sizes, ks.tolist(), self._codec.algorithm.coding)
+
+    def count(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many fall into each bin."""
+        return self._make(1).count(Entries(indices, indices))
+
+    def split(self, agrees, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message to the owners, and the words for each."""
+        before, self._regions = self._codec.regions.get(self.names), self._make(int(ks.sum()))
+        if agrees:
+            self._regions.balance(counts)
+        elif before is not None:
+            self._regions.bounds = before.bounds
+        self._codec.regions[self.names] = self._regions
+        self._selected = Entries(indices[values != 0.0], values[values != 0.0])
+        self._sent = self._regions.split(self._selected)
+        return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)
+
+    def reduce(self, received: np.ndarray, seed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the payload of the sums that this rank keeps, and what rounding keeps back of them."""
+        payload, excess = self._regions.reduce(received, self._sent.padding, int(seed))
+        return payload, excess.indices, excess.values
+
+    def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return all sums that were kept; of this rank's entries among them indices, residuals, and what is left."""
+        kept, sent = self._regions.join(gathered), self._sent.entries
+        own = is_in(sent.indices, kept.indices)
+        old, survived = self._selected.values[own], sent.values[own]
+        left = old - survived + self._retained * survived
+        return kept.indices, kept.values, sent.indices[own], old, left
+
+    def _make(self, k: int) -> Regions:
+        algorithm, exchange = self._codec.algorithm, self._codec.exchange
+        form = Form(self.n, k, algorithm.coding, algorithm.values, algorithm.level, self._segments)
+        return Regions(form, exchange.size(), exchange.rank())

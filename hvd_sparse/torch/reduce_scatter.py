@@ -1,0 +1,66 @@
+"""The collectives of `hvd_sparse.reduce_scatter`: an all-to-all to the owners of regions, an all-gather of sums."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hvd_sparse.reduce_scatter import must_agree
+from hvd_sparse.torch.codecs.base import Bucket
+from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.presence import Presence
+
+
+class ReduceScatter:
+    """The reduce-scatters of one optimizer step after the other."""
+
+    def __init__(self, exchange: Exchange):
+        self.exchange = exchange
+        self.started: list[Bucket] = []
+
+    def begin(self, seed: int) -> None:
+        """Begin a step."""
+        self.started, self._seed = [], seed
+
+    def start(
+        self, buckets: Sequence[Bucket], presence: Presence, wait: bool, collectives: list[Pending]
+    ) -> list[Bucket]:
+        """Start sending entries to the owners of their regions, in the buckets that have any; note the collectives.
+
+        Returns the buckets that wait until all gradients have come, as their regions are agreed on in this step; none
+        with `wait`, which says that they have.
+        """
+        scattered = [bucket for bucket in buckets if bucket.regions is not None]
+        agrees = bool(scattered) and must_agree(presence.sums(), self.exchange.size())
+        unknown = [bucket for bucket in scattered if agrees or bucket.regions.bounds is None]
+        if unknown and not wait:
+            return scattered
+        self._agree(unknown)
+        for bucket in scattered:
+            bucket.sent = sent = bucket.regions.split(bucket.selected)
+            bucket.pending = self.exchange.alltoall(bucket.name, torch.from_numpy(sent.message), sent.splits)
+            collectives.append(bucket.pending)
+        self.started += scattered
+        return []
+
+    def finish(self, collectives: list[Pending]) -> None:
+        """Reduce what arrived, and start gathering what the owners keep; note the collectives. Waits for all ranks."""
+        started, self.started = self.started, []
+        for bucket in started:
+            received = bucket.pending.wait().numpy()
+            payload, bucket.excess = bucket.regions.reduce(received, bucket.sent.padding, self._seed)
+            name, most = f"{bucket.name}.kept", bucket.regions.most_kept_bytes
+            self.exchange.traffic.count(payload_bytes=payload.size)
+            bucket.pending = self.exchange.allgather(name, torch.from_numpy(payload), most)
+            collectives.append(bucket.pending)
+
+    def _agree(self, buckets: Sequence[Bucket]) -> None:
+        """Count where the selections of all ranks fall, and cut the regions by it."""
+        counts = [torch.from_numpy(bucket.regions.count(bucket.selected)) for bucket in buckets]
+        traffic = self.exchange.traffic
+        traffic.count(payload_bytes=sum(own.nbytes for own in counts))
+        with traffic.timed("exchange"):
+            names = [f"{bucket.name}.regions" for bucket in buckets]
+            sums = [self.exchange.allreduce(name, own) for name, own in zip(names, counts, strict=True)]
+            for bucket, pending in zip(buckets, sums, strict=True):
+                bucket.regions.balance(np.asarray(pending.wait()))

@@ -1,0 +1,240 @@
+"""Reduce-scatter: the same as its transcription in NumPy, nothing lost, as little received on any number of ranks."""
+
+import functools
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, step
+from oracle import Method
+from test_conservation import Ledger, Wave
+from test_oracle import Trial, run
+
+from hvd_sparse.torch import Compression
+
+pytestmark = pytest.mark.rank_counts
+
+SCATTER = {"exchange": "reduce_scatter", "dense_fallback": None}
+METHODS = ["gradient_dropping", "topk", "dgc", "samomentum"]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_every_method_is_its_transcription(scope):
+    """Over 100 steps: regions are agreed on in steps 0 and 64."""
+    trials = []
+    variants = {
+        "gradient_dropping": {},
+        "topk": {},
+        "dgc": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "clip_norm": 8.0},
+        "unmasked": {"momentum": 0.8, "factor_masking": False},
+        "samomentum": {"momentum": 0.7},
+    }
+    for title, variant in variants.items():
+        settings = {"density": 0.05, "scope": scope, "min_numel": 100, **variant}
+        make = functools.partial(getattr(Compression, title if title != "unmasked" else "dgc"), **settings, **SCATTER)
+        method = Method(owned=True, samomentum=title == "samomentum", **settings)
+        trials.append(Trial(title, method, make, 100))
+    run(trials, 100)
+
+
+@pytest.mark.parametrize("coding", ["run_length", "elias_fano", "bitmap", "auto"])
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "int2", "int1"])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.each_value
+def test_nothing_is_lost(scope, values, coding):
+    """What rounding keeps back returns to a residual, at the rank that selected it or at the owner of its region."""
+    parameters = make_parameters()
+    settings = {"values": values, "coding": coding, "scope": scope, "granularity": "channel", **SCATTER}
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.02, min_numel=100, **settings)
+    ledger = Ledger(parameters)
+    for t in range(25):
+        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=9999)
+        ledger.feed(gradients)
+        reduced = drive(compressor, parameters, gradients, order=shuffled(gradients, t, hvd.rank()))
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    tolerance = 1.0 if values in ("int2", "int1") else 0.0  # means of whole numbers are none
+    assert ledger.check(compressor, tolerance) > 0.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_density_one_it_is_horovod(method):
+    parameters = make_parameters()
+    settings = {"momentum": 0.0} if method in ("dgc", "samomentum") else {}
+    compressor = getattr(Compression, method)(parameters.items(), density=1.0, min_numel=0, **settings, **SCATTER)
+    for t in range(3):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        reduced = drive(compressor, parameters, gradients)
+        for name in SHAPES:
+            expected = sum(whole_numbers(SHAPES, t, rank)[name] for rank in range(hvd.size()))
+            np.testing.assert_array_equal(reduced[name].numpy(), expected.astype(np.float32))
+
+
+def test_all_that_was_selected_is_kept_where_there_is_room():
+    """All ranks select the same elements: the sums are those of a gather, bit for bit."""
+    results = []
+    for exchange in ("gather", "reduce_scatter"):
+        parameters = make_parameters()
+        compressor = Compression.gradient_dropping(
+            parameters.items(), density=0.1, min_numel=100, exchange=exchange, dense_fallback=None
+        )
+        gradients = draw(SHAPES, 0, 0)
+        scaled = {name: value * (1 + hvd.rank() / 8) for name, value in gradients.items()}
+        results.append([drive(compressor, parameters, scaled) for _ in range(2)])
+    for gathered, scattered in zip(*results, strict=True):
+        changed = {name: scattered[name] != 0 for name in SHAPES}
+        for name in SHAPES:
+            assert torch.equal(scattered[name][changed[name]], gathered[name][changed[name]])
+        sparse = [name for name in SHAPES if np.prod(SHAPES[name]) >= 100]
+        kept = sum(int(changed[name].sum()) for name in sparse)
+        assert 0.8 * 110 <= kept <= 110 + hvd.size()  # regions are cut at whole elements
+
+
+def test_what_a_rank_receives_does_not_grow_with_the_ranks():
+    if hvd.size() == 1:
+        pytest.skip("one rank receives nothing")
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(200_000))}
+    compressor = Compression.dgc(parameters.items(), density=0.01, **SCATTER)
+    for t in range(4):
+        drive(compressor, parameters, draw({"weight": (200_000,)}, t, hvd.rank()))
+    received = compressor.stats()["step"]["received_bytes"]
+    headers = 200 + hvd.size() * 100
+    assert received <= 2.1 * 2000 * 6 * (hvd.size() - 1) / hvd.size() + headers
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1, 1), (2, 70_000), (65_535, 65_537)])
+@pytest.mark.parametrize("density", [1e-6, 0.3])
+def test_odd_sizes(sizes, density):
+    """One element for all ranks, fewer elements than ranks, regions without any."""
+    shapes = {f"w{i}": (size,) for i, size in enumerate(sizes)}
+    parameters = make_parameters(shapes)
+    compressor = Compression.topk(parameters.items(), density, min_numel=0, **SCATTER)
+    ledger = Ledger(parameters)
+    for t in range(4):
+        gradients = whole_numbers(shapes, t, hvd.rank())
+        ledger.feed(gradients)
+        reduced = drive(compressor, parameters, gradients)
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    ledger.check(compressor)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_missing_late_and_frozen_gradients(scope):
+    """A tensor that is missing, comes back, or is frozen on one rank: nothing is lost, and nobody waits."""
+    parameters = make_parameters()
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, scope=scope, min_numel=100, **SCATTER)
+    ledger = Ledger(parameters)
+    for t in range(8):
+        parameters["head.weight"].requires_grad_(not (t in (4, 5) and hvd.rank() == 0))
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        if t in (2, 6):
+            del gradients["body.weight"]
+        ledger.feed({name: g for name, g in gradients.items() if parameters[name].requires_grad})
+        reduced = drive(compressor, parameters, gradients)
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    ledger.check(compressor)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_nothing_is_lost():
+    parameters = make_parameters()
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **SCATTER)
+    ledger = Ledger(parameters)
+    for t in range(6):
+        gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, t, hvd.rank()).items()}
+        if t == 3 and hvd.rank() == hvd.size() - 1:
+            gradients["head.weight"][7] = np.nan
+        reduced = drive(compressor, parameters, gradients)
+        if t == 3:
+            gradients["head.weight"] = np.nan_to_num(gradients["head.weight"])
+            assert all(torch.isnan(result).all() for result in reduced.values())
+            dense = [name for name in SHAPES if np.prod(SHAPES[name]) < 100]
+            ledger.feed({name: value for name, value in gradients.items() if name not in dense})
+            continue
+        ledger.feed(gradients)
+        ledger.receive(reduced)
+    ledger.check(compressor)
+
+
+def test_a_schedule_that_is_dense_now_and_then():
+    parameters = make_parameters()
+    compressor = Compression.gradient_dropping(parameters.items(), density=Wave(), min_numel=100, **SCATTER)
+    ledger = Ledger(parameters)
+    for t in range(15):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        ledger.feed(gradients)
+        ledger.receive(drive(compressor, parameters, gradients))
+    ledger.check(compressor)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(at):
+    """Regions are state: those of a rank that lacks them are agreed on anew, by all."""
+
+    def train(parameters, compression, optimizer, steps):
+        for t in steps:
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, **SCATTER)
+    parameters = make_parameters()
+    compression = make(parameters.items())
+    optimizer = distributed(parameters, compression)
+    train(parameters, compression, optimizer, range(at))
+    saved, weights = compression.state_dict(), {name: p.detach().clone() for name, p in parameters.items()}
+    train(parameters, compression, optimizer, range(at, 12))
+    others = make_parameters()
+    with torch.no_grad():
+        for name, parameter in others.items():
+            parameter.copy_(weights[name])
+    again = make(others.items())
+    second = distributed(others, again)
+    again.load_state_dict(saved)
+    train(others, again, second, range(at, 12))
+    assert all(torch.equal(others[name], parameters[name]) for name in SHAPES)
+    if hvd.rank() == 0:
+        saved["regions"] = []
+    again.load_state_dict(saved)
+    train(others, again, second, range(at, 14))
+    assert_ranks_agree(others)
+
+
+def test_it_goes_with_the_optimizers_own_options():
+    """Sum, predivide, accumulation of two passes: twice the gradient of one."""
+    if hvd.size() == 1:
+        pytest.skip("Horovod calls no compressor in a job of one process")
+    for options in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"backward_passes_per_step": 2}):
+        parameters = make_parameters()
+        compression = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **SCATTER)
+        optimizer = distributed(parameters, compression, 1.0, **options)
+        passes = options.get("backward_passes_per_step", 1)
+        for t in range(3):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                backward(parameters, whole_numbers(SHAPES, t, hvd.rank()))
+            optimizer.step()
+        assert_ranks_agree(parameters)
+
+
+def test_process_sets():
+    if hvd.size() < 3:
+        pytest.skip("a process set that is not all ranks, of two at least, needs three ranks")
+    pair = hvd.add_process_set([0, hvd.size() - 1])
+    try:
+        if pair.included():
+            parameters = make_parameters()
+            compressor = Compression.gradient_dropping(
+                parameters.items(), density=0.05, min_numel=100, process_set=pair, **SCATTER
+            )
+            for t in range(3):
+                reduced = drive(compressor, parameters, whole_numbers(SHAPES, t, hvd.rank()), process_set=pair)
+                assert_ranks_agree(reduced, pair)
+    finally:
+        hvd.remove_process_set(pair)
+
+
+def test_bad_names_are_refused():
+    with pytest.raises(ValueError, match="exchange must be one of gather, reduce_scatter, auto"):
+        Compression.dgc(make_parameters().items(), exchange="ring")

@@ -1,0 +1,90 @@
+"""Reduce-scatter under a tape: nothing is lost, and payload by payload what PyTorch's does."""
+
+import functools
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from gradients import SCOPES, SHAPES, draw, whole_numbers
+from test_tape_conservation import NowAndThenDense
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+
+SCATTER = {"exchange": "reduce_scatter", "dense_fallback": None}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("values", ["float32", "float16", "int2", "int1"])
+@pytest.mark.each_value
+def test_sum_in_is_sum_out(values, scope, graph):
+    check_conservation({"density": 0.05, "values": values, "scope": scope}, graph, most=50 if values[0] == "f" else 3)
+
+
+@pytest.mark.parametrize("settings", [{"density": 0.01, "warmup": 10}, {"density": NowAndThenDense()}])
+def test_sum_in_is_sum_out_whatever_the_schedule(settings):
+    check_conservation(settings, graph=True, most=50)
+
+
+def check_conservation(settings, graph, most):
+    variables = make_variables()
+    compression = Compression.gradient_dropping(list(variables.values()), min_numel=50, **settings, **SCATTER)
+    reduce = Reducer(variables, compression, graph, op=hvd.Sum)
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(10):
+        for rank in range(hvd.size()):
+            for name, gradient in whole_numbers(SHAPES, step, rank, most=most).items():
+                fed[name] += gradient
+        reduced = reduce(whole_numbers(SHAPES, step, hvd.rank(), most=most))
+        assert_ranks_agree(reduced)
+        for name in SHAPES:
+            out[name] += reduced[name]
+    tolerance = 1e-3 if settings.get("values", "").startswith("int") else 0.0  # means of whole numbers are none
+    for name in SHAPES:
+        left = total(residual_of(compression, name)).reshape(SHAPES[name])
+        np.testing.assert_allclose(out[name] + left, fed[name], rtol=0, atol=tolerance, err_msg=name)
+    assert 0 < compression.stats()["total"]["density"] < 1
+
+
+@pytest.mark.parametrize("method", ["dgc", "samomentum", "topk"])
+def test_a_state_goes_on_bit_for_bit(method):
+    """Through state_dict, in which the regions are: 12 steps in a row are 5 and 7."""
+    make = functools.partial(getattr(Compression, method), density=0.05, min_numel=50, **SCATTER)
+
+    def run(reduce, steps):
+        return [reduce(draw(SHAPES, step, hvd.rank())) for step in steps]
+
+    variables = make_variables()
+    compression = make(list(variables.values()))
+    reduce = Reducer(variables, compression, True, op=hvd.Sum)
+    run(reduce, range(5))
+    saved = compression.state_dict()
+    assert saved["regions"]
+    expected = run(reduce, range(5, 12))
+    others = make_variables()
+    again = make(list(others.values()))
+    again.load_state_dict(saved)
+    for found, wanted in zip(run(Reducer(others, again, True, op=hvd.Sum), range(5, 12)), expected, strict=True):
+        for name in SHAPES:
+            np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step():
+    variables = make_variables()
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=50, **SCATTER)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for step in range(4):
+        gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, step, hvd.rank()).items()}
+        if step == 2 and hvd.rank() == 0:
+            gradients["head.weight"][3] = np.inf
+        before = total(residual_of(compression, "head.weight")) if step == 2 else None
+        reduced = reduce(gradients)
+        if step == 2:
+            fed = sum(whole_numbers(SHAPES, step, rank)["head.weight"] for rank in range(hvd.size()))
+            fed[3] -= whole_numbers(SHAPES, step, 0)["head.weight"][3]
+            np.testing.assert_array_equal(total(residual_of(compression, "head.weight")), before + fed)
+            assert np.isnan(reduced["head.weight"]).all()
