@@ -2,19 +2,19 @@
 
 What a rank receives decides: in an all-gather the payloads of all N ranks but its own, so more with every rank; in a
 ring all-reduce of m bytes 2 m (N - 1) / N, whatever N is. Both are compared without their common factor (N - 1) / N:
-N payloads against twice the gradient. With dense_fallback="measured", steps that cost fewer bytes as payloads are sent
-dense, too, where that takes less time (`hvd_sparse.trials`).
+N payloads against twice the gradient; in a reduce-scatter, two. With dense_fallback="measured", steps that cost
+fewer bytes as payloads are sent dense, too, where that takes less time (`hvd_sparse.trials`).
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.algorithms import Algorithm, Scoped
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
 from hvd_sparse.trials import Trials
-from hvd_sparse.wire import payload_size, top_k_count
+from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
 SETTLED = 10**9  # a step by which a schedule has settled
 VALUE_BYTES = 4
@@ -125,6 +125,10 @@ class DenseFallback:
     def _payload_bytes(self, names: Sequence[str], density: float) -> int:
         """Return N / (N - 1) times what a rank receives of these tensors, in bytes."""
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
+        if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size):
+            selections = [tensors] if algorithm.layout == "model" else [[tensor] for tensor in tensors]
+            size = sum(self._payload(selection, density) for selection in selections)
+            return 2 * (size + self.world_size * HEADER_BYTES)  # to the owners, and what they keep
         if algorithm.layout in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
         if algorithm.layout == "model":

@@ -4,7 +4,7 @@ As Deep Gradient Compression (section 5) predicts scalability, after Wen et al. 
 analytic costs of the collectives. What is sent overlaps with the part of the work that is named for it; the rest of the
 exchange is waited for.
 
-    step = compute + compress + max(0, exchange - overlap) + world_size * decode + wait
+    step = compute + compress + max(0, exchange - overlap) + decoded * decode + wait
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hvd_sparse.checks import check_number
-from hvd_sparse.wire import payload_size, top_k_count
+from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
 FLOAT32 = 4  # bytes
 LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH = 1e5, 1e13  # bit/s, between which a break-even is looked for
@@ -52,6 +52,10 @@ class Network:
         """Return the seconds of an all-gather of so many bytes from each rank."""
         return self.seconds(math.ceil(math.log2(world_size)), size * (world_size - 1))
 
+    def all_to_all(self, size: float, world_size: int) -> float:
+        """Return the seconds of an all-to-all in which each rank cuts so many bytes among all."""
+        return self.seconds(world_size - 1, size * (world_size - 1) / world_size)
+
     def merging_all_reduce(self, size: float, dense: float, world_size: int, growth: float = 2.0) -> float:
         """Return the seconds of an all-reduce of log2 N steps, whose messages grow by a factor at each.
 
@@ -73,6 +77,7 @@ class Profile:
         compress: Accumulating, selecting and coding; 0 for dense.
         decode: Decoding and adding the payload of one rank; 0 for dense.
         wait: What every step waits for, whatever is sent: cycles of Horovod's background thread.
+        decoded: How many payloads' entries it decodes; None: those of all ranks.
     """
 
     numels: Sequence[int]
@@ -81,6 +86,7 @@ class Profile:
     compress: float = 0.0
     decode: float = 0.0
     wait: float = 0.0
+    decoded: float | None = None
 
     @property
     def parameters(self) -> int:
@@ -92,7 +98,8 @@ class Profile:
         if world_size == 1:
             return self.compute
         left = max(0.0, exchange - self.overlap)
-        return self.compute + self.compress + left + world_size * self.decode + self.wait
+        decoded = world_size if self.decoded is None else self.decoded
+        return self.compute + self.compress + left + decoded * self.decode + self.wait
 
 
 Exchange = Callable[[Network, Profile, int], float]
@@ -109,6 +116,18 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
         return network.all_gather(payload_bytes(profile.numels, density, coding, values), world_size)
+
+    return seconds
+
+
+def scattered(density: float, coding: str = "run_length", values: str = "float32") -> Exchange:
+    """Return the exchange of methods whose payloads are reduced by owners of regions (`hvd_sparse.reduce_scatter`)."""
+
+    def seconds(network: Network, profile: Profile, world_size: int) -> float:
+        """Return the seconds of the exchange of one step."""
+        headers = HEADER_BYTES * world_size  # a payload of each region
+        size = payload_bytes(profile.numels, density, coding, values) + headers
+        return network.all_to_all(size, world_size) + network.all_gather(size / world_size, world_size)
 
     return seconds
 

@@ -26,6 +26,7 @@ from hvd_sparse.performance_model import (
     dense,
     gathered,
     largest_world_size,
+    scattered,
     shared,
 )
 from hvd_sparse.threshold import ThresholdHint
@@ -169,6 +170,11 @@ def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:
         profile = Profile([n], compute, overlap=args.overlap * compute, compress=compress, decode=decode)
         call = f"Compression.dgc(model.named_parameters(), density={density:g}, momentum=0.9)"
         made.append((Method(f"DGC {density:g}", gathered(density), profile), call))
+        first = Profile(
+            [n], compute, 0.5 * args.overlap * compute, compress, decode, decoded=2.0
+        )  # the second comes late
+        call = call.replace("momentum", 'exchange="reduce_scatter", momentum')
+        made.append((Method(f"DGC {density:g}, reduce-scatter", scattered(density), first), call))
         late = Profile([n], compute, compress=compress, decode=0.0)  # indices and values come once, after backward
         call = f"Compression.micro(model.named_parameters(), density={density:g})"
         made.append((Method(f"MiCRO {density:g}", shared(density), late), call))
@@ -184,7 +190,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
         f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
         "",
-        f"{'method':<12}{'step, ms':>10}{'over dense':>12}{'speed-up':>10}{'pays below':>14}{'up to ranks':>13}",
+        f"{'method':<27}{'step, ms':>10}{'over dense':>12}{'speed-up':>10}{'pays below':>14}{'up to ranks':>13}",
     ]
     for method, _ in methods:
         step = method.step(network, world_size)
@@ -194,7 +200,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
             below = "never" if step >= base else "any" if limit is None else f"{limit / 1e9:.3g} Gbit/s"
             most = "-" if ranks is None else "any" if ranks >= MOST_RANKS else str(ranks)
         lines.append(
-            f"{method.name:<12}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
+            f"{method.name:<27}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
             f"{below:>14}{most:>13}"
         )
     best, call = min(methods, key=lambda one: one[0].step(network, world_size))

@@ -45,7 +45,8 @@ class SharedIndices(Codec):
         if self._selection.is_named:
             count = tf.maximum(tf.size(indices, tf.int64), 1)
             payload = ops.pack(indices, tf.zeros(tf.shape(indices)), n, count, coding, "none")
-        return [Named("model", entries, payload, largest_payload(n, n, coding, "none"), k, info, residual, indices)]
+        most = largest_payload(n, n, coding, "none")
+        return [Named("model", entries, payload, most, k, info, residual=residual, indices=indices)]
 
     def decode(self, named: Named, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the values of all ranks at what was named, and clear these."""
