@@ -35,6 +35,11 @@ class Members:
         """Return this process's rank within the process set."""
         return self.process_set.rank()
 
+    def check_everyone(self) -> None:
+        """Raise ValueError unless these are all ranks."""
+        if self.process_set is not self._hvd.global_process_set:
+            raise ValueError(f'exchange="hierarchical" works on all ranks, got process_set of {self.process_set.ranks}')
+
     def check_process_set(self, theirs) -> None:
         """Raise ValueError unless an optimizer's process set is this one."""
         if theirs.process_set_id != self.process_set.process_set_id:

@@ -27,6 +27,11 @@ class Traffic:
         for name, count in counts.items():
             self._step[name] += count
 
+    @property
+    def sent(self) -> int:
+        """The elements sent in the step under way."""
+        return int(self._step["sent"])
+
     def timed(self, name: str) -> "Timed":
         """Return what, used with `with`, adds the time of a block to one of TIMERS."""
         return Timed(self, name)

@@ -3,7 +3,7 @@
 import abc
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,7 +16,7 @@ CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
 WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
 GRANULARITIES = ("tensor", "channel")
 DENSE_FALLBACKS = ("bytes", "measured")
-EXCHANGES = ("gather", "reduce_scatter", "auto")
+EXCHANGES = ("gather", "reduce_scatter", "hierarchical", "auto")
 SCATTERED_RANKS = 8  # from so many on "auto" stands for "reduce_scatter"
 
 Parameters = TypeVar("Parameters")
@@ -41,8 +41,11 @@ SHARED_ARGUMENTS = {
     exchange: How the selections of all ranks become one sum. "gather": every rank receives all of them, world_size * k
         entries, and up to as many elements change. "reduce_scatter": each rank adds the entries of its region of the
         elements and keeps the largest, k of all ranks together, which every rank receives: 2 k entries, whatever the
-        world size is. What is not kept stays in the residuals. "auto": "gather" on few ranks, "reduce_scatter" on 8
-        and more.""",
+        world size is. What is not kept stays in the residuals. "hierarchical": gradients are added in each
+        host, each of its ranks keeps and compresses a part of the sum, and the parts are exchanged between hosts;
+        Horovod must permit process sets. "auto": "gather" on few ranks, "reduce_scatter" on 8 and more.
+    ranks_per_host: With `exchange="hierarchical"`, how many ranks follow one another on a host, or a list of how many
+        on each. None: as the hosts' names tell.""",
     "SHARED": """\
     min_numel: Tensors of fewer elements are sent dense.
     coding: How positions are coded: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the
@@ -77,6 +80,16 @@ def documented(method: Signature) -> Signature:
         text = text.replace(f"    {name}", arguments)
     method.__doc__ = text
     return method
+
+
+def check_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> None:
+    """Raise ValueError unless the number of ranks a host, or of each host, fits the exchange."""
+    if ranks_per_host is None:
+        return
+    if exchange != "hierarchical":
+        raise ValueError(f'ranks_per_host is for exchange="hierarchical", got exchange={exchange!r}')
+    for number in [ranks_per_host] if isinstance(ranks_per_host, int) else ranks_per_host:
+        checked_integer("ranks_per_host", number, 1)
 
 
 class Methods(Generic[Parameters, Compressor]):

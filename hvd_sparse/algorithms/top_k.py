@@ -1,7 +1,7 @@
 """Methods that send exactly k elements of a tensor, or of the whole model: each rank its own."""
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from hvd_sparse.algorithms.base import (
     Compressor,
     Methods,
     Parameters,
+    check_hosts,
     documented,
 )
 from hvd_sparse.checks import check_choice, check_number
@@ -39,6 +40,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -74,6 +76,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -113,6 +116,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -156,6 +160,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -186,11 +191,13 @@ class Scoped(AtDensity):
 
     scope: str
     exchange: str
+    ranks_per_host: int | Sequence[int] | None
 
     def __post_init__(self):
         super().__post_init__()
         check_choice("scope", self.scope, SCOPES)
         check_choice("exchange", self.exchange, EXCHANGES)
+        check_hosts(self.exchange, self.ranks_per_host)
 
     def scatters(self, world_size: int) -> bool:
         """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered."""

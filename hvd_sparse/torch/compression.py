@@ -23,6 +23,7 @@ from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.device import crossing
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.exchange import Exchange, Pending, incarnation
+from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
@@ -59,7 +60,8 @@ class SparseCompressor:
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(process_set, self._traffic)
-        self._step = Step(algorithm, self._parameters, self._exchange, self._traffic)
+        make = HierarchicalStep if getattr(algorithm, "exchange", "") == "hierarchical" else Step
+        self._step = make(algorithm, self._parameters, self._exchange, self._traffic)
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step

@@ -28,6 +28,16 @@ class Dense(NamedTuple):
     commit: Callable[[], None]  # changes the buffers
 
 
+class Kept(NamedTuple):
+    """What a rank keeps of a parameter, as a state sees it."""
+
+    feedback: "ErrorFeedback | None"  # None where other ranks keep it
+    buffers: tuple[str, ...]  # their names
+    n: int  # elements of a buffer in the state
+    begin: int  # where this rank's part of them begins
+    share: float  # of this rank, of a sum over all
+
+
 class ErrorFeedback:
     """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3)."""
 

@@ -117,6 +117,15 @@ class Exchange(Members):
             hvd.alltoall_async(payload.view(torch.int64), split, name=name, process_set=self.process_set), finish=finish
         )
 
+    def alltoall_floats(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], finish: Callable) -> Pending:
+        """Start sending each rank its part of a float32 vector, of `sizes`; the result is `finish` of what all sent."""
+        kept = sizes[self.rank()]
+        self.traffic.count(payload_bytes=4 * (sum(sizes) - kept))
+        self.traffic.count(surplus_bytes=4 * ((self.size() - 1) * kept - (sum(sizes) - kept)))
+        split, name = torch.tensor(sizes, dtype=torch.int32), f"{self._prefix}.{name}"
+        handle = hvd.alltoall_async(tensor, split, name=name, process_set=self.process_set)
+        return Pending(handle, finish=lambda received: finish(received[0]))
+
     def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes], a multiple of 8, as many on all ranks; the result is that of `allgather`.
 

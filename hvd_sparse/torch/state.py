@@ -4,14 +4,15 @@ import torch
 
 from hvd_sparse.checkpoint import VERSION, check_state, refused
 from hvd_sparse.reduce_scatter import restored, state_of
-from hvd_sparse.torch.error_feedback import ErrorFeedback
+from hvd_sparse.torch.error_feedback import Kept
 from hvd_sparse.torch.exchange import Exchange
+from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.step import Step
 
 
-def gather_state(step: Step, number: int, exchange: Exchange, summed: bool) -> dict:
+def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool) -> dict:
     """Return a state as `hvd_sparse.checkpoint` has it; collective if summed."""
-    memory = {name: _copies(step.feedback[name], every=summed) for name in sorted(step.feedback)}
+    memory = {name: _copies(kept, every=summed) for name, kept in sorted(step.kept(summed).items())}
     if summed:
         sums = [
             exchange.allreduce(f"state.{name}.{kind}", buffer)
@@ -20,43 +21,55 @@ def gather_state(step: Step, number: int, exchange: Exchange, summed: bool) -> d
         ]
         for pending in sums:
             pending.wait()
-    kept = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.codec.thresholds.items())}
-    thresholds = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in kept.items() if numbers}
+    numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
+    thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
+    regions = [] if summed else state_of(step.regions)
     state = {"version": VERSION, "step": number, "ranks": exchange.size(), "summed": summed}
-    regions = [] if summed else state_of(step.codec.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
 
-def _copies(feedback: ErrorFeedback, every: bool) -> dict[str, torch.Tensor]:
-    """Copy the buffers that were made, or `every` one: which were made may differ between ranks."""
-    empty = torch.zeros(feedback.parameter.numel(), device=feedback.device) if every else None
-    kinds = feedback.BUFFERS if every else sorted(feedback.buffers)
-    return {kind: feedback.buffers.get(kind, empty).clone() for kind in kinds}
+def _copies(kept: Kept, every: bool) -> dict[str, torch.Tensor]:
+    """Copy the buffers that were made, or `every` one, as a whole: which were made may differ between ranks."""
+    own = {} if kept.feedback is None else kept.feedback.buffers
+    if not every:
+        return {kind: own[kind].clone() for kind in sorted(own)}
+    copies = {}
+    for kind in kept.buffers:
+        copies[kind] = torch.zeros(kept.n, device=None if kept.feedback is None else kept.feedback.device)
+        if kind in own:
+            copies[kind].narrow(0, kept.begin, own[kind].numel()).copy_(own[kind])
+    return copies
 
 
-def restore_state(step: Step, state: dict, exchange: Exchange) -> int:
+def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> int:
     """Fill the memories from a state and return its step; all is checked, on every rank, before anything is changed."""
     exchange.refuse_together(refused(lambda: _check(step, state, exchange.size())))
-    share = 1.0 / exchange.size() if state["summed"] else 1.0
-    for name, feedback in step.feedback.items():
-        saved = state["memory"][name]
-        for kind in feedback.BUFFERS:
-            if kind in saved and (kind in feedback.buffers or bool(saved[kind].any())):
-                feedback.buffer(kind).copy_(torch.as_tensor(saved[kind])).mul_(share)
-            elif kind in feedback.buffers:
-                feedback.buffers[kind].zero_()
+    for name, kept in step.kept(state["summed"]).items():
+        if kept.feedback is not None:
+            _fill(kept, state["memory"][name], kept.share if state["summed"] else 1.0)
     step.restart()
     for name, numbers in state["thresholds"].items():
-        step.codec.thresholds[name].restore(numbers.tolist())
-    sizes = {name: feedback.parameter.numel() for name, feedback in step.feedback.items()}
-    step.codec.regions = restored(state.get("regions", []), sizes, exchange.rank())
+        step.thresholds[name].restore(numbers.tolist())
+    sizes = {name: kept.n for name, kept in step.kept(summed=False).items()}
+    step.regions = restored(state.get("regions", []), sizes, exchange.rank())
     return state["step"]
 
 
-def _check(step: Step, state: dict, ranks: int) -> None:
-    sizes = {name: feedback.parameter.numel() for name, feedback in step.feedback.items()}
-    kinds = {name: feedback.BUFFERS for name, feedback in step.feedback.items()}
-    counts = {
-        name: len(threshold.numbers()) for name, threshold in step.codec.thresholds.items() if threshold.numbers()
-    }
+def _fill(kept: Kept, saved: dict[str, torch.Tensor], share: float) -> None:
+    """Set the buffers to this rank's part of what was saved, times a share."""
+    feedback = kept.feedback
+    size = feedback.parameter.numel()
+    for kind in feedback.BUFFERS:
+        part = torch.as_tensor(saved[kind]).narrow(0, kept.begin, size) if kind in saved else None
+        if part is not None and (kind in feedback.buffers or bool(part.any())):
+            feedback.buffer(kind).copy_(part).mul_(share)
+        elif kind in feedback.buffers:
+            feedback.buffers[kind].zero_()
+
+
+def _check(step: Step | HierarchicalStep, state: dict, ranks: int) -> None:
+    kept = step.kept(bool(state.get("summed")) if isinstance(state, dict) else False)
+    sizes = {name: one.n for name, one in kept.items()}
+    kinds = {name: one.buffers for name, one in kept.items()}
+    counts = {name: len(threshold.numbers()) for name, threshold in step.thresholds.items() if threshold.numbers()}
     check_state(state, sizes, kinds, counts, ranks)

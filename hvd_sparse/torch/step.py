@@ -7,27 +7,28 @@ first step) go in late buckets at the step's first decompress: by then every com
 rank. Small tensors, and all while the density is 1, are sent dense.
 """
 
-import math
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
-from hvd_sparse.half import largest_sent, rest_of
+from hvd_sparse.half import rest_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, place_of
-from hvd_sparse.torch.dense_bucket import DenseBucket
+from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
+from hvd_sparse.torch.dense_bucket import DenseBucket, own_place, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
-from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
+from hvd_sparse.torch.vote import counted, told
 from hvd_sparse.traffic import Traffic
-from hvd_sparse.units import Units, loss_scales_differ
+from hvd_sparse.units import Units
 
 
 class Step:
@@ -65,6 +66,28 @@ class Step:
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # when the step under way did; seconds from the step before until then
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
+
+    @property
+    def thresholds(self) -> Mapping:
+        """The thresholds that outlive a step, by name: state."""
+        return self.codec.thresholds
+
+    @property
+    def regions(self) -> dict:
+        """The regions of reduce-scatters, by the tensors of their messages: state."""
+        return self.codec.regions
+
+    @regions.setter
+    def regions(self, regions: dict) -> None:
+        """Take regions from a state."""
+        self.codec.regions = regions
+
+    def kept(self, summed: bool) -> dict[str, Kept]:
+        """Return what a state has of each parameter; `summed` makes no difference: every rank has all of each."""
+        share = 1 / self.exchange.size()
+        return {
+            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, share) for name, one in sorted(self.feedback.items())
+        }
 
     def forget(self) -> None:
         """Expect nothing of the next step, as in the first one; keep the error feedback."""
@@ -196,21 +219,14 @@ class Step:
         """
         overflow, seconds = False, []
         for vote in self._votes:
-            bad, damaged, steps, squares, scales, scale_squares, *seconds = vote.wait().tolist()
-            if damaged > 0:
-                refuse_damage(self.exchange, self.damage)
-            ranks = self.units.world_size
-            if steps**2 != squares * ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
-                raise RuntimeError(
-                    f"hvd_sparse: this rank is at step {self.number}, the mean is {steps / ranks:g}. "
-                    "Load the compression's state on every rank, or on none"
-                )
-            if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal, but for rounding
-                raise RuntimeError(loss_scales_differ(self.units.loss_scale, scales / ranks))
+            bad, *seconds = counted(vote.wait().tolist(), self.number, self.units, self._refuse_damage)
             overflow |= bad > 0
         if seconds:
             self._fallback.note(self.number, seconds[0] / self.units.world_size)
         return overflow
+
+    def _refuse_damage(self) -> None:
+        refuse_damage(self.exchange, self.damage)
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype.
@@ -219,7 +235,7 @@ class Step:
         """
         bucket = self._bucket_of.get(entry.name)
         if not entry.carries_token:
-            result = self._own(entry, carried)
+            result = own_place(entry, self.feedback[entry.name], carried)
         elif isinstance(bucket, DenseBucket):
             with self.traffic.timed("exchange"):
                 result = bucket.sum_of(entry.name, scale)
@@ -254,14 +270,6 @@ class Step:
             part = rest_of(self.rank, self.units.world_size) / self.units.outgoing(scale)
             return self.feedback[entry.name].keep_excess(total, entry.gradient.dtype, part)
         return total
-
-    def _own(self, entry: Entry, carried: torch.Tensor) -> torch.Tensor:
-        """Return a reduced gradient in a place of its own: error feedback takes back its scratch buffer."""
-        if not self.feedback[entry.name].is_scratch(carried):
-            return carried
-        place = place_of(entry.gradient)
-        place.view(-1).copy_(carried.view(-1))
-        return place
 
     def _members(self, bucket: Bucket) -> dict[str, Entry]:
         """Return the entries of a bucket that have come."""
@@ -328,15 +336,11 @@ class Step:
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
         """Return what a tensor sends dense, and note what then becomes of its error feedback."""
-        feedback, gradient, units = self.feedback[entry.name], entry.gradient, self.units
-        self.traffic.count(sent=gradient.numel())
-        if entry.frozen:
-            return gradient.new_zeros(gradient.numel(), dtype=feedback.dense_dtype(gradient))
-        self._scale(entry)
-        averages = units.reduction is not None and units.reduction * units.world_size <= 1.0
-        most = largest_sent(units.world_size, averages) if gradient.dtype == torch.float16 else math.inf
-        sent, finite, entry.commit = feedback.take_all(gradient, entry.factor, units, most)
-        self.codec.finite.append(finite)
+        self.traffic.count(sent=entry.gradient.numel())
+        if not entry.frozen:
+            self._scale(entry)
+        sent, finite = take_dense(entry, self.feedback[entry.name], self.units)
+        self.codec.finite += finite
         return sent
 
     def _trained_nowhere(self) -> frozenset[str]:
@@ -383,9 +387,7 @@ class Step:
             if not self._votes:  # nothing is decoded between the votes of a step
                 self.damage = ops.take_decode_status(vote)
             vote[1] = self.damage[0]
-        # Each with its square: the sums of both tell whether it is the same on every rank.
-        step, loss_scale = self.number, self.units.loss_scale
-        for place, number in enumerate((step, step**2, loss_scale, loss_scale**2, *measured), 2):
+        for place, number in enumerate((*told(self.number, self.units.loss_scale), *measured), 2):
             vote[place].fill_(number)  # not a copy from the host, which would wait for the device
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])

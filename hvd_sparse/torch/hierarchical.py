@@ -1,0 +1,372 @@
+"""A step with hosts: gradients are added in each host, compressed by shard, and exchanged between hosts.
+
+`hvd_sparse.hierarchy` says how. Each column of ranks has a `Step` of its own, of shards; this one brings gradients to
+it, and results back. Small tensors are sent dense, by Horovod, as in any step.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.half import rest_of
+from hvd_sparse.torch.codecs.base import Entry, place_of
+from hvd_sparse.torch.dense_bucket import own_place, take_dense
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.exchange import Exchange, incarnation
+from hvd_sparse.torch.hosts import Host, Shard, Shards, find_hierarchy, process_sets_of
+from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.presence import Presence
+from hvd_sparse.torch.step import Step
+from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
+from hvd_sparse.torch.vote import counted, told
+from hvd_sparse.traffic import Traffic
+from hvd_sparse.units import Units
+
+HALF = (torch.float16, torch.bfloat16)
+HOST_BYTES = 1 << 25  # of dense gradients in one message within a host
+
+
+class HierarchicalStep:
+    """One optimizer step after the other, of one compressor: what `Step` is to others."""
+
+    def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
+        exchange.check_everyone()
+        self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
+        self.device = torch.device("cpu")
+        self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
+        self._laid_out_in: object | None = None
+        self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank keeps now
+        self.small: dict[str, ErrorFeedback] = {}
+        self.inner: Step | None = None  # of the column; None where this rank keeps no shard
+        self.inner_traffic = Traffic()  # between hosts
+        self.entries: dict[str, Entry] = {}
+        self.expected: tuple[str, ...] = ()
+        self._tokens = Tokens()
+
+    # What a compressor keeps
+
+    @property
+    def feedback(self) -> dict[str, ErrorFeedback]:
+        """The error feedback of small tensors, and of this rank's shards of the others."""
+        return self.small | (self.inner.feedback if self.inner is not None else {})
+
+    @property
+    def thresholds(self) -> dict:
+        """The thresholds that outlive a step, by name: state."""
+        return {} if self.inner is None else self.inner.thresholds
+
+    @property
+    def regions(self) -> dict:
+        """The regions of reduce-scatters between hosts: state."""
+        return {} if self.inner is None else self.inner.regions
+
+    @regions.setter
+    def regions(self, regions: dict) -> None:
+        """Take regions from a state."""
+        if self.inner is not None:
+            self.inner.regions = regions
+
+    def kept(self, summed: bool) -> dict[str, Kept]:
+        """Return what a state has of each parameter: of this rank's shard, or summed over all ranks of the whole."""
+        self.lay_out()
+        ranks, hosts = self.exchange.size(), len(self.hierarchy.hosts)
+        found = {name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, 1 / ranks) for name, one in self.small.items()}
+        shards = {} if self.inner is None else self.inner.feedback
+        if not summed:
+            return found | {
+                name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, 1 / hosts) for name, one in shards.items()
+            }
+        buffers = make_error_feedback(self.algorithm, torch.empty(0), self.device).BUFFERS
+        for name, cut in self.cuts.items():
+            begin = 0 if self._shard is None else int(cut[self._shard])
+            found[name] = Kept(shards.get(name), buffers, int(cut[-1]), begin, 1 / hosts)
+        return found
+
+    def lay_out(self) -> None:
+        """Find the hosts, and cut the tensors: on every rank at once, whenever Horovod was started anew."""
+        if self._laid_out_in is incarnation():
+            return
+        hierarchy = find_hierarchy(self.algorithm.ranks_per_host)
+        sets, rank = process_sets_of(hierarchy), self.exchange.rank()
+        self._hand_over()
+        self.hierarchy, self._shard = hierarchy, hierarchy.shard_of(rank)
+        least = max(self.algorithm.min_numel, hierarchy.shards)
+        large = [name for name in self.parameters if self.parameters[name].numel() >= least]
+        for name in self.parameters:
+            if name not in large and name not in self.small:
+                tensor, decay = self.parameters[name], self._decays[name]
+                self.small[name] = make_error_feedback(self.algorithm, tensor, self.device, decay)
+        self.cuts = {name: hierarchy.cut(self.parameters[name].numel(), self._row(name)) for name in large}
+        own = hierarchy.host_of(rank)
+        self._host = Host(own, sets[own], hierarchy.shards, self.traffic)
+        self.inner = None
+        if self._shard is not None:
+            column = Exchange(sets[hierarchy.columns[self._shard]], self.inner_traffic)
+            shards = Shards({name: self._part(name) for name in large})
+            self.inner = Step(self._inner_algorithm(), shards, column, self.inner_traffic)
+        self._laid_out_in = incarnation()
+
+    def _row(self, name: str) -> int:
+        shape = self.parameters[name].shape
+        return shape[-1] if self.algorithm.granularity == "channel" and len(shape) > 1 else 1
+
+    def _part(self, name: str) -> Shard:
+        begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+        return Shard(self.parameters[name], begin, end, self._row(name))
+
+    def _inner_algorithm(self) -> Algorithm:
+        """Return the method of a column: gradients are clipped before they are added, and weight decay is known."""
+        names = {field.name for field in dataclasses.fields(self.algorithm)}
+        decays = {name: decay for name, decay in self._decays.items() if name in self.cuts and decay}
+        settings = {"min_numel": 0, "exchange": "auto" if "scope" in names else "gather", "ranks_per_host": None}
+        settings |= {"clip_norm": None, "weight_decay": decays or 0.0} if "clip_norm" in names else {}
+        return dataclasses.replace(self.algorithm, **settings)
+
+    def _hand_over(self) -> None:
+        """Take the residuals out of shards that may be cut otherwise now: they go with the next gradients."""
+        if self.inner is None:
+            return
+        for name, feedback in self.inner.feedback.items():
+            if "residual" in feedback.buffers:
+                whole = self._handed_over.setdefault(name, torch.zeros(self.parameters[name].numel()))
+                begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+                whole[begin:end] += feedback.residual
+
+    def forget(self) -> None:
+        """Expect nothing of the next step; keep the error feedback."""
+        self.expected = ()
+        if self.inner is not None:
+            self.inner.forget()
+
+    def restart(self) -> None:
+        """Take every threshold anew."""
+        if self.inner is not None:
+            self.inner.restart()
+
+    def describe(self) -> list[str]:
+        """Return one line a parameter that decays, for the configuration check across ranks."""
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in sorted(self._decays.items()) if decay]
+
+    def explain(self) -> dict:
+        """Return what `stats` tells of the last step's choice between payloads and dense, between hosts."""
+        return {"rule": self.algorithm.dense_fallback} if self.inner is None else self.inner.explain()
+
+    # A step
+
+    def begin(self, number: int, units: Units) -> None:
+        """Begin an optimizer step, counted from 0."""
+        self.lay_out()
+        self.number, self.units, self.rank = number, units, self.exchange.rank()
+        self.entries, self._finite, self._groups, self._sums = {}, [], {}, None
+        self._presence = Presence(self.exchange, freezes=False)
+        self._collectives = [self._presence.pending]
+        self.traffic.count(payload_bytes=self._presence.bytes)
+        self.inner_traffic.drop_step()
+        if self.inner is not None:
+            self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
+        large = [name for name in self.expected if name in self.cuts]
+        self._tokens.begin(self.rank, len(large))
+        self._planned = plan_buckets({name: self._bytes(name) for name in large}, HOST_BYTES, "host")
+        self._missing = {title: set(names) for title, names in self._planned.items()}
+        self._title_of = {name: title for title, names in self._planned.items() for name in names}
+
+    def add(self, entry: Entry) -> torch.Tensor:
+        """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
+        name = entry.name
+        self.entries[name] = entry
+        if name in self.cuts:
+            if name in self._title_of:
+                self._missing[self._title_of[name]].discard(name)
+                self._start_full()
+            return self._tokens.take()
+        entry.carries_token = False
+        if not entry.frozen:
+            entry.factor = self._clip(entry) * self.units.incoming
+        sent, finite = take_dense(entry, self.small[name], self.units)
+        self._finite += finite
+        self.traffic.count(payload_bytes=sent.nbytes, sent=entry.gradient.numel())
+        return sent
+
+    def finish(self) -> None:
+        """Add the gradients of each host, compress this rank's shards, and start exchanging them."""
+        with self.traffic.timed("exchange"):
+            self._presence.check(self.units.world_size)
+        unplanned = [name for name in self.entries if name in self.cuts and name not in self._title_of]
+        late = plan_buckets({name: self._bytes(name) for name in unplanned}, HOST_BYTES, "late")
+        for title, names in (self._planned | late).items():
+            self._start(title, names)
+        came = {}
+        for names, pending in self._groups.values():
+            with self.traffic.timed("exchange"):
+                total = pending.wait()
+            came |= self._shards_of(names, total)
+        self._handed_over.clear()
+        self._within = {}
+        for name in sorted(came):
+            entry = came[name]
+            carried = self.inner.add(entry)
+            pending = None
+            if not entry.carries_token:
+                pending = self.inner.exchange.allreduce(f"dense.{name}", carried)
+                self._collectives.append(pending)
+            self._within[name] = entry, pending
+        if self.inner is not None:
+            self.inner.finish()
+        self._count()
+
+    def overflowed(self) -> bool:
+        """Return whether any gradient of any rank was not finite: then the step is skipped. Waits for all ranks."""
+        bad = sum(int(flag.logical_not().sum()) for flag in self._finite)
+        if self.inner is not None:
+            bad += self.inner.overflowed()
+        own = torch.tensor([bad, 0.0, *told(self.number, self.units.loss_scale)], dtype=torch.float64)
+        self.traffic.count(payload_bytes=own.nbytes)
+        vote = self.exchange.allreduce("vote", own).wait()
+        return counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0
+
+    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
+        if entry.carries_token:
+            if self._sums is None:
+                self._sums = self._deliver(scale)
+            out = place_of(entry.gradient)
+            for part, begin in self._sums[entry.name]:
+                out.view(-1)[begin : begin + part.numel()].copy_(part)
+            return out
+        result = own_place(entry, self.small[entry.name], carried)
+        if entry.commit is not None:
+            entry.commit()
+        return result
+
+    def end(self) -> None:
+        """End a step that is complete."""
+        for collective in self._collectives:
+            collective.wait()
+        self._tokens.end()
+        if self.inner is not None:
+            self.inner.end()
+        self.inner_traffic.end_step()
+        between = self.inner_traffic.summary()["step"]
+        sent, received = between["payload_bytes"], between["received_bytes"]
+        self.traffic.count(payload_bytes=sent, surplus_bytes=received - sent)
+        self.expected = tuple(sorted(self.entries))
+        self.entries = {}
+
+    # Within a host
+
+    def _bytes(self, name: str) -> int:
+        return 4 * self.parameters[name].numel()
+
+    def _clip(self, entry: Entry) -> float:
+        """Return what a gradient is multiplied with, so that it is clipped: by its own norm, or by that of all."""
+        clip_norm = getattr(self.algorithm, "clip_norm", None)
+        if clip_norm is None:
+            return 1.0
+        whole = self.algorithm.clip_scope == "model"
+        gradients = [one.gradient for one in self.entries.values() if not one.frozen] if whole else [entry.gradient]
+        return whole_clip_factor(self.algorithm, self.units, gradients) * self.units.loss_scale
+
+    def _start_full(self) -> None:
+        """Start the messages that are complete, once it is known that every rank takes part in this step."""
+        if getattr(self.algorithm, "clip_scope", "tensor") == "model" or not self._presence.is_known():
+            return
+        with self.traffic.timed("exchange"):
+            self._presence.check(self.units.world_size)
+        for title, names in self._planned.items():
+            if not self._missing[title]:
+                self._start(title, names)
+
+    def _start(self, title: str, names: list[str]) -> None:
+        """Start adding gradients over the host's ranks. Each is preceded by two flags: did it come, does it train?"""
+        if title in self._groups:
+            return
+        shards = self.hierarchy.shards
+        parts: list[list[torch.Tensor]] = [[] for _ in range(shards)]
+        for name in names:
+            entry = self.entries.get(name)
+            flags = torch.tensor([float(entry is not None), float(entry is not None and not entry.frozen)])
+            whole = self._outgoing(name, entry)
+            for part, (begin, end) in zip(parts, itertools.pairwise(self.cuts[name].tolist()), strict=True):
+                part += [flags, whole[begin:end]]
+        pending = self._host.scatter(title, [torch.cat(part) for part in parts])
+        self._groups[title] = names, pending
+        self._collectives.append(pending)
+
+    def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
+        """Return a gradient as it is added in the host: float32[n], clipped, with what was handed over."""
+        if entry is None or entry.frozen:
+            whole = torch.zeros(self.parameters[name].numel())
+        else:
+            factor = self._clip(entry)
+            whole = entry.gradient.detach().reshape(-1).to(torch.float32)
+            whole = whole if factor == 1.0 else whole * factor
+        if name in self._handed_over:
+            whole = whole + self._handed_over[name] * self.units.loss_scale
+        return whole
+
+    def _shards_of(self, names: list[str], total: torch.Tensor) -> dict[str, Entry]:
+        """Return entries of the shards that any rank of the host has a gradient of, from a message's sum."""
+        entries, at = {}, 0
+        if self._shard is None:
+            return entries
+        for name in names:
+            begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+            came, trains = total[at : at + 2].tolist()
+            gradient = total[at + 2 : at + 2 + end - begin]
+            at += 2 + end - begin
+            if came > 0:
+                entries[name] = Entry(name, gradient, frozen=trains == 0)
+        return entries
+
+    def _deliver(self, scale: float) -> dict[str, list[tuple[torch.Tensor, int]]]:
+        """Return the parts of each result, with the places where they begin; gathered in the host."""
+        started = []
+        for title, (names, _) in self._groups.items():
+            own = [self._result_of(name, scale) for name in names] if self._shard is not None else []
+            sizes = [
+                sum(int(self.cuts[name][j + 1] - self.cuts[name][j]) for name in names)
+                for j in range(self._host.shards)
+            ]
+            part = torch.cat(own) if own else torch.empty(0)
+            started.append((names, self._host.gather(f"{title}.result", part, sizes)))
+        sums: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        for names, pending in started:
+            with self.traffic.timed("exchange"):
+                parts = pending.wait()
+            for shard, whole in enumerate(parts):
+                sizes = [int(np.diff(self.cuts[name])[shard]) for name in names]
+                for name, part in zip(names, whole.split(sizes), strict=True):
+                    sums.setdefault(name, []).append((part, int(self.cuts[name][shard])))
+        return sums
+
+    def _result_of(self, name: str, scale: float) -> torch.Tensor:
+        """Return the reduced gradient of this rank's shard, float32; zeros where no rank has one."""
+        if name not in self._within:
+            begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+            return torch.zeros(end - begin)
+        entry, pending = self._within[name]
+        reduced = None
+        if pending is not None:
+            with self.traffic.timed("exchange"):
+                reduced = pending.wait().mul_(scale)
+        total = self.inner.result(entry, reduced, scale).view(-1)
+        dtype = self.parameters[name].dtype
+        if dtype in HALF:
+            hosts, column = len(self.hierarchy.hosts), self.inner.exchange.rank()
+            part = rest_of(column, hosts) / self.inner.units.outgoing(scale)
+            total = self.inner.feedback[name].keep_excess(total, dtype, part).float()
+        return total.float()
+
+    def _count(self) -> None:
+        """Count what Horovod alone would have sent, the tokens, and what was sent between hosts."""
+        gradients = [entry.gradient for entry in self.entries.values()]
+        self.traffic.count(
+            elements=sum(gradient.numel() for gradient in gradients),
+            dense_bytes=sum(gradient.nbytes for gradient in gradients),
+            payload_bytes=TOKEN_BYTES * sum(entry.carries_token for entry in self.entries.values()),
+            sent=self.inner_traffic.sent,
+        )

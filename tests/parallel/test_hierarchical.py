@@ -1,0 +1,227 @@
+"""Hierarchical exchange: a host's ranks are to the others what one rank with the sum of their gradients is."""
+
+import functools
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
+from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, step, total
+from oracle import CLEAR_GAP, Method, train
+
+from hvd_sparse.torch import Compression
+
+pytestmark = [
+    pytest.mark.rank_counts,
+    pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks"),
+]
+
+LAYOUTS = {2: [1, 2], 3: [1, 2, [1, 2], [2, 1], 3], 4: [1, 2, [3, 1], 4]}.get(hvd.size(), [1, 2])
+
+
+def hosts_of(layout):
+    """Return the ranks of each host."""
+    sizes = layout
+    if isinstance(layout, int):
+        sizes = [layout] * (hvd.size() // layout) + [hvd.size() % layout] * (hvd.size() % layout > 0)
+    ends = np.cumsum(sizes)
+    return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+def whole(compressor, name, kind="residual"):
+    """Return the sum over all ranks of a buffer, float64[n]: shards lie side by side, hosts are added."""
+    return compressor.state_dict(summed=True)["memory"][name][kind].double()
+
+
+class Ledger:
+    def __init__(self):
+        self.fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+
+    def feed(self, gradients):
+        for name, gradient in gradients.items():
+            self.fed[name] += total(gradient).numpy()
+
+    def receive(self, reduced):
+        for name, result in reduced.items():
+            self.out[name] += result.detach().double().numpy()
+
+    def check(self, compressor, tolerance=0.0):
+        for name, shape in SHAPES.items():
+            left = whole(compressor, name).numpy().reshape(shape)
+            np.testing.assert_allclose(self.out[name] + left, self.fed[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int1"])
+@pytest.mark.each_value
+def test_nothing_is_lost(values, scope, layout):
+    parameters = make_parameters()
+    settings = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None, "values": values}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, scope=scope, **settings)
+    ledger = Ledger()
+    for t in range(8):
+        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=200)
+        ledger.feed(gradients)
+        reduced = drive(compressor, parameters, gradients, order=shuffled(gradients, t, hvd.rank()))
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    ledger.check(compressor, 1.0 if values == "int1" else 0.0)
+    kept = {name: own["residual"].numel() for name, own in compressor.state_dict()["memory"].items() if own}
+    if not isinstance(layout, list):
+        assert kept.get("head.weight", 0) <= -(-500 // min(map(len, hosts_of(layout))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping"])
+def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
+    """Of one tensor that is cut into no shards (one rank a host), or whose shards are tensors of their own."""
+    hosts = hosts_of(layout)
+    shards = min(map(len, hosts))
+    cut = [480 * shard // shards for shard in range(shards + 1)]
+    settings = {"density": 0.05, "min_numel": 0}
+    settings |= {} if method == "gradient_dropping" else {"momentum": 0.8}
+
+    def of_host(step, host, seed):
+        total = sum(draw({"w": (480,)}, step, rank, seed)["w"].astype(np.float32) for rank in hosts[host])
+        return {f"w{shard}": total[cut[shard] : cut[shard + 1]].astype(np.float64) for shard in range(shards)}
+
+    start = {f"w{shard}": np.zeros(cut[shard + 1] - cut[shard]) for shard in range(shards)}
+    for seed in range(20):
+        oracle = Method(samomentum=method == "samomentum", **settings)
+        expected = train(oracle, start, functools.partial(of_host, seed=seed), len(hosts), 30, 0.1, average=False)
+        if expected.gap > 10 * CLEAR_GAP:
+            break
+    parameters = {"w": torch.nn.Parameter(torch.zeros(480))}
+    exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    compression = getattr(Compression, method)(parameters.items(), **settings, **exchange)
+    optimizer = distributed(parameters, compression, 0.1, op=hvd.Sum)
+    for t in range(30):
+        step(optimizer, parameters, draw({"w": (480,)}, t, hvd.rank(), seed))
+    found = parameters["w"].detach().double().numpy()
+    for shard in range(shards):
+        wanted = expected.parameters[f"w{shard}"]
+        np.testing.assert_allclose(found[cut[shard] : cut[shard + 1]], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_at_density_one_it_is_horovod(layout):
+    parameters = make_parameters()
+    exchange = {"exchange": "hierarchical", "ranks_per_host": layout}
+    compressor = Compression.dgc(parameters.items(), density=1.0, momentum=0.0, min_numel=0, **exchange)
+    for t in range(3):
+        reduced = drive(compressor, parameters, whole_numbers(SHAPES, t, hvd.rank()))
+        for name in SHAPES:
+            expected = sum(whole_numbers(SHAPES, t, rank)[name] for rank in range(hvd.size()))
+            np.testing.assert_array_equal(reduced[name].numpy(), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("summed", [False, True])
+def test_training_goes_on_from_a_checkpoint(summed, layout):
+    """From each rank's own state bit for bit; from a summed one also where hosts are others: nothing is lost."""
+    exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, **exchange)
+    parameters = make_parameters()
+    first = make(parameters.items())
+    for t in range(5):
+        drive(first, parameters, draw(SHAPES, t, hvd.rank()))
+    saved = first.state_dict(summed=summed)
+    others = make_parameters()
+    second = make(others.items()) if not summed else make(others.items(), ranks_per_host=1)
+    second.load_state_dict(saved)
+    for name in SHAPES:
+        for kind in ("residual", "velocity"):
+            found, wanted = whole(second, name, kind), whole(first, name, kind)
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    if not summed:
+        for t in range(5, 9):
+            gradients = draw(SHAPES, t, hvd.rank())
+            results = [drive(one, own, gradients) for one, own in ((first, parameters), (second, others))]
+            assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_hosts():
+    parameters = make_parameters()
+    exchange = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    for t in range(4):
+        gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, t, hvd.rank()).items()}
+        if t == 2 and hvd.rank() == hvd.size() - 1:
+            gradients["head.weight"][7] = np.nan
+        reduced = drive(compressor, parameters, gradients)
+        assert all(bool(torch.isnan(result).all()) == (t == 2) for result in reduced.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits(dtype):
+    parameters = make_parameters(dtype=dtype)
+    exchange = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    ledger = Ledger()
+    for t in range(6):
+        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=100)
+        ledger.feed(gradients)
+        ledger.receive(drive(compressor, parameters, gradients))
+    for name in ("body.weight", "head.weight"):
+        left = whole(compressor, name).numpy().reshape(SHAPES[name])
+        np.testing.assert_allclose(ledger.out[name] + left, ledger.fed[name], rtol=0, atol=1e-2)
+
+
+def test_missing_frozen_and_late_gradients():
+    parameters = make_parameters()
+    exchange = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    ledger = Ledger()
+    for t in range(8):
+        parameters["head.weight"].requires_grad_(not (t in (4, 5) and hvd.rank() == 0))
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        if t in (2, 6):
+            del gradients["body.weight"]
+        fed = {name: g if parameters[name].requires_grad else np.zeros_like(g) for name, g in gradients.items()}
+        ledger.feed(fed)
+        reduced = drive(compressor, parameters, gradients)
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    parameters["head.weight"].requires_grad_(True)
+    ledger.check(compressor)
+
+
+def test_the_optimizers_options():
+    for options in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"backward_passes_per_step": 2}, {}):
+        results = []
+        for exchange in ({}, {"exchange": "hierarchical", "ranks_per_host": 1}):
+            parameters = make_parameters()
+            compression = Compression.dgc(
+                parameters.items(),
+                0.05,
+                min_numel=100,
+                clip_norm=5.0,
+                weight_decay=0.01,
+                dense_fallback=None,
+                **exchange,
+            )
+            optimizer = distributed(parameters, compression, 0.1, **options)
+            for t in range(4):
+                optimizer.zero_grad()
+                for _ in range(options.get("backward_passes_per_step", 1)):
+                    backward(parameters, draw(SHAPES, t, hvd.rank()))
+                optimizer.step()
+            assert_ranks_agree(parameters)
+            results.append(parameters)
+        for name in SHAPES:
+            torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_refused():
+    named = make_parameters()
+    with pytest.raises(ValueError, match="ranks_per_host is for"):
+        Compression.dgc(named.items(), ranks_per_host=2)
+    with pytest.raises(ValueError, match="ranks_per_host must be an integer"):
+        Compression.dgc(named.items(), exchange="hierarchical", ranks_per_host=0)
+    compressor = Compression.dgc(named.items(), exchange="hierarchical", ranks_per_host=[hvd.size() + 1])
+    with pytest.raises(ValueError, match="must add up to"):
+        drive(compressor, named, draw(SHAPES, 0, hvd.rank()))
+    hvd.barrier()
