@@ -46,6 +46,12 @@ SHARED_ARGUMENTS = {
         Horovod must permit process sets. "auto": "gather" on few ranks, "reduce_scatter" on 8 and more.
     ranks_per_host: With `exchange="hierarchical"`, how many ranks follow one another on a host, or a list of how many
         on each. None: as the hosts' names tell.""",
+    "HOSTS": """\
+    exchange: "gather": all ranks name elements and send their values. "hierarchical": gradients are added in each host,
+        each of its ranks keeps and compresses a part of the sum, and hosts name and send; Horovod must permit process
+        sets.
+    ranks_per_host: With `exchange="hierarchical"`, how many ranks follow one another on a host, or a list of how many
+        on each. None: as the hosts' names tell.""",
     "SHARED": """\
     min_numel: Tensors of fewer elements are sent dense.
     coding: How positions are coded: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the

@@ -4,14 +4,16 @@ float32 values are summed by an all-reduce. Quantized values cannot be: the roun
 residual. They are gathered and summed in rank order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, check_hosts, documented
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule
 
 CONTROLLERS = ("histogram", "scaling")
+EXCHANGES = ("gather", "hierarchical")  # their union does not grow with the ranks: nothing is left to scatter
 
 
 class SharedIndicesMethods(Methods[Parameters, Compressor]):
@@ -32,6 +34,8 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -50,6 +54,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
                 size, and keeps no state. "scaling": the authors'. It starts at 1 / (2 sqrt(k)), and is scaled after
                 each step by how many elements were sent (section IV-C; the factors are those of their published code).
                 It takes hundreds of steps to settle, and lags behind a growing residual: for comparison.
+            HOSTS
             SHARED
         """
         return cls._from(MiCRO, locals())
@@ -68,6 +73,8 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -80,6 +87,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         Args:
             parameters: The model's; `Compression` says in which form.
             DENSITY
+            HOSTS
             SHARED
         """
         return cls._from(CyclicLocalTopK, locals())
@@ -98,6 +106,8 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         level: str = "mean",
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
+        exchange: str = "gather",
+        ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -110,13 +120,27 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         Args:
             parameters: The model's; `Compression` says in which form.
             DENSITY
+            HOSTS
             SHARED
         """
         return cls._from(RandomK, locals())
 
 
 @dataclass(frozen=True, kw_only=True)
-class CyclicLocalTopK(AtDensity):
+class SharedIndices(AtDensity):
+    """The settings of the methods of this module."""
+
+    exchange: str
+    ranks_per_host: int | Sequence[int] | None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("exchange", self.exchange, EXCHANGES)
+        check_hosts(self.exchange, self.ranks_per_host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicLocalTopK(SharedIndices):
     """The settings of `Compression.cltk`."""
 
     name: ClassVar[str] = "cltk"
@@ -124,7 +148,7 @@ class CyclicLocalTopK(AtDensity):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiCRO(AtDensity):
+class MiCRO(SharedIndices):
     """The settings of `Compression.micro`."""
 
     controller: str
@@ -138,7 +162,7 @@ class MiCRO(AtDensity):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(AtDensity):
+class RandomK(SharedIndices):
     """The settings of `Compression.random_k`."""
 
     name: ClassVar[str] = "random_k"

@@ -107,6 +107,22 @@ def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("method", ["micro", "cltk", "random_k", "topk"])
+def test_the_other_methods_lose_nothing(method, layout):
+    parameters = make_parameters()
+    exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    compressor = getattr(Compression, method)(parameters.items(), 0.05, min_numel=100, **exchange)
+    ledger = Ledger()
+    for t in range(6):
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        ledger.feed(gradients)
+        reduced = drive(compressor, parameters, gradients)
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    ledger.check(compressor, 1e-3)  # an all-reduce of float32 sums
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_at_density_one_it_is_horovod(layout):
     parameters = make_parameters()
     exchange = {"exchange": "hierarchical", "ranks_per_host": layout}
