@@ -10,10 +10,15 @@ sum of the host's gradients, not those of one rank. Ranks that keep the same sha
 different numbers of ranks, there are as many shards as the smallest host has ranks; the others keep none.
 """
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+import socket
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from horovod.common import process_sets
+
+from hvd_sparse.algorithms import Algorithm, Scoped
 
 DYNAMIC_SETS = (
     'hvd_sparse: exchange="hierarchical" makes process sets, which Horovod does not permit here: start Horovod with '
@@ -71,3 +76,54 @@ def by_size(sizes: int | Sequence[int], world_size: int) -> Hierarchy:
         raise ValueError(f"ranks_per_host must add up to the {world_size} ranks that there are, got {list(sizes)}")
     ends = np.cumsum(sizes).tolist()
     return Hierarchy(tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)))
+
+
+def find_hierarchy(hvd, ranks_per_host: int | Sequence[int] | None) -> Hierarchy:
+    """Return the hosts of all ranks: as given, or as their names tell. Call it on every rank.
+
+    hvd: `horovod.torch` or `horovod.tensorflow`.
+    """
+    if ranks_per_host is not None:
+        return by_size(ranks_per_host, hvd.size())
+    return by_name(hvd.allgather_object(socket.gethostname(), name="hvd_sparse.hosts"))
+
+
+def process_sets_of(hvd, hierarchy: Hierarchy) -> dict[tuple[int, ...], object]:
+    """Return {ranks: process set} of all hosts and columns; makes those that are missing, on every rank.
+
+    Raises ValueError if Horovod does not permit that.
+    """
+    known = {tuple(ranks): number for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
+    return {ranks: _process_set(hvd, ranks, known) for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns))}
+
+
+def _process_set(hvd, ranks: tuple[int, ...], known: Mapping[tuple[int, ...], int]):
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    if ranks in known:
+        found = hvd.ProcessSet(list(ranks))
+        found.process_set_id = known[ranks]
+        return found
+    try:
+        return hvd.add_process_set(list(ranks))
+    except ValueError as error:
+        raise ValueError(f"{DYNAMIC_SETS}. ({error})") from error
+
+
+def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float], exchange: str) -> Algorithm:
+    """Return the method of a column: gradients are clipped before they are added, and all shards are compressed.
+
+    weight_decays: of each tensor that is cut. exchange: between hosts, for methods that have a choice.
+    """
+    names = {field.name for field in dataclasses.fields(algorithm)}
+    settings: dict = {"min_numel": 0, "exchange": exchange if isinstance(algorithm, Scoped) else "gather"}
+    settings["ranks_per_host"] = None
+    if "clip_norm" in names:
+        decays = {name: decay for name, decay in weight_decays.items() if decay}
+        settings |= {"clip_norm": None, "clip_scope": "tensor", "weight_decay": decays or 0.0}
+    return dataclasses.replace(algorithm, **settings)
+
+
+def row_of(shape: Sequence[int], granularity: str) -> int:
+    """Return the elements of a row that shards do not cut: those that share no magnitude with one another."""
+    return int(shape[-1]) if granularity == "channel" and len(shape) > 1 else 1

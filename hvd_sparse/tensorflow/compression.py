@@ -27,6 +27,7 @@ from hvd_sparse.tensorflow.calls import (
 )
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.hosts import make_hosts
 from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
@@ -241,12 +242,18 @@ class SparseCompressor(tf.Module):
     def _make_error_feedback(self) -> None:
         parts = self._parts
         decays = parts.algorithm.weight_decays((name, parts.variables[name]) for name in parts.variables)
+        variables = {name: parts.variables[name] for name in parts.variables}
+        hosts = make_hosts(parts.algorithm, variables, decays, parts.exchange)
+        own, shards = (parts, {}) if hosts is None else (hosts, hosts.shards)
         feedback = {
-            name: make_error_feedback(parts.algorithm, parts.variables[name], name, decays[name])
-            for name in parts.variables
+            name: make_error_feedback(
+                own.algorithm if name in shards else parts.algorithm, shards.get(name, variable), name, decays[name]
+            )
+            for name, variable in variables.items()
         }
         self.feedback = feedback
-        parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic)
+        parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic, hosts)
+        self.hosts = hosts
         self.thresholds, parts.threshold_rows = parts.step.codec.thresholds, parts.step.codec.threshold_rows
         self.regions = parts.step.codec.regions
 

@@ -65,6 +65,15 @@ class Exchange(Members):
         received, _ = hvd.alltoall(words, splits, name=name, ignore_name_scope=True, process_set=self.process_set)
         return tf.reshape(tf.bitcast(received, tf.uint8), [-1])
 
+    def alltoall_floats(self, name: str, tensor: tf.Tensor, sizes: list[int]) -> tf.Tensor:
+        """Send each rank its part of a float32 vector, of `sizes`; return what all ranks sent this one."""
+        name, splits = f"HorovodAlltoall.{self._prefix}.{name}", tf.constant(sizes, tf.int32)
+        return hvd.alltoall(tensor, splits, name=name, ignore_name_scope=True, process_set=self.process_set)[0]
+
+    def gather_floats(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        """Gather float32 vectors, one rank's after the other."""
+        return self._gather(f"{self._prefix}.{name}", tensor)
+
     def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         name = f"HorovodAllgather.{name}"
         return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)

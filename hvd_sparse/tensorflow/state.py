@@ -19,7 +19,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
         buffers = [
-            exchange.allreduce(f"state.{name}.{kind}", buffer.read_value())
+            exchange.allreduce(f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
             for (name, kind), buffer in zip(keys, buffers, strict=True)
         ]
     step, *values = evaluate([compressor.step, *compressor.thresholds, *buffers], session)
@@ -37,13 +37,18 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
     feedback = compressor.feedback
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
-    exchange.refuse_together(refused(lambda: _check(feedback, thresholds, state, exchange.size())), session)
-    share = 1.0 / exchange.size() if state["summed"] else 1.0
+    check = refused(lambda: _check(compressor, thresholds, state, exchange.size()))
+    exchange.refuse_together(check, session)
+    hosts, summed = compressor.hosts, state["summed"]
     changes = [compressor.step.assign(state["step"])]
     for name, memory in feedback.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
-            value = on_host(saved[kind]) if kind in saved else np.zeros(memory.size)
+            value, share = np.zeros(memory.size), 1.0 / exchange.size() if summed else 1.0
+            if kind in saved:
+                value = on_host(saved[kind])
+            if summed and hosts is not None and name in hosts.cuts:
+                value, share = value[slice(*hosts.place(name))], 1.0 / hosts.count
             changes.append(buffer.assign(value.astype(np.float32) * np.float32(share)))
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
@@ -56,9 +61,20 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
 
 
-def _check(feedback, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
+def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
+    """Return a buffer of this rank's shard as one of the whole variable, zero elsewhere."""
+    if hosts is None or name not in hosts.cuts:
+        return shard
+    begin, end = hosts.place(name)
+    return tf.pad(shard, [[begin, int(hosts.cuts[name][-1]) - end]])
+
+
+def _check(compressor, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
     """Raise ValueError unless a state fits the feedback, and as many numbers of each threshold."""
+    feedback, hosts = compressor.feedback, compressor.hosts
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
+    if hosts is not None and isinstance(state, dict) and state.get("summed"):
+        sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
     check_state(state, sizes, kinds, thresholds, ranks)
     for name, memory in feedback.items():
         for kind, saved in state["memory"][name].items():

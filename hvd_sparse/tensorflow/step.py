@@ -30,6 +30,7 @@ from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.units import Units
 
@@ -47,16 +48,19 @@ class Step:
         loss_scale: tf.Variable,
         exchange: Exchange,
         traffic: Traffic,
+        hosts: Hosts | None = None,
     ):
         self.algorithm = algorithm
         self.feedback = feedback
         self.exchange = exchange
+        self.hosts = hosts
         self._number = number
         self._loss_scale = loss_scale
         self._traffic = traffic
         self._fallback: DenseFallback | None = None
         self._began = 0.0  # when the last step did, if steps are timed
-        self.codec = CODECS[algorithm.layout](algorithm, feedback, exchange)
+        self._between = (algorithm, exchange) if hosts is None else (hosts.algorithm, hosts.column)
+        self.codec = CODECS[algorithm.layout](self._between[0], feedback, self._between[1])
 
     def describe(self) -> list[str]:
         """Return one line a variable that decays, for the configuration check across ranks."""
@@ -65,11 +69,12 @@ class Step:
 
     def fallback(self) -> DenseFallback:
         """Return the rule for what is sent dense on the ranks that there are now."""
-        size = self.exchange.size()
+        algorithm, exchange = self._between
+        size = exchange.size()
         if self._fallback is None or self._fallback.world_size != size:
             waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
             tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
-            self._fallback = DenseFallback(self.algorithm, tensors, size)
+            self._fallback = DenseFallback(algorithm, tensors, size)
         return self._fallback
 
     def restart(self) -> None:
@@ -97,22 +102,30 @@ class Step:
         reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
         settings, which must be the same on every rank. log: reports a step that has ended, given how many there were.
         """
-        always_dense = self.fallback().always
+        always_dense = self.fallback().always if self.hosts is None else ()
         entries = [
             Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
             for name, gradient in gradients.items()
         ]
         now = self._begin(reduction, suffix, [*lines, *gradients])
         self._scale(entries, now.units)
+        inner = now
+        if self.hosts is not None:
+            inner = self.hosts.inner(now)
+            self.hosts.add(entries, self.algorithm, now)
         sparse = [entry for entry in entries if entry.is_sparse]
-        buckets = self.codec.encode(sparse, now) if sparse else []
-        self._vote(now, entries)
-        sent = self.codec.learn(buckets, now) if sparse else []
+        buckets = self.codec.encode(sparse, inner) if sparse else []
+        self._vote(now, entries, inner.units)
+        inner.overflow, inner.void = now.overflow, now.void
+        sent = self.codec.learn(buckets, inner) if sparse else []
         for bucket in buckets:
-            sent += self.codec.decode(bucket, self.codec.collect(bucket, now), now)
+            sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
+        if self.hosts is not None:
+            self.hosts.deliver(entries, now)
         for entry in entries:
             self._carry(entry, now)
-            now.counted.add(dense_bytes=entry.feedback.size * entry.gradient.dtype.size, elements=entry.feedback.size)
+            size, dtype = entry.shape.num_elements(), entry.dtype or entry.gradient.dtype
+            now.counted.add(dense_bytes=size * dtype.size, elements=size)
         counts, small = tf.logical_not(now.overflow), [entry for entry in entries if not entry.is_sparse]
         done = [*sent, *now.noted, *self._commit(small, counts, [])]
         if now.is_dense is not None:
@@ -130,8 +143,7 @@ class Step:
 
     def result(self, entry: Entry, now: Round, reduced: tf.Tensor) -> tf.Tensor:
         """Return a reduced gradient in its own type and shape, from what Horovod made of what was carried."""
-        gradient = entry.gradient
-        shape, dtype = entry.feedback.variable.shape, gradient.dtype
+        shape, dtype = entry.shape, entry.dtype or entry.gradient.dtype
 
         def dense() -> tf.Tensor:
             """Take what Horovod reduced."""
@@ -144,14 +156,16 @@ class Step:
 
         if not entry.is_sparse:
             return dense()
-        return decoded() if now.is_dense is None else tf.cond(now.is_dense, dense, decoded)
+        is_payload = now.is_dense is None or self.hosts is not None
+        return decoded() if is_payload else tf.cond(now.is_dense, dense, decoded)
 
     def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Round:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
             number = self.exchange.furthest(f"furthest{suffix}", number)
         density, seconds, is_dense, fallback = None, None, None, self.fallback()
-        if isinstance(schedule, Constant) and not fallback.is_measured:
+        always = self.hosts is not None and fallback.density(schedule.highest) >= 1.0
+        if isinstance(schedule, Constant) and not (fallback.is_measured or always):
             density = schedule.value
         else:
             outputs = [tf.float64, tf.float64]
@@ -216,8 +230,8 @@ class Step:
             ]
         return tf.group(*checks)
 
-    def _vote(self, now: Round, entries: list[Entry]) -> None:
-        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now))], 0)
+    def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
+        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # With the step in it no vote is a constant, which TensorFlow would send once and never again.
         measured = [] if now.seconds is None else [now.seconds]
@@ -229,12 +243,15 @@ class Step:
         now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
         now.counted.add(payload_bytes=16 + 8 * len(measured))
 
-    def _take(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
-        """Say what entries send dense, if they do so in this step; return whether each is finite everywhere."""
+    def _take(self, entries: list[Entry], now: Round, inner: Units) -> list[tf.Tensor]:
+        """Say what entries send dense, if they do so in this step; return whether each is finite everywhere.
+
+        inner: the units of those that are sometimes sent as payloads.
+        """
         finite = []
         for entry in entries:
             if not entry.is_sparse:
-                *entry.taken, is_finite = self._take_all(entry, now)
+                *entry.taken, is_finite = self._take_all(entry, now.units)
                 finite.append(is_finite)
         sparse = [entry for entry in entries if entry.is_sparse]
         if now.is_dense is None or not sparse:
@@ -242,7 +259,7 @@ class Step:
 
         def dense() -> list:
             """Take all of each."""
-            return [self._take_all(entry, now) for entry in sparse]
+            return [self._take_all(entry, inner) for entry in sparse]
 
         def token() -> list:
             """Send tokens; no buffer changes."""
@@ -259,9 +276,8 @@ class Step:
             finite.append(is_finite)
         return finite
 
-    def _take_all(self, entry: Entry, now: Round) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
+    def _take_all(self, entry: Entry, units: Units) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
-        units = now.units
         averages = units.reduction * units.world_size <= 1.0
         most = largest_sent(units.world_size, averages) if entry.gradient.dtype == tf.float16 else math.inf
         return entry.feedback.take_all(entry.gradient, entry.factor, units, most)
@@ -276,7 +292,7 @@ class Step:
 
     def _carry(self, entry: Entry, now: Round) -> None:
         """Give Horovod what it is to all-reduce."""
-        if entry.is_sparse and now.is_dense is None:
+        if entry.is_sparse and (now.is_dense is None or self.hosts is not None):
             entry.carried = now.token
             now.counted.add(payload_bytes=8)
             return

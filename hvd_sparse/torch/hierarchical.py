@@ -4,20 +4,21 @@
 it, and results back. Small tensors are sent dense, by Horovod, as in any step.
 """
 
-import dataclasses
 import itertools
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.half import rest_of
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy, process_sets_of, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import own_place, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange, incarnation
-from hvd_sparse.torch.hosts import Host, Shard, Shards, find_hierarchy, process_sets_of
+from hvd_sparse.torch.hosts import Host, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
@@ -90,8 +91,8 @@ class HierarchicalStep:
         """Find the hosts, and cut the tensors: on every rank at once, whenever Horovod was started anew."""
         if self._laid_out_in is incarnation():
             return
-        hierarchy = find_hierarchy(self.algorithm.ranks_per_host)
-        sets, rank = process_sets_of(hierarchy), self.exchange.rank()
+        hierarchy = find_hierarchy(hvd, self.algorithm.ranks_per_host)
+        sets, rank = process_sets_of(hvd, hierarchy), self.exchange.rank()
         self._hand_over()
         self.hierarchy, self._shard = hierarchy, hierarchy.shard_of(rank)
         least = max(self.algorithm.min_numel, hierarchy.shards)
@@ -107,24 +108,16 @@ class HierarchicalStep:
         if self._shard is not None:
             column = Exchange(sets[hierarchy.columns[self._shard]], self.inner_traffic)
             shards = Shards({name: self._part(name) for name in large})
-            self.inner = Step(self._inner_algorithm(), shards, column, self.inner_traffic)
+            inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large}, "auto")
+            self.inner = Step(inner, shards, column, self.inner_traffic)
         self._laid_out_in = incarnation()
 
     def _row(self, name: str) -> int:
-        shape = self.parameters[name].shape
-        return shape[-1] if self.algorithm.granularity == "channel" and len(shape) > 1 else 1
+        return row_of(self.parameters[name].shape, self.algorithm.granularity)
 
     def _part(self, name: str) -> Shard:
         begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
         return Shard(self.parameters[name], begin, end, self._row(name))
-
-    def _inner_algorithm(self) -> Algorithm:
-        """Return the method of a column: gradients are clipped before they are added, and weight decay is known."""
-        names = {field.name for field in dataclasses.fields(self.algorithm)}
-        decays = {name: decay for name, decay in self._decays.items() if name in self.cuts and decay}
-        settings = {"min_numel": 0, "exchange": "auto" if "scope" in names else "gather", "ranks_per_host": None}
-        settings |= {"clip_norm": None, "weight_decay": decays or 0.0} if "clip_norm" in names else {}
-        return dataclasses.replace(self.algorithm, **settings)
 
     def _hand_over(self) -> None:
         """Take the residuals out of shards that may be cut otherwise now: they go with the next gradients."""

@@ -1,47 +1,15 @@
-"""The hosts of a job, as process sets; and what the ranks of one host tell each other."""
+"""What the ranks of one host exchange, and their shards of parameters."""
 
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import horovod.torch as hvd
 import torch
-from horovod.common import process_sets
 
-from hvd_sparse.hierarchy import DYNAMIC_SETS, Hierarchy, by_name, by_size
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.traffic import Traffic
 
 WORD_BYTES = 8
 DENSE = -1  # in place of a number of entries
-
-
-def find_hierarchy(ranks_per_host: int | Sequence[int] | None) -> Hierarchy:
-    """Return the hosts of all ranks: as given, or as their names tell. Call it on every rank."""
-    if ranks_per_host is not None:
-        return by_size(ranks_per_host, hvd.size())
-    return by_name(hvd.allgather_object(socket.gethostname(), name="hvd_sparse.hosts"))
-
-
-def process_sets_of(hierarchy: Hierarchy) -> dict[tuple[int, ...], hvd.ProcessSet]:
-    """Return {ranks: process set} of all hosts and columns; makes those that are missing, on every rank.
-
-    Raises ValueError if Horovod does not permit that.
-    """
-    known = {tuple(ranks): number for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
-    return {ranks: _process_set(ranks, known) for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns))}
-
-
-def _process_set(ranks: tuple[int, ...], known: Mapping[tuple[int, ...], int]) -> hvd.ProcessSet:
-    if len(ranks) == hvd.size():
-        return hvd.global_process_set
-    if ranks in known:
-        found = hvd.ProcessSet(list(ranks))
-        found.process_set_id = known[ranks]
-        return found
-    try:
-        return hvd.add_process_set(list(ranks))
-    except ValueError as error:
-        raise ValueError(f"{DYNAMIC_SETS}. ({error})") from error
 
 
 class Host:

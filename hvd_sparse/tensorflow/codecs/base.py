@@ -32,6 +32,13 @@ class Entry:
     carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
     taken: list | None = None  # what it sends dense, and what its buffers become: a dict
     decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
+    dtype: tf.DType | None = None  # of the gradient that Horovod passed, where `gradient` is another one
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole variable."""
+        variable = self.feedback.variable
+        return getattr(variable, "whole", variable).shape
 
 
 @dataclass
@@ -133,7 +140,7 @@ class Codec(abc.ABC):
 
         The rest goes back to the ranks' residuals, once these are `cleared` of what was sent. Returns that change.
         """
-        dtype = entry.gradient.dtype
+        dtype = entry.dtype or entry.gradient.dtype
         if dtype.name not in HALF:
             entry.decode = lambda: total
             return []

@@ -1,0 +1,146 @@
+"""Gradients are added in each host, compressed by shard, and exchanged between hosts: `hvd_sparse.hierarchy`.
+
+The twin of `hvd_sparse.torch.hierarchical`, as a part of a step's graph. All hosts must have as many ranks: Horovod
+needs the same graph on all ranks.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy, process_sets_of, row_of
+from hvd_sparse.schedule import is_always_dense
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
+from hvd_sparse.tensorflow.error_feedback import clip_factor
+from hvd_sparse.tensorflow.exchange import Exchange, in_time
+from hvd_sparse.units import Units
+
+
+class Shard:
+    """A part of a variable, as error feedback knows variables."""
+
+    dtype = tf.float32  # of its gradient: a sum over the ranks of a host
+
+    def __init__(self, whole: tf.Variable, begin: int, end: int, row: int):
+        self.whole, self._begin, self._end = whole, begin, end
+        size = end - begin
+        self.shape = tf.TensorShape([size // row, row] if row > 1 and begin % row == 0 == size % row else [size])
+
+    def read_value(self) -> tf.Tensor:
+        """Return the elements."""
+        return tf.reshape(self.whole.read_value(), [-1])[self._begin : self._end]
+
+
+class Hosts:
+    """The hosts of a job, and what this rank keeps of each variable.
+
+    Args:
+        algorithm: The method.
+        variables: By name.
+        decays: The weight decay of each.
+        exchange: Of all ranks.
+
+    Raises:
+        ValueError: The hosts do not have as many ranks each, or Horovod permits no process sets.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        variables: Mapping[str, tf.Variable],
+        decays: Mapping[str, float],
+        exchange: Exchange,
+    ):
+        exchange.check_everyone()
+        if not hvd.is_initialized():
+            raise ValueError('exchange="hierarchical" needs to know the hosts: call hvd.init() first')
+        hierarchy = in_time(lambda: find_hierarchy(hvd, algorithm.ranks_per_host))
+        if len(set(map(len, hierarchy.hosts))) > 1:
+            sizes = list(map(len, hierarchy.hosts))
+            raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
+        sets, rank = process_sets_of(hvd, hierarchy), exchange.rank()
+        self._number, self._size = hierarchy.shard_of(rank), hierarchy.shards
+        self.count = len(hierarchy.hosts)
+        self.host = Exchange(sets[hierarchy.host_of(rank)])
+        self.column = Exchange(sets[hierarchy.columns[self._number]])
+        least, rows = max(algorithm.min_numel, hierarchy.shards), {}
+        self.cuts: dict[str, np.ndarray] = {}
+        for name, variable in variables.items():
+            if variable.shape.num_elements() >= least:
+                rows[name] = row_of(variable.shape.as_list(), algorithm.granularity)
+                self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
+        self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts}, "gather")
+        self.shards = {name: Shard(variables[name], *self.place(name), rows[name]) for name in self.cuts}
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return where this rank's shard of a variable begins and ends."""
+        begin, end = self.cuts[name][self._number : self._number + 2].tolist()
+        return begin, end
+
+    def inner(self, now: Round) -> Round:
+        """Return the step as the codec of a column sees it: among as many ranks as there are hosts."""
+        return dataclasses.replace(now, units=Units(self.count, now.units.reduction, now.units.loss_scale))
+
+    def add(self, entries: Sequence[Entry], algorithm: Algorithm, now: Round) -> None:
+        """Put the sum over this host's ranks, of this rank's shard, in the place of each gradient that is cut."""
+        entries = [entry for entry in entries if entry.name in self.cuts]
+        incoming = tf.cast(now.units.incoming, tf.float32)
+        parts: list[list[tf.Tensor]] = [[] for _ in range(self._size)]
+        for entry in entries:
+            whole = tf.reshape(tf.cast(entry.gradient, tf.float32), [-1])
+            if getattr(algorithm, "clip_norm", None) is not None:
+                factor = entry.factor if algorithm.clip_scope == "model" else clip_factor(algorithm, now.units, [whole])
+                whole *= factor / incoming
+            for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[entry.name])), strict=True):
+                part.append(piece)
+        sizes = [sum(int(piece.shape[0]) for piece in part) for part in parts]
+        own = sizes[self._number]
+        message = once(now.present, tf.concat([piece for part in parts for piece in part], 0))
+        received = self.host.alltoall_floats(f"host{now.suffix}", message, sizes) if self._size > 1 else message
+        rows = tf.unstack(tf.reshape(received, [self._size, own]))
+        total = rows[0]
+        for row in rows[1:]:  # in the order of the ranks
+            total += row
+        handed = 4 * (sum(sizes) - own)
+        now.counted.add(payload_bytes=handed, surplus_bytes=4 * (self._size - 1) * own - handed)
+        for entry, shard in zip(entries, tf.split(total, [self._length(entry.name) for entry in entries]), strict=True):
+            entry.dtype, entry.gradient, entry.factor = entry.gradient.dtype, shard, incoming
+
+    def deliver(self, entries: Sequence[Entry], now: Round) -> None:
+        """Gather the shards of the results in the host, where entries then find them."""
+        entries = [entry for entry in entries if entry.name in self.cuts]
+        own = tf.concat([self._result(entry, now) for entry in entries], 0)
+        every = self.host.gather_floats(f"result{now.suffix}", own) if self._size > 1 else own
+        now.counted.add(payload_bytes=4 * own.shape[0], surplus_bytes=4 * (tf.size(every) - 2 * own.shape[0]))
+        lengths = [np.diff(self.cuts[entry.name]) for entry in entries]
+        parts = tf.split(every, np.stack(lengths, axis=1).reshape(-1))  # shard by shard, entry by entry
+        for number, entry in enumerate(entries):
+            whole = tf.concat(parts[number :: len(entries)], 0)
+            entry.decode = lambda whole=whole: whole
+
+    def _result(self, entry: Entry, now: Round) -> tf.Tensor:
+        """Return this rank's shard of the reduced gradient: from payloads, or of a dense step."""
+        decoded = entry.decode()
+        if now.is_dense is None:
+            return decoded
+        scale = tf.cast(now.units.reduction, tf.float32)
+        name, sent = f"dense.{entry.name}{now.suffix}", once(now.present, tf.reshape(entry.taken[0], [-1]))
+        result = tf.cond(now.is_dense, lambda: self.column.allreduce(name, sent) * scale, lambda: decoded)
+        now.counted.add(payload_bytes=tf.where(now.is_dense, 4 * self._length(entry.name), 0))
+        return tf.ensure_shape(result, [self._length(entry.name)])
+
+    def _length(self, name: str) -> int:
+        begin, end = self.place(name)
+        return end - begin
+
+
+def make_hosts(
+    algorithm: Algorithm, variables: Mapping[str, tf.Variable], decays: Mapping[str, float], exchange: Exchange
+) -> Hosts | None:
+    """Return the hosts, for a method whose exchange is hierarchical; None for others, and where all is always dense."""
+    is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical" and not is_always_dense(algorithm.schedule)
+    return Hosts(algorithm, variables, decays, exchange) if is_hierarchical else None

@@ -1,0 +1,154 @@
+"""Hierarchical exchange under a tape: nothing is lost, and it is what PyTorch's is."""
+
+import functools
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import SHAPES, draw, whole_numbers
+from oracle import CLEAR_GAP, Method, train
+from test_tape_conservation import NowAndThenDense
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, total
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks")
+
+LAYOUTS = sorted({1, hvd.size(), *([2] if hvd.size() % 2 == 0 else [])})
+
+
+def whole(compression, name, kind="residual"):
+    """Return the sum over all ranks of a buffer: shards lie side by side, hosts are added."""
+    return compression.state_dict(summed=True)["memory"][name][kind].astype(np.float64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("gradient_dropping", {"scope": "tensor"}),
+        ("gradient_dropping", {"scope": "model", "values": "float16"}),
+        ("gradient_dropping", {"density": NowAndThenDense()}),
+        ("topk", {}),
+        ("micro", {}),
+        ("cltk", {}),
+        ("random_k", {}),
+    ],
+    ids=["tensor", "model", "dense", "topk", "micro", "cltk", "random_k"],
+)
+@pytest.mark.each_value
+def test_nothing_is_lost(method, settings, graph, layout):
+    variables = make_variables()
+    settings = {"density": 0.05, "dense_fallback": None} | settings
+    compression = getattr(Compression, method)(
+        list(variables.values()), min_numel=100, exchange="hierarchical", ranks_per_host=layout, **settings
+    )
+    reduce = Reducer(variables, compression, graph, op=hvd.Sum)
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(7):
+        gradients = whole_numbers(SHAPES, step, hvd.rank())
+        reduced = reduce(gradients)
+        assert_ranks_agree(reduced)
+        for name in SHAPES:
+            fed[name] += total(gradients[name])
+            out[name] += reduced[name]
+    for name, shape in SHAPES.items():
+        left = whole(compression, name).reshape(shape) if np.prod(shape) >= 100 else 0.0
+        np.testing.assert_allclose(out[name] + left, fed[name], rtol=0, atol=1e-3, err_msg=name)
+    assert compression.feedback["head.weight"].size <= -(-500 // layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping"])
+def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
+    """Whose tensors are the shards."""
+    hosts = [list(range(begin, begin + layout)) for begin in range(0, hvd.size(), layout)]
+    cut = [480 * shard // layout for shard in range(layout + 1)]
+    settings = {"density": 0.05, "min_numel": 0}
+    settings |= {} if method == "gradient_dropping" else {"momentum": 0.8}
+
+    def of_host(step, host, seed):
+        added = sum(draw({"w": (480,)}, step, rank, seed)["w"].astype(np.float32) for rank in hosts[host])
+        return {f"w{shard}": added[cut[shard] : cut[shard + 1]].astype(np.float64) for shard in range(layout)}
+
+    start = {f"w{shard}": np.zeros(480 // layout) for shard in range(layout)}
+    for seed in range(20):
+        oracle = Method(samomentum=method == "samomentum", **settings)
+        expected = train(oracle, start, functools.partial(of_host, seed=seed), len(hosts), 20, 1.0, average=False)
+        if expected.gap > 10 * CLEAR_GAP:
+            break
+    variables = {"w": tf.Variable(tf.zeros([480]), name="w")}
+    compression = getattr(Compression, method)(
+        list(variables.values()), exchange="hierarchical", ranks_per_host=layout, dense_fallback=None, **settings
+    )
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    found = -sum(reduce(draw({"w": (480,)}, step, hvd.rank(), seed))["w"] for step in range(20))
+    wanted = np.concatenate([expected.parameters[f"w{shard}"] for shard in range(layout)])
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 3.0}, {"weight_decay": 0.01}, {"clip_norm": 5.0, "scope": "model"}])
+def test_clipping_and_decay_are_those_of_a_gather(options):
+    """One rank a host: the same numbers as without hosts."""
+    if "scope" in options:
+        options = {**options, "clip_scope": "model"}
+    results = []
+    for exchange in ({}, {"exchange": "hierarchical", "ranks_per_host": 1}):
+        variables = make_variables()
+        compression = Compression.dgc(
+            list(variables.values()), 0.05, min_numel=100, dense_fallback=None, **options, **exchange
+        )
+        reduce = Reducer(variables, compression)
+        results.append([reduce(draw(SHAPES, step, hvd.rank())) for step in range(4)])
+    for plain, hosted in zip(*results, strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(hosted[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_state_goes_on(summed):
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, dense_fallback=None, exchange="hierarchical")
+    variables = make_variables()
+    first = make(list(variables.values()), ranks_per_host=LAYOUTS[-1])
+    reduce = Reducer(variables, first, op=hvd.Sum)
+    for step in range(4):
+        reduce(draw(SHAPES, step, hvd.rank()))
+    saved = first.state_dict(summed=summed)
+    others = make_variables()
+    second = make(list(others.values()), ranks_per_host=1 if summed else LAYOUTS[-1])
+    second.load_state_dict(saved)
+    for name in ("body.weight", "head.weight"):
+        for kind in ("residual", "velocity"):
+            np.testing.assert_allclose(whole(second, name, kind), whole(first, name, kind), rtol=1e-6, atol=1e-6)
+    if not summed:
+        again = Reducer(others, second, op=hvd.Sum)
+        for step in range(4, 8):
+            gradients = draw(SHAPES, step, hvd.rank())
+            expected, found = reduce(gradients), again(gradients)
+            for name in SHAPES:
+                np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts():
+    variables = make_variables()
+    compression = Compression.gradient_dropping(
+        list(variables.values()), 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=LAYOUTS[-1]
+    )
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for step in range(3):
+        gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, step, hvd.rank()).items()}
+        if step == 1 and hvd.rank() == 0:
+            gradients["head.weight"][3] = np.inf
+        reduced = reduce(gradients)
+        assert all(np.isnan(result).all() == (step == 1) for result in reduced.values())
+
+
+def test_uneven_hosts_are_refused():
+    if hvd.size() < 3:
+        pytest.skip("hosts with different numbers of ranks need three ranks")
+    layout = [hvd.size() - 1, 1]
+    with pytest.raises(ValueError, match="all hosts must have as many ranks"):
+        Compression.dgc(list(make_variables().values()), exchange="hierarchical", ranks_per_host=layout)
