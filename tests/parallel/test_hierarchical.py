@@ -1,5 +1,6 @@
 """Hierarchical exchange: a host's ranks are to the others what one rank with the sum of their gradients is."""
 
+import dataclasses
 import functools
 
 import horovod.torch as hvd
@@ -229,6 +230,22 @@ def test_the_optimizers_options():
             results.append(parameters)
         for name in SHAPES:
             torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_residuals_go_with_the_next_gradients_where_hosts_have_changed():
+    """As after a reset of an elastic job: what a rank keeps no more is added in its host."""
+    parameters = make_parameters()
+    exchange = {"exchange": "hierarchical", "ranks_per_host": hvd.size(), "dense_fallback": None}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    ledger = Ledger()
+    for t in range(8):
+        if t == 4:
+            compressor._step.algorithm = dataclasses.replace(compressor.algorithm, ranks_per_host=1)
+            compressor._step._laid_out_in = None
+        gradients = whole_numbers(SHAPES, t, hvd.rank())
+        ledger.feed(gradients)
+        ledger.receive(drive(compressor, parameters, gradients))
+    ledger.check(compressor)
 
 
 def test_what_is_refused():

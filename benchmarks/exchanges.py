@@ -1,0 +1,137 @@
+"""What a rank receives, and how long it decodes, in a gather and in a reduce-scatter of simulated ranks.
+
+    python benchmarks/exchanges.py [--parameters 25557032] [--density 0.01]
+
+The ranks run one after the other, with the code that a training job runs (`hvd_sparse.reduce_scatter`, and the core's
+payloads); only the collectives are slices of arrays. Half of every rank's selection is common to all, and it falls
+mostly into a tenth of the elements, as in a model whose layers differ. Writes results/exchanges.json and .md. The last
+line is one JSON object.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from hvd_sparse import native
+from hvd_sparse.reduce_scatter import Entries, Form, Regions
+from hvd_sparse.wire import payload_size, top_k_count
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ENTRY_BYTES = 6  # a float32 and a run length
+
+
+def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> Entries:
+    """Return one rank's selection: half of it common to all, nine tenths of it in the first tenth of the elements."""
+    tenth = max(k, n // 10)
+    own = np.unique(np.concatenate([random.integers(0, tenth, k), random.integers(0, n, k // 8)]))
+    own = random.permutation(own[~np.isin(own, common, assume_unique=True)])[: k - common.size]
+    indices = np.sort(np.concatenate([common, own]))
+    if indices.size != k:
+        raise RuntimeError(f"{indices.size} elements were drawn, not {k}")
+    return Entries(indices, random.standard_normal(k).astype(np.float32))
+
+
+def measure(n: int, k: int, ranks: int) -> dict:
+    """Return the figures of one number of ranks: those of rank 0, the most that any rank receives."""
+    random = np.random.default_rng(0)
+    common = np.unique(random.integers(0, max(k, n // 10), k))[: k // 2]
+    selected = [drawn(n, k, random, common) for _ in range(ranks)]
+    form = Form(n, k, "run_length", "float32", "mean")
+    regions = [Regions(form, ranks, rank) for rank in range(ranks)]
+    counts = sum(one.count(own) for one, own in zip(regions, selected, strict=True))
+    for one in regions:
+        one.balance(counts)
+    sent = [one.split(own) for one, own in zip(regions, selected, strict=True)]
+    parts = [np.split(one.message, np.cumsum(one.splits)[:-1]) for one in sent]
+    received = [np.concatenate([part[owner] for part in parts]) for owner in range(ranks)]
+    start = perf_counter()
+    payloads = [regions[0].reduce(received[0], sent[0].padding, 0)[0]]
+    reduce_seconds = perf_counter() - start
+    payloads += [regions[rank].reduce(received[rank], sent[rank].padding, 0)[0] for rank in range(1, ranks)]
+    gathered = np.concatenate(payloads)
+    start = perf_counter()
+    kept = regions[0].join(gathered)
+    join_seconds = perf_counter() - start
+    check(selected, kept, regions[0])
+    sizes = [
+        received[rank].size - int(sent[rank].splits[rank]) + gathered.size - payloads[rank].size
+        for rank in range(ranks)
+    ]
+    return {
+        "ranks": ranks,
+        "gather_bytes": (ranks - 1) * payload_size(n, k),
+        "scatter_bytes": max(sizes),
+        "scatter_entries": max(sizes) / ENTRY_BYTES / k,
+        "gather_decode_ms": 1e3 * decode_all(selected, n, k),
+        "scatter_decode_ms": 1e3 * (reduce_seconds + join_seconds),
+        "union": int(np.unique(np.concatenate([own.indices for own in selected])).size),
+        "kept": int(kept.indices.size),
+    }
+
+
+def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
+    """Raise unless what was kept are the sums of all ranks, and no larger one was left out of a region."""
+    total = np.zeros(regions.form.n, np.float32)
+    for own in selected:
+        total[own.indices] += own.values
+    if not np.array_equal(total[kept.indices], kept.values):
+        raise RuntimeError("what owners keep are not the sums of all ranks")
+    rest = np.abs(total)
+    rest[kept.indices] = 0.0
+    for begin, end in zip(regions.bounds[:-1], regions.bounds[1:], strict=True):
+        here = kept.values[(kept.indices >= begin) & (kept.indices < end)]
+        if here.size == regions.kept_count and rest[begin:end].max(initial=0.0) > np.abs(here).min():
+            raise RuntimeError("a larger sum was left out")
+
+
+def decode_all(selected: list[Entries], n: int, k: int) -> float:
+    """Return the seconds to decode and add the payloads of all ranks, one after the other."""
+    payloads = [native.pack(own.indices, own.values, n, k) for own in selected]
+    total = np.zeros(n, np.float32)
+    start = perf_counter()
+    for payload in payloads:
+        indices, values = native.unpack(payload, n, k)
+        total[indices] += values
+    return perf_counter() - start
+
+
+def write(results: list[dict], n: int, density: float) -> None:
+    """Write the results and a table."""
+    lines = [
+        f"{n:,} elements, density {density:g}, one rank of so many (`python benchmarks/exchanges.py`):",
+        "",
+        "| ranks | received, gather | reduce-scatter | in entries, times k | elements changed | ms to decode |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in results:
+        lines.append(
+            f"| {one['ranks']} | {one['gather_bytes'] / 1e6:.2f} MB | {one['scatter_bytes'] / 1e6:.2f} MB | "
+            f"{one['scatter_entries']:.2f} | {one['union']:,}, {one['kept']:,} | "
+            f"{one['gather_decode_ms']:.1f}, {one['scatter_decode_ms']:.1f} |"
+        )
+    lines += ["", "Elements changed, and milliseconds: of the gather, and of the reduce-scatter.", ""]
+    (RESULTS / "exchanges.md").write_text("\n".join(lines))
+    (RESULTS / "exchanges.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=25_557_032, help="(default: %(default)s, as ResNet-50 has)")
+    parser.add_argument("--density", type=float, default=0.01, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32, 64, 256])
+    args = parser.parse_args()
+    k = top_k_count(args.parameters, args.density)
+    results = []
+    for ranks in args.ranks:
+        results.append(measure(args.parameters, k, ranks))
+        print(json.dumps(results[-1]), flush=True)
+    write(results, args.parameters, args.density)
+    print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Hosts, columns and shards: pure functions of who is where."""
+
+import numpy as np
+import pytest
+
+from hvd_sparse.algorithms import Settings
+from hvd_sparse.hierarchy import between_hosts, by_name, by_size, row_of
+
+
+def test_hosts_by_name():
+    hierarchy = by_name(["a", "b", "a", "b", "b"])
+    assert hierarchy.hosts == ((0, 2), (1, 3, 4))
+    assert hierarchy.shards == 2
+    assert hierarchy.columns == ((0, 1), (2, 3))
+    assert hierarchy.host_of(4) == (1, 3, 4)
+    assert [hierarchy.shard_of(rank) for rank in range(5)] == [0, 0, 1, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "hosts"),
+    [
+        (2, 4, ((0, 1), (2, 3))),
+        (2, 5, ((0, 1), (2, 3), (4,))),
+        (8, 3, ((0, 1, 2),)),
+        ([1, 3], 4, ((0,), (1, 2, 3))),
+    ],
+)
+def test_hosts_by_size(sizes, ranks, hosts):
+    assert by_size(sizes, ranks).hosts == hosts
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [3, 2], []])
+def test_sizes_that_do_not_add_up_are_refused(sizes):
+    with pytest.raises(ValueError, match="must add up to the 4 ranks"):
+        by_size(sizes, 4)
+
+
+@pytest.mark.parametrize(("n", "row"), [(100, 1), (101, 1), (4, 1), (120, 10), (20, 10), (35, 5)])
+def test_shards_cover_every_element_once(n, row):
+    cut = by_size(4, 8).cut(n, row)
+    assert cut[0] == 0
+    assert cut[-1] == n
+    assert (np.diff(cut) > 0).all()
+    if n // row >= 4:
+        assert (cut % row == 0).all(), "rows are not cut where there are enough"
+
+
+def test_rows_are_kept_whole_where_channels_share_a_magnitude():
+    assert row_of((30, 20), "channel") == 20
+    assert row_of((30, 20), "tensor") == 1
+    assert row_of((30,), "channel") == 1
+
+
+def test_a_column_does_not_clip_again():
+    algorithm = Settings.dgc(None, clip_norm=1.0, scope="model", clip_scope="model", exchange="hierarchical")
+    inner = between_hosts(algorithm, {"a": 0.5, "b": 0.0}, "auto")
+    assert (inner.clip_norm, inner.min_numel, inner.exchange, inner.weight_decay) == (None, 0, "auto", {"a": 0.5})
+    assert between_hosts(Settings.micro(None, exchange="hierarchical"), {}, "auto").exchange == "gather"
