@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -113,6 +113,12 @@ bench-steps: setup  ## time whole steps of models of many tensors against Horovo
 
 bench-network: setup  ## train on hosts that a slow network joins, against Horovod, DDP and PowerSGD
 	@$(RUN) python benchmarks/network/run.py --framework $(FRAMEWORK)
+
+bench-exchanges: setup  ## what a rank receives and decodes, gather and reduce-scatter, 2 to 256 simulated ranks
+	@$(RUN) python benchmarks/exchanges.py
+
+bench-network-exchanges: setup  ## gather, reduce-scatter, hierarchical on emulated hosts
+	@$(RUN) python benchmarks/network/exchanges.py
 
 bench-lifespan: setup  ## time DCT's steps with and without a refresh of the threshold
 	@$(RUN) mpirun -np $(RANKS) python benchmarks/lifespan.py

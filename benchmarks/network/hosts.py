@@ -60,7 +60,8 @@ def bits_per_second(rate: str) -> float:
 class Hosts:
     """Hosts 0 to count - 1, at addresses 10.99.0.1 and so on."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, ranks: int = 1):
+        self.ranks = ranks  # on each
         self.holders: list[subprocess.Popen] = []
         self._jobs: subprocess.Popen | None = None
         self.addresses = [f"{NETWORK}.{host + 1}" for host in range(count)]
@@ -71,12 +72,13 @@ class Hosts:
         return ["nsenter", f"--net=/proc/{self.holders[host].pid}/ns/net", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
-        """Return the command line that runs a command once on each host, from host 0.
+        """Return the command line that runs a command on each host, once for each of its ranks, from host 0.
 
         environment: names of variables that ranks inherit.
         """
         network = f"{NETWORK}.0/24"
-        options = ["-np", str(len(self.holders)), "-H", ",".join(f"{address}:1" for address in self.addresses)]
+        options = ["-np", str(self.ranks * len(self.holders))]
+        options += ["-H", ",".join(f"{address}:{self.ranks}" for address in self.addresses)]
         options += ["--bind-to", "none"]  # each host would bind its rank to the same core
         for name, value in {
             "plm_rsh_agent": str(self._agent()),
@@ -159,9 +161,9 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
-    """Give so many hosts, for as long as the block runs; after `enter_switch`."""
-    made = Hosts(count)
+def hosts(count: int, ranks: int = 1) -> Iterator[Hosts]:
+    """Give so many hosts, of so many ranks each, for as long as the block runs; after `enter_switch`."""
+    made = Hosts(count, ranks)
     try:
         made.start()
         yield made

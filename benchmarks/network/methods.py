@@ -28,6 +28,17 @@ METHODS = {
     "ddp_fp16": Method("ddp", "fp16", {}, "DDP, fp16 hook"),
     "powersgd": Method("ddp", "powersgd", {"matrix_approximation_rank": 1}, "DDP, PowerSGD rank 1"),
 }
+AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # of four hosts with two ranks, and of eight
+EXCHANGES = {
+    "exchange_dense": Method("horovod", "none", {}, "Horovod"),
+    "exchange_gather": Method("hvd_sparse", "dgc", AT_HOSTS, "DGC 0.01, gather"),
+    "exchange_scatter": Method("hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "reduce_scatter"}, "reduce-scatter"),
+    "exchange_hosts": Method(
+        "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}, "hierarchical"
+    ),
+}
+MAIN = tuple(METHODS)  # what `run.py` compares
+METHODS |= EXCHANGES
 FRAMEWORKS = {"pytorch": "pytorch_job", "tensorflow": "tensorflow_job"}
 
 

@@ -16,7 +16,7 @@ class Job:
     """A model, its optimizer, and batches."""
 
     def __init__(self, model: str, method: Method, batch_size: int):
-        hvd.init()
+        hvd.init(process_sets="dynamic")
         torch.set_num_threads(1)
         self.rank, self.method = hvd.rank(), method
         self.model = build(model)

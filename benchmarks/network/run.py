@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import Hosts, enter_switch, hosts
-from methods import FRAMEWORKS, METHODS, MODELS
+from methods import FRAMEWORKS, MAIN, METHODS, MODELS
 from records import load, save
 from report import write
 
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+", default=[4], help="(default: %(default)s)")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", UNLIMITED], help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp38"], help="(default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(MAIN), help="(default: all)")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="to measure for (default: %(default)s)")

@@ -1,5 +1,6 @@
 """What `hvd_sparse.performance_model` says of the runs that `run.py` measured: predicted and measured steps."""
 
+import dataclasses
 import statistics
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def one_method(method: Method, profiled: dict) -> model.Method:
     wait = max(0.0, 1e-3 * profiled["step_ms"] - compute - compress - decompress)
     overlap = 0.0 if method.name == "micro" else OVERLAP * compute  # which selects in the whole model, after backward
     decode = decompress / profiled["hosts"]
+    scatters = method.settings.get("exchange") == "reduce_scatter"
     profile = model.Profile(numels(profiled["model"]), compute, overlap, compress, decode, wait)
+    if scatters:  # what it decodes does not depend on the number of ranks
+        profile = dataclasses.replace(profile, decoded=1.0, decode=decompress)
     return model.Method(method.label, exchange_of(method, profiled["bytes_per_step"]), profile)
 
 
@@ -66,7 +70,8 @@ def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
     """Return what a method's exchange takes."""
     if method.package != "hvd_sparse":
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
-    return (model.shared if method.name == "micro" else model.gathered)(method.settings["density"])
+    kinds = {"micro": model.shared, "reduce_scatter": model.scattered}
+    return kinds.get(method.settings.get("exchange", method.name), model.gathered)(method.settings["density"])
 
 
 def plot(points: list[tuple[dict, float]], path: Path) -> None:

@@ -37,7 +37,8 @@ def test_training_tells_what_was_sent(example, options, tmp_path):
     assert (result["method"], result["values"], result["world_size"]) == ("gradient_dropping", "int2", 2)
     assert result["steps"] >= 4 and result["loss"] > 0.0
     assert result["target_density"] == 0.01
-    assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 25
+    # payloads of a small step are rows of an all-reduce: those of both ranks count
+    assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 20
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,89 @@
+"""Gather, reduce-scatter and hierarchical exchange on hosts that a slow network joins; write the table.
+
+    make bench-network-exchanges      or: python benchmarks/network/exchanges.py --rates 100mbit 1gbit none
+
+The lab of `run.py`: eight hosts of one rank, and four hosts of two. DGC at density 0.01, samples a second of one rank,
+the bytes that it gives to the network in a step, and what `hvd_sparse.performance_model` predicts from the run without
+a limit. Writes results/network_exchanges.json and .md. The last line is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hosts import enter_switch, hosts
+from methods import EXCHANGES, METHODS, MODELS
+from records import load, save
+from run import RESULTS, UNLIMITED, measure, middle
+from validation import link_of, one_method
+
+LAYOUTS = ((8, 1), (4, 2))  # hosts, and ranks on each
+METHODS_OF = {1: [name for name in EXCHANGES if "hosts" not in name], 2: list(EXCHANGES)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", UNLIMITED], help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp10"], help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="to measure for (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of all methods, to take medians (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def predicted(run: dict, results: list[dict]) -> float | None:
+    """Return the milliseconds that the model gives a step, with the profile of the run without a limit."""
+    same = ("model", "hosts", "ranks_per_host", "method")
+    free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
+    if not free or run["rate"] == UNLIMITED or METHODS[run["method"]].settings.get("exchange") == "hierarchical":
+        return None
+    ranks = run["hosts"] * run["ranks_per_host"]
+    profiled = {**free[0], "hosts": ranks}
+    return 1e3 * one_method(METHODS[run["method"]], profiled).step(link_of(run), ranks)
+
+
+def table(results: list[dict]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = ["| model | hosts x ranks | rate | exchange | samples a second | MB out of a rank | ms, predicted |"]
+    lines += ["|---|---|---|---|---:|---:|---:|"]
+    for run in results:
+        prediction = predicted(run, results)
+        steps = f"{run['step_ms']:.1f}" + ("" if prediction is None else f", {prediction:.1f}")
+        lines.append(
+            f"| {run['model']} | {run['hosts']} x {run['ranks_per_host']} | {run['rate']} | "
+            f"{METHODS[run['method']].label} | {run['samples_per_second']:.1f} | "
+            f"{run['bytes_per_step'] / 1e6:.2f} | {steps} |"
+        )
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Measure every layout; write the report."""
+    args = parse_arguments()
+    enter_switch()
+    path = args.out / "network_exchanges.json"
+    results = load(path)
+    for (count, ranks), model in itertools.product(LAYOUTS, args.models):
+        with hosts(count, ranks) as lab:
+            for rate in args.rates:
+                lab.shape(None if rate == UNLIMITED else rate)
+                point = {"framework": "pytorch", "model": model, "hosts": count, "rate": rate, "ranks_per_host": ranks}
+                rounds: dict[str, list[dict]] = {}
+                for figures in measure(lab, point, METHODS_OF[ranks], args):
+                    rounds.setdefault(figures["method"], []).append(figures)
+                    print(f"{point}, {figures['method']}: {figures['samples_per_second']:.2f}", flush=True)
+                results = [one for one in results if any(one[key] != point[key] for key in point)]
+                results += [{**point, **middle(found)} for found in rounds.values()]
+                save(path, results)
+    (args.out / "network_exchanges.md").write_text("\n".join(["# Exchanges", "", *table(results)]))
+    print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()
