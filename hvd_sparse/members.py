@@ -36,7 +36,9 @@ class Members:
         return self.process_set.rank()
 
     def check_everyone(self) -> None:
-        """Raise ValueError unless these are all ranks."""
+        """Raise ValueError unless these are all ranks, for as long as the job runs."""
+        if is_elastic():
+            raise ValueError('exchange="hierarchical" does not work in elastic jobs: take "gather" or "reduce_scatter"')
         if self.process_set is not self._hvd.global_process_set:
             raise ValueError(f'exchange="hierarchical" works on all ranks, got process_set of {self.process_set.ranks}')
 

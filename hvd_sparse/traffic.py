@@ -16,6 +16,10 @@ class Traffic:
     """
 
     def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero."""
         self.steps = 0
         self._step = defaultdict(float)
         self._total = defaultdict(float)

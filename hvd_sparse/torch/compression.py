@@ -214,7 +214,7 @@ class SparseCompressor:
                 for buffer in feedback.buffers.values():
                     buffer.zero_()
             self._number = 0
-            self._traffic = self._step.traffic = self._exchange.traffic = Traffic()
+            self._traffic.restart()
             self._drop()
             self._step.forget()
             self._agreed_in = None

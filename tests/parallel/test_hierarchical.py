@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import horovod.torch as hvd
+import leftover_sets
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,12 @@ pytestmark = [
 ]
 
 LAYOUTS = {2: [1, 2], 3: [1, 2, [1, 2], [2, 1], 3], 4: [1, 2, [3, 1], 4]}.get(hvd.size(), [1, 2])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_sets_left():
+    yield
+    leftover_sets.remove(hvd)
 
 
 def hosts_of(layout):

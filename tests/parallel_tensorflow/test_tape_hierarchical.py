@@ -3,6 +3,7 @@
 import functools
 
 import horovod.tensorflow as hvd
+import leftover_sets
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,6 +17,12 @@ from hvd_sparse.tensorflow import Compression
 pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks")
 
 LAYOUTS = sorted({1, hvd.size(), *([2] if hvd.size() % 2 == 0 else [])})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_sets_left():
+    yield
+    leftover_sets.remove(hvd)
 
 
 def whole(compression, name, kind="residual"):
