@@ -236,5 +236,7 @@ def test_process_sets():
 
 
 def test_bad_names_are_refused():
-    with pytest.raises(ValueError, match="exchange must be one of gather, reduce_scatter, auto"):
+    with pytest.raises(
+        ValueError, match="exchange must be one of 'gather', 'reduce_scatter', 'hierarchical', 'auto'; got 'ring'"
+    ):
         Compression.dgc(make_parameters().items(), exchange="ring")
