@@ -115,7 +115,8 @@ class Hosts:
         entries = [entry for entry in entries if entry.name in self.cuts]
         own = tf.concat([self._result(entry, now) for entry in entries], 0)
         every = self.host.gather_floats(f"result{now.suffix}", own) if self._size > 1 else own
-        now.counted.add(payload_bytes=4 * own.shape[0], surplus_bytes=4 * (tf.size(every) - 2 * own.shape[0]))
+        now.counted.add(payload_bytes=4 * own.shape[0])
+        now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
         lengths = [np.diff(self.cuts[entry.name]) for entry in entries]
         parts = tf.split(every, np.stack(lengths, axis=1).reshape(-1))  # shard by shard, entry by entry
         for number, entry in enumerate(entries):

@@ -72,8 +72,21 @@ def test_a_process_that_dies_in_a_step_and_a_state_that_keeps_the_compression(tm
 
 
 @pytest.mark.exhaustive
-def test_tensorflow_with_a_step_that_is_traced_in_each_round(tmp_path):
-    hosts, settings = ["localhost", "127.1"], {"density": 0.01, "warmup": 30}
+@pytest.mark.parametrize("scenario", ["hosts", "crash"])
+def test_a_reduce_scatter_whose_ranks_come_and_go(tmp_path, scenario):
+    """A rank that comes knows no regions: all agree on them anew, and nobody waits."""
+    hosts = ["localhost", "127.1", "127.0.1"][: 3 if scenario == "crash" else 2]
+    settings = {"density": 0.01, "exchange": "reduce_scatter", "dense_fallback": None}
+    ended, processes, output = run_elastic(tmp_path, scenario, hosts, "gradient_dropping", **settings)
+    assert len(ended) == 2 and len(processes) == 3, output
+    assert ended[0]["sizes"] == ended[1]["sizes"], output
+    assert_nothing_is_lost(processes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
+def test_tensorflow_with_a_step_that_is_traced_in_each_round(tmp_path, exchange):
+    hosts, settings = ["localhost", "127.1"], {"density": 0.01, "warmup": 30, "exchange": exchange}
     job = {"job": "elastic_tensorflow_job.py", **settings}
     ended, processes, output = run_elastic(tmp_path, "inside", hosts, "gradient_dropping", **job)
     assert len(ended) == 3 and len(processes) == 3, output
