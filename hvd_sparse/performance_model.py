@@ -132,6 +132,23 @@ def scattered(density: float, coding: str = "run_length", values: str = "float32
     return seconds
 
 
+def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length", values: str = "float32") -> Exchange:
+    """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`), on the link that a host's ranks share.
+
+    What the ranks of a host exchange among themselves is their own work, in the profile.
+    """
+
+    def seconds(network: Network, profile: Profile, world_size: int) -> float:
+        """Return the seconds of the exchange of one step."""
+        hosts = -(-world_size // ranks_per_host)
+        if hosts == 1:
+            return 0.0
+        shards = [max(1, n // ranks_per_host) for n in profile.numels]
+        return network.all_gather(ranks_per_host * payload_bytes(shards, density, coding, values), hosts)
+
+    return seconds
+
+
 def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:
     """Return the exchange that Deep Gradient Compression assumes: density doubles at each step of an all-reduce.
 

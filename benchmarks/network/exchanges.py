@@ -41,7 +41,7 @@ def predicted(run: dict, results: list[dict]) -> float | None:
     """Return the milliseconds that the model gives a step, with the profile of the run without a limit."""
     same = ("model", "hosts", "ranks_per_host", "method")
     free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
-    if not free or run["rate"] == UNLIMITED or METHODS[run["method"]].settings.get("exchange") == "hierarchical":
+    if not free or run["rate"] == UNLIMITED:
         return None
     ranks = run["hosts"] * run["ranks_per_host"]
     profiled = {**free[0], "hosts": ranks}

@@ -9,11 +9,13 @@ from hvd_sparse.performance_model import (
     Method,
     Network,
     Profile,
+    between_hosts,
     break_even,
     dense,
     gathered,
     largest_world_size,
     payload_bytes,
+    scattered,
     shared,
 )
 from hvd_sparse.wire import payload_size, top_k_count
@@ -51,6 +53,39 @@ def test_merged_messages_grow_up_to_dense(world_size, growth):
     rounds = [min(size * growth**step, whole) for step in range(int(math.log2(world_size)))]
     found = GIGABIT.merging_all_reduce(size, whole, world_size, growth)
     assert found == pytest.approx(play(GIGABIT, world_size, rounds))
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 64])
+def test_an_all_to_all_is_its_messages(world_size):
+    size = 1e6
+    rounds = [size / world_size] * (world_size - 1)
+    assert GIGABIT.all_to_all(size, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
+
+
+def test_a_reduce_scatter_does_not_grow_with_the_ranks():
+    """Payloads of 600 kB: 2 (N - 1) / N of it in seconds of bytes, and headers; a gather takes N - 1 times as long."""
+    network, profile = Network(1e9, 0.0), Profile([10_000_000], compute=0.1)
+    size = payload_bytes(profile.numels, 0.01)
+    for world_size in (2, 8, 64):
+        found = scattered(0.01)(network, profile, world_size)
+        part = (world_size - 1) / world_size
+        assert found == pytest.approx(8e-9 * 2 * part * (size + 32 * world_size))
+        assert gathered(0.01)(network, profile, world_size) == pytest.approx(8e-9 * (world_size - 1) * size)
+
+
+def test_between_hosts_the_ranks_of_a_host_share_its_link():
+    """Four hosts of eight ranks send what four ranks would, not what 32 would."""
+    profile = Profile([8_000_000], compute=0.1)
+    found = between_hosts(0.01, 8)(GIGABIT, profile, 32)
+    assert found == pytest.approx(gathered(0.01)(GIGABIT, profile, 4), rel=0.01)
+    assert between_hosts(0.01, 8)(GIGABIT, profile, 8) == 0.0
+
+
+def test_decoding_may_not_grow_with_the_ranks():
+    gather = Profile([1000], compute=0.1, decode=0.001)
+    scatter = Profile([1000], compute=0.1, decode=0.001, decoded=2.0)
+    assert gather.step(0.0, 64) == pytest.approx(0.164)
+    assert scatter.step(0.0, 64) == pytest.approx(0.102)
 
 
 def test_one_rank_exchanges_nothing():
