@@ -30,17 +30,21 @@ def methods(density: float, threshold: float) -> dict[str, list[str]]:
 DIGITS = {**methods(0.01, 0.05), "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
 TENSORFLOW2_DIGITS = {name: DIGITS[name] for name in ("dense", "dgc 0.01", "dgc 0.001", "gradient_dropping 0.01")}
 CHAR_LSTM = {"dense": ["--method", "none"], "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
+LSTM_RUN = ["--steps", "6000", "--warmup-steps", "600"]
 DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
+EXCHANGES = {  # at equal density, k elements change in a step, in place of up to N k
+    f"{method} {density}, {exchange}": ["--method", method, "--density", str(density), "--exchange", exchange]
+    for density in (0.01, 0.001)
+    for method in ("dgc", "gradient_dropping")
+    for exchange in ("gather", "reduce_scatter")
+}
 EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
+    "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
+    "exchanges_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", EXCHANGES),
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
-    "char_lstm_methods": (
-        "pytorch_char_lstm.py",
-        ["--steps", "6000", "--warmup-steps", "600"],
-        "perplexity",
-        methods(0.01, 0.03),
-    ),
+    "char_lstm_methods": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", methods(0.01, 0.03)),
 }
 
 

@@ -26,6 +26,7 @@ DEFAULT_DENSITY = {
 METHODS = tuple(DEFAULT_DENSITY)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the momentum is in the compressor: the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
+HOSTED = (*SCOPED, "micro", "cltk", "random_k")  # may add gradients in each host first
 MIN_NUMEL = 1024  # of the plugin: smaller tensors are sent dense
 
 
@@ -88,6 +89,13 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         default="tensor",
         help="what shares a level (default: %(default)s)",
     )
+    group.add_argument(
+        "--exchange",
+        choices=("gather", "reduce_scatter", "hierarchical", "auto"),
+        default="gather",
+        help="how selections become one sum; micro, cltk, random_k: gather or hierarchical (default: %(default)s)",
+    )
+    group.add_argument("--ranks-per-host", type=positive_integer, help="of hierarchical (default: as hosts are named)")
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--batch-size", type=positive_integer, default=batch_size, help="samples a rank and step (default: %(default)s)"
@@ -113,11 +121,13 @@ def parse_arguments(parser, hvd):
     args = parser.parse_args()
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
+    if args.exchange != "gather" and args.method not in HOSTED:
+        parser.error(f"--exchange {args.exchange} is none of {args.method}'s: it gathers")
     if args.nesterov and args.method == "samomentum":
         parser.error("--nesterov is none of samomentum's: use dgc")
     if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
         args.density = DEFAULT_DENSITY[args.method]
-    hvd.init()
+    hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))
     args.rank, args.size = hvd.rank(), hvd.size()
     args.verbose = args.rank == 0 and not args.quiet
     return args
@@ -143,6 +153,8 @@ def compression_settings(args, warmup_steps):
         return {**settings, "lifespan": args.lifespan}
     if args.method in SCOPED:
         settings["scope"] = args.scope
+    if args.method in HOSTED:
+        settings |= {"exchange": args.exchange, "ranks_per_host": args.ranks_per_host}
     if args.method == "dgc":
         settings["nesterov"] = args.nesterov
     if args.method in LOCAL_MOMENTUM:
