@@ -74,7 +74,7 @@ def test_the_totals_follow_a_warm_up(scope):
     from hvd_sparse.schedule import WarmUp
 
     schedule = WarmUp(0.05, steps=1, initial=0.5, factor=0.1)
-    compressor = Compression.gradient_dropping(parameters.items(), density=schedule, scope=scope)
+    compressor = Compression.gradient_dropping(parameters.items(), schedule, scope=scope, dense_fallback=None)
     for t, (last, mean) in enumerate([(0.5, 0.5), (0.05, 0.275)]):
         drive(compressor, parameters, draw({"big": (100, 60)}, t, hvd.rank()))
         stats = compressor.stats()
