@@ -67,7 +67,10 @@ def namespaces():
 
 def start(rates=(), size=4_000_000, waits=False, command=()):
     program = PROGRAM.format(folder=str(FOLDER), rates=list(rates), size=size, waits=waits, command=list(command))
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # As Python knows the environment: MPI, where a test before this one started it, has put its own variables behind
+    # that, and an mpirun that finds them fails without a word.
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
+    return subprocess.Popen([sys.executable, "-c", program], **both)
 
 
 def pids_of(argument):
