@@ -2,6 +2,8 @@
 
 import numpy as np
 
+ENTRY_BYTES = 6  # a float32 and a run length
+
 
 def draw_entries(n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return k of n indices, ascending, and values, float32[k]."""

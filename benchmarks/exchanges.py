@@ -1,26 +1,29 @@
 """What a rank receives, and how long it decodes, in a gather and in a reduce-scatter of simulated ranks.
 
-    python benchmarks/exchanges.py [--parameters 25557032] [--density 0.01]
+    python benchmarks/exchanges.py [--parameters 25557032] [--density 0.01] [--jobs 2 3 4 8 16]
 
 The ranks run one after the other, with the code that a training job runs (`hvd_sparse.reduce_scatter`, and the core's
 payloads); only the collectives are slices of arrays. Half of every rank's selection is common to all, and it falls
-mostly into a tenth of the elements, as in a model whose layers differ. Writes results/exchanges.json and .md. The last
-line is one JSON object.
+mostly into a tenth of the elements, as in a model whose layers differ. Beside it what a rank receives in real jobs of a
+small model, under mpirun (`exchanges_job.py`). Writes results/exchanges.json and .md. The last line is one JSON object.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from entries import ENTRY_BYTES
 
 from hvd_sparse import native
 from hvd_sparse.reduce_scatter import Entries, Form, Regions
 from hvd_sparse.wire import payload_size, top_k_count
 
-RESULTS = Path(__file__).resolve().parent / "results"
-ENTRY_BYTES = 6  # a float32 and a run length
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 
 
 def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> Entries:
@@ -98,23 +101,38 @@ def decode_all(selected: list[Entries], n: int, k: int) -> float:
     return perf_counter() - start
 
 
-def write(results: list[dict], n: int, density: float) -> None:
-    """Write the results and a table."""
+def run_job(ranks: int) -> dict:
+    """Return what the ranks of a real job receive."""
+    command = ["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(HERE / "exchanges_job.py")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def write(simulated: list[dict], jobs: list[dict], n: int, density: float) -> None:
+    """Write the results and two tables."""
     lines = [
         f"{n:,} elements, density {density:g}, one rank of so many (`python benchmarks/exchanges.py`):",
         "",
         "| ranks | received, gather | reduce-scatter | in entries, times k | elements changed | ms to decode |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in results:
+    for one in simulated:
         lines.append(
             f"| {one['ranks']} | {one['gather_bytes'] / 1e6:.2f} MB | {one['scatter_bytes'] / 1e6:.2f} MB | "
             f"{one['scatter_entries']:.2f} | {one['union']:,}, {one['kept']:,} | "
             f"{one['gather_decode_ms']:.1f}, {one['scatter_decode_ms']:.1f} |"
         )
     lines += ["", "Elements changed, and milliseconds: of the gather, and of the reduce-scatter.", ""]
-    (RESULTS / "exchanges.md").write_text("\n".join(lines))
-    (RESULTS / "exchanges.json").write_text(json.dumps(results, indent=1) + "\n")
+    lines += ["Real jobs of 300,000 elements in three tensors, the rank that receives most, with all headers:", ""]
+    lines += ["| ranks | received, gather | in entries, times k | received, reduce-scatter | in entries, times k |"]
+    lines += ["|---:|---:|---:|---:|---:|"]
+    for one in jobs:
+        cells = [str(one["ranks"])]
+        for exchange in ("gather", "reduce_scatter"):
+            cells += [f"{one[f'{exchange}_bytes']:,.0f} bytes", f"{one[f'{exchange}_entries']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    (RESULTS / "exchanges.md").write_text("\n".join([*lines, ""]))
+    (RESULTS / "exchanges.json").write_text(json.dumps({"simulated": simulated, "jobs": jobs}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -123,14 +141,18 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=25_557_032, help="(default: %(default)s, as ResNet-50 has)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32, 64, 256])
+    parser.add_argument("--jobs", type=int, nargs="*", default=[2, 3, 4, 8, 16], help="ranks of real jobs")
     args = parser.parse_args()
     k = top_k_count(args.parameters, args.density)
-    results = []
+    simulated, jobs = [], []
     for ranks in args.ranks:
-        results.append(measure(args.parameters, k, ranks))
-        print(json.dumps(results[-1]), flush=True)
-    write(results, args.parameters, args.density)
-    print(json.dumps({"results": results}))
+        simulated.append(measure(args.parameters, k, ranks))
+        print(json.dumps(simulated[-1]), flush=True)
+    for ranks in args.jobs:
+        jobs.append(run_job(ranks))
+        print(json.dumps(jobs[-1]), flush=True)
+    write(simulated, jobs, args.parameters, args.density)
+    print(json.dumps({"simulated": simulated, "jobs": jobs}))
 
 
 if __name__ == "__main__":

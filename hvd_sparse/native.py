@@ -7,6 +7,7 @@ in the caller's thread, and let others run meanwhile.
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,6 +47,9 @@ _ARGUMENTS = {
     "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
     "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
     "unpack": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
+    "unpack_payloads": [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
+    "add_entries": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
+    "find_common": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
 }
 
 
@@ -214,6 +218,56 @@ def unpack(
     found = (_address(indices), _address(values), ctypes.byref(entries))
     _call("unpack", ctypes.byref(form), _address(payload), payload.size, *found)
     return indices[: entries.value], values[: entries.value]
+
+
+def unpack_payloads(
+    payloads: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str = "run_length"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check payloads of float32, uint8[bytes], that lie one after the other; return all of their entries.
+
+    Args:
+        payloads: Those of k of n elements each, for as many n and k as there are.
+        ns: The elements of each.
+        ks: The entries that each has at most.
+        coding: Of all.
+
+    Returns indices, int64[m], counted from the first element of the first payload, and values, float32[m].
+    """
+    _checked("payloads", payloads, np.uint8, sum(payload_size(n, k, coding) for n, k in zip(ns, ks, strict=True)))
+    codings = np.array([CODINGS[resolve_coding(coding, n, k)] for n, k in zip(ns, ks, strict=True)], np.int32)
+    forms = [np.array(ns, np.int64), np.array(ks, np.int64), codings]
+    indices, values, entries = np.empty(sum(ks), np.int64), np.empty(sum(ks), np.float32), ctypes.c_int64()
+    found = (_address(indices), _address(values), ctypes.byref(entries))
+    _call("unpack_payloads", _address(payloads), payloads.size, *map(_address, forms), len(ns), *found)
+    return indices[: entries.value], values[: entries.value]
+
+
+def add_entries(indices: np.ndarray, values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Add entries of several parts, in the order of the parts.
+
+    Args:
+        indices: int64[m], those of one part after the other; in each they ascend from 0.
+        values: float32[m].
+        counts: int64[parts], how many entries each has.
+
+    Returns each index that occurs, ascending, and the sum of its values.
+    """
+    m = _checked("indices", indices, np.int64).size
+    _checked("values", values, np.float32, m)
+    if (_checked("counts", counts, np.int64) < 0).any() or counts.sum() != m:
+        raise ValueError(f"counts must add up to the number of entries, {m}, got {counts.tolist()}")
+    found, sums, many = np.empty(m, np.int64), np.empty(m, np.float32), ctypes.c_int64()
+    given = [_address(array) for array in (indices, values, counts)]
+    _call("add_entries", *given, counts.size, _address(found), _address(sums), ctypes.byref(many))
+    return found[: many.value], sums[: many.value]
+
+
+def find_common(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return, bool[m], which indices, int64[m], are among others; both ascend."""
+    m, many = _checked("indices", indices, np.int64).size, _checked("others", others, np.int64).size
+    common = np.empty(m, bool)
+    _call("find_common", _address(indices), m, _address(others), many, _address(common))
+    return common
 
 
 def _check_count(k: int, n: int) -> None:

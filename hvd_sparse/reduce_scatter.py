@@ -214,38 +214,17 @@ class Regions:
         return sum(self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
 
 
-def selected_indices(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> np.ndarray:
-    """Return the indices in payloads without values that lie one after the other, counted through all: int64[m]."""
-    found, at, begin = [], 0, 0
-    for n, k in zip(ns, ks, strict=True):
-        size = payload_size(n, k, coding, "none")
-        found.append(native.unpack(message[at : at + size], n, k, coding, "none")[0] + begin)
-        at, begin = at + size, begin + n
-    return np.concatenate(found)
+def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> Entries:
+    """Return the entries, without zeros, of payloads that lie one after the other, counted through all."""
+    indices, values = native.unpack_payloads(message, ns, ks, coding)
+    kept = values != 0.0
+    return Entries(indices, values) if kept.all() else Entries(indices[kept], values[kept])
 
 
 def add_in_order(parts: Sequence[Entries]) -> Entries:
     """Return the sums of the ranks' entries, float32, added in the order of the ranks."""
-    indices = np.concatenate([part.indices for part in parts])
-    order = np.argsort(indices, kind="stable")
-    ordered = indices[order]
-    is_new = np.ones(ordered.size, bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    place = np.empty(ordered.size, np.int64)
-    place[order] = np.cumsum(is_new) - 1
-    sums, at = np.zeros(int(is_new.sum()), np.float32), 0
-    for part in parts:
-        sums[place[at : at + part.indices.size]] += part.values
-        at += part.indices.size
-    return Entries(ordered[is_new], sums)
-
-
-def is_in(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return, bool[m], which ascending indices are among others that ascend, too."""
-    if others.size == 0:
-        return np.zeros(indices.size, bool)
-    at = np.minimum(np.searchsorted(others, indices), others.size - 1)
-    return others[at] == indices
+    indices, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return Entries(*native.add_entries(indices, values, np.array([part.indices.size for part in parts])))
 
 
 def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:

@@ -21,15 +21,17 @@ from records import load, save
 from run import RESULTS, UNLIMITED, measure, middle
 from validation import link_of, one_method
 
-LAYOUTS = ((8, 1), (4, 2))  # hosts, and ranks on each
+LAYOUTS = {"8x1": (8, 1), "4x2": (4, 2)}  # hosts, and ranks on each
 METHODS_OF = {1: [name for name in EXCHANGES if "hosts" not in name], 2: list(EXCHANGES)}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: %(default)s)")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", UNLIMITED], help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp10"], help="(default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="(default: all)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="to measure for (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of all methods, to take medians (default: %(default)s)")
@@ -69,16 +71,18 @@ def main() -> None:
     enter_switch()
     path = args.out / "network_exchanges.json"
     results = load(path)
-    for (count, ranks), model in itertools.product(LAYOUTS, args.models):
+    for layout, model in itertools.product(args.layouts, args.models):
+        count, ranks = LAYOUTS[layout]
         with hosts(count, ranks) as lab:
             for rate in args.rates:
                 lab.shape(None if rate == UNLIMITED else rate)
                 point = {"framework": "pytorch", "model": model, "hosts": count, "rate": rate, "ranks_per_host": ranks}
                 rounds: dict[str, list[dict]] = {}
-                for figures in measure(lab, point, METHODS_OF[ranks], args):
+                for figures in measure(lab, point, [name for name in METHODS_OF[ranks] if name in args.methods], args):
                     rounds.setdefault(figures["method"], []).append(figures)
                     print(f"{point}, {figures['method']}: {figures['samples_per_second']:.2f}", flush=True)
-                results = [one for one in results if any(one[key] != point[key] for key in point)]
+                same = [one for one in results if all(one[key] == point[key] for key in point)]
+                results = [one for one in results if one not in same or one["method"] not in rounds]
                 results += [{**point, **middle(found)} for found in rounds.values()]
                 save(path, results)
     (args.out / "network_exchanges.md").write_text("\n".join(["# Exchanges", "", *table(results)]))

@@ -32,7 +32,7 @@ def enter_switch() -> None:
     """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
     if os.environ.get(INSIDE):
         return
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "cc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "hostname", "ip", "tc", "cc") if shutil.which(tool) is None]
     if missing:
         sys.exit(f"There is no {', '.join(missing)} on PATH. Install util-linux, iproute2 and a C compiler.")
     reasons = []
@@ -69,7 +69,8 @@ class Hosts:
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on a host."""
-        return ["nsenter", f"--net=/proc/{self.holders[host].pid}/ns/net", *command]
+        spaces = f"/proc/{self.holders[host].pid}/ns"
+        return ["nsenter", f"--net={spaces}/net", f"--uts={spaces}/uts", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
         """Return the command line that runs a command on each host, once for each of its ranks, from host 0.
@@ -148,6 +149,7 @@ class Hosts:
             for setting in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
                 _run(self.inside(host, ["ip", *setting]))
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
+            _run(self.inside(host, ["hostname", port]))  # MPI takes ranks on hosts of one name for neighbours
 
     def stop(self) -> None:
         """End the jobs, and let the hosts go; cut their links, which would go with them, but later. Can be repeated."""
@@ -179,7 +181,7 @@ def _run(command: Sequence[str], given: str = "") -> None:
 
 def _hold(kind: str, timeout: float = 10.0) -> subprocess.Popen:
     """Return a process that holds a namespace, net or pid, until its input is closed."""
-    options = ["--pid", "--fork"] if kind == "pid" else ["--net"]
+    options = ["--pid", "--fork"] if kind == "pid" else ["--net", "--uts"]
     holder = subprocess.Popen(["unshare", *options, "cat"], stdin=subprocess.PIPE, start_new_session=True)
     end = time.monotonic() + timeout
     while not _is_own(holder.pid, "pid_for_children" if kind == "pid" else "net"):

@@ -5,6 +5,7 @@
 
 #include "../core/accumulate.h"
 #include "../core/low_bit.h"
+#include "../core/merge.h"
 #include "../core/quantize.h"
 #include "../core/select.h"
 #include "report.h"
@@ -106,5 +107,44 @@ HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* p
   if (!status.ok()) return Report(status, message);
   hvd_sparse::Unpack(format, view, indices, values);
   *entries = view.entries;
+  return 0;
+}
+
+// Payloads of float32 that lie one after the other: ns, ks and codings of each of `count`. indices and values: room for
+// all ks; an index counts from the first element of the first payload. entries: how many there are.
+HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t size, const int64_t* ns,
+                                              const int64_t* ks, const int32_t* codings, int64_t count,
+                                              int64_t* indices, float* values, int64_t* entries, char* message) {
+  int64_t at = 0;
+  int64_t begin = 0;
+  *entries = 0;
+  for (int64_t p = 0; p < count; ++p) {
+    const hvd_sparse::PayloadFormat format{
+        ns[p], ks[p], static_cast<hvd_sparse::Coding>(codings[p]), DType::kFloat32, {}};
+    int64_t own = 0;
+    hvd_sparse::PayloadView view;
+    hvd_sparse::Status status = hvd_sparse::PayloadSize(format, &own);
+    if (status.ok()) status = hvd_sparse::Validate(format, payloads + at, std::min(own, size - at), &view);
+    if (!status.ok()) return Report(status, message);
+    hvd_sparse::Unpack(format, view, indices + *entries, values + *entries);
+    for (int64_t j = 0; j < view.entries; ++j) indices[*entries + j] += begin;
+    *entries += view.entries;
+    at += own;
+    begin += ns[p];
+  }
+  return 0;
+}
+
+// counts[parts]; sum_indices and sums: room for all entries; found: how many there are.
+HVD_SPARSE_API int hvd_sparse_add_entries(const int64_t* indices, const float* values, const int64_t* counts,
+                                          int64_t parts, int64_t* sum_indices, float* sums, int64_t* found,
+                                          char* message) {
+  return Report(hvd_sparse::AddEntries({indices, values, counts, parts}, sum_indices, sums, found), message);
+}
+
+// common[count].
+HVD_SPARSE_API int hvd_sparse_find_common(const int64_t* indices, int64_t count, const int64_t* others,
+                                          int64_t others_count, bool* common, char* /*message*/) {
+  hvd_sparse::FindCommon(indices, count, others, others_count, common);
   return 0;
 }

@@ -29,6 +29,7 @@ from hvd_sparse.reference.coding import (
     reduce_located,
     reduce_payloads,
     unpack,
+    unpack_payloads,
 )
 from hvd_sparse.reference.low_bit import (
     LEVELS,
@@ -36,6 +37,10 @@ from hvd_sparse.reference.low_bit import (
     encode_low_bit,
     group_of,
     quantize_low_bit,
+)
+from hvd_sparse.reference.merging import (
+    add_entries,
+    find_common,
 )
 from hvd_sparse.reference.positions import (
     decode_bitmap,

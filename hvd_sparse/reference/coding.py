@@ -22,6 +22,7 @@ from hvd_sparse.wire import (
     Segments,
     block_count,
     payload_layout,
+    payload_size,
     positions_size,
 )
 
@@ -134,6 +135,18 @@ def checksum(payload: np.ndarray) -> int:
     payload = payload.copy()
     payload[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 4] = 0
     return zlib.crc32(payload.tobytes())
+
+
+def unpack_payloads(payloads, ns, ks, coding="run_length"):
+    """Return the entries of payloads of float32 that lie one after the other, counted through all."""
+    indices, values, at, begin = [np.empty(0, np.int64)], [np.empty(0, np.float32)], 0, 0
+    for n, k in zip(ns, ks, strict=True):
+        size = payload_size(n, k, coding)
+        own = unpack(payloads[at : at + size], n, k, coding)
+        indices.append(own[0] + begin)
+        values.append(own[1])
+        at, begin = at + size, begin + n
+    return np.concatenate(indices), np.concatenate(values)
 
 
 def pack(

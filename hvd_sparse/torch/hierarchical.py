@@ -18,7 +18,7 @@ from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import own_place, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange, incarnation
-from hvd_sparse.torch.hosts import Host, Shard, Shards
+from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
@@ -227,8 +227,9 @@ class HierarchicalStep:
             if self._sums is None:
                 self._sums = self._deliver(scale)
             out = place_of(entry.gradient)
-            for part, begin in self._sums[entry.name]:
-                out.view(-1)[begin : begin + part.numel()].copy_(part)
+            for shard, (part, at) in enumerate(self._sums[entry.name]):
+                begin, end = self.cuts[entry.name][shard : shard + 2].tolist()
+                part.put(out.view(-1)[begin:end], at)
             return out
         result = own_place(entry, self.small[entry.name], carried)
         if entry.commit is not None:
@@ -285,7 +286,7 @@ class HierarchicalStep:
             whole = self._outgoing(name, entry)
             for part, (begin, end) in zip(parts, itertools.pairwise(self.cuts[name].tolist()), strict=True):
                 part += [flags, whole[begin:end]]
-        pending = self._host.scatter(title, [torch.cat(part) for part in parts])
+        pending = self._host.scatter(title, parts)
         self._groups[title] = names, pending
         self._collectives.append(pending)
 
@@ -315,8 +316,8 @@ class HierarchicalStep:
                 entries[name] = Entry(name, gradient, frozen=trains == 0)
         return entries
 
-    def _deliver(self, scale: float) -> dict[str, list[tuple[torch.Tensor, int]]]:
-        """Return the parts of each result, with the places where they begin; gathered in the host."""
+    def _deliver(self, scale: float) -> dict[str, list[tuple[Part, int]]]:
+        """Return, for each result, the part of each shard in which it is, and where it begins there."""
         started = []
         for title, (names, _) in self._groups.items():
             own = [self._result_of(name, scale) for name in names] if self._shard is not None else []
@@ -326,14 +327,14 @@ class HierarchicalStep:
             ]
             part = torch.cat(own) if own else torch.empty(0)
             started.append((names, self._host.gather(f"{title}.result", part, sizes)))
-        sums: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        sums: dict[str, list[tuple[Part, int]]] = {}
         for names, pending in started:
             with self.traffic.timed("exchange"):
                 parts = pending.wait()
-            for shard, whole in enumerate(parts):
-                sizes = [int(np.diff(self.cuts[name])[shard]) for name in names]
-                for name, part in zip(names, whole.split(sizes), strict=True):
-                    sums.setdefault(name, []).append((part, int(self.cuts[name][shard])))
+            for shard, part in enumerate(parts):
+                ends = np.cumsum([0, *(int(np.diff(self.cuts[name])[shard]) for name in names)]).tolist()
+                for name, begin in zip(names, ends[:-1], strict=True):
+                    sums.setdefault(name, []).append((part, begin))
         return sums
 
     def _result_of(self, name: str, scale: float) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """What the ranks of one host exchange, and their shards of parameters."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -10,6 +12,22 @@ from hvd_sparse.traffic import Traffic
 
 WORD_BYTES = 8
 DENSE = -1  # in place of a number of entries
+
+
+class Part(NamedTuple):
+    """A shard of results: its entries, or all of its elements."""
+
+    size: int
+    indices: torch.Tensor | None  # int64[m], ascending; None: all
+    values: torch.Tensor  # float32[m], or float32[size]
+
+    def put(self, out: torch.Tensor, begin: int) -> None:
+        """Write the elements from `begin` on, as many as `out`, float32[n], has."""
+        if self.indices is None:
+            out.copy_(self.values[begin : begin + out.numel()])
+            return
+        first, last = np.searchsorted(self.indices.numpy(), [begin, begin + out.numel()])
+        out.zero_().index_copy_(0, self.indices[first:last] - begin, self.values[first:last])
 
 
 class Host:
@@ -25,33 +43,34 @@ class Host:
         self.exchange = Exchange(process_set, traffic)
         self.size, self.place, self.shards = len(ranks), list(ranks).index(hvd.rank()), shards
 
-    def scatter(self, name: str, parts: Sequence[torch.Tensor]) -> Pending:
-        """Start adding each part, float32[n_j], over the host's ranks; the result is the sum of this rank's part.
+    def scatter(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> Pending:
+        """Start adding each part over the host's ranks; the result is the sum of this rank's part, float32[n].
 
-        parts: one for each shard. Sums are made in the order of the ranks. Ranks without a shard get nothing.
+        parts: the pieces of each, float32[m], one part for each shard. Sums are made in the order of the ranks. Ranks
+        without a shard get nothing.
         """
+        message = torch.cat([piece for part in parts for piece in part])
         if self.size == 1:
-            return Pending(finish=lambda: parts[0])
-        sizes = [part.numel() for part in parts] + [0] * (self.size - self.shards)
+            return Pending(finish=lambda: message)
+        sizes = [sum(piece.numel() for piece in part) for part in parts] + [0] * (self.size - self.shards)
         own = sizes[self.place]
 
         def add(received: torch.Tensor) -> torch.Tensor:
             """Add what all ranks of the host sent."""
-            rows = received.view(self.size, own)
-            total = rows[0].clone()
-            for row in rows[1:]:
+            total, *others = received.view(self.size, own)
+            for row in others:
                 total += row
             return total
 
-        return self.exchange.alltoall_floats(name, torch.cat(list(parts)), sizes, add)
+        return self.exchange.alltoall_floats(name, message, sizes, add)
 
     def gather(self, name: str, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """Start gathering the shards, float32[n_j] each; the result is a list of them, of `sizes`.
+        """Start gathering the shards, float32[n_j] each; the result is a list of a `Part` of each, of `sizes`.
 
         What is zero for the most part is sent as indices and values.
         """
         if self.size == 1:
-            return Pending(finish=lambda: [part])
+            return Pending(finish=lambda: [Part(part.numel(), None, part)])
         most = WORD_BYTES * (2 + max(sizes))
         gathered = self.exchange.allgather(name, _packed(part), most)
         return Pending(finish=lambda: list(_unpacked(gathered.wait(), sizes)))
@@ -91,7 +110,7 @@ class Shards(dict[str, Shard]):
 
 def _packed(part: torch.Tensor) -> torch.Tensor:
     """Return the entries of a vector as bytes: their number, indices, values; or all, where that takes no more."""
-    indices = part.nonzero().view(-1)
+    indices = torch.from_numpy(np.flatnonzero(part.numpy() != 0.0))
     count = indices.numel()
     values = part[indices]
     if 3 * count > part.numel():
@@ -102,13 +121,13 @@ def _packed(part: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(message: torch.Tensor, sizes: Sequence[int]):
-    """Yield the vectors of these sizes from what `_packed` made of them, one after the other."""
+    """Yield a `Part` of each vector, of these sizes, from what `_packed` made of them, one after the other."""
     words, at = message.view(torch.int64), 0
     for size in sizes:
         count, at = int(words[at]), at + 1
         entries = size if count == DENSE else count
-        indices = words[at : at + max(0, count)]
+        indices = None if count == DENSE else words[at : at + count]
         at += max(0, count)
         values = words[at : at + (entries + 1) // 2].view(torch.float32)[:entries]
         at += (entries + 1) // 2
-        yield values.clone() if count == DENSE else values.new_zeros(size).index_copy_(0, indices, values)
+        yield Part(size, indices, values)

@@ -11,7 +11,6 @@ from hvd_sparse.reduce_scatter import (
     Form,
     Regions,
     add_in_order,
-    is_in,
     must_agree,
     restored,
     state_of,
@@ -107,7 +106,7 @@ def test_nothing_is_lost_to_rounding(segments, values, coding):
     sent, kept, excess, _ = job.run(selected)
     balance = np.zeros(n)
     for own, one in zip(selected, sent, strict=True):
-        was_kept = is_in(one.entries.indices, kept.indices)
+        was_kept = np.isin(one.entries.indices, kept.indices)
         balance[one.entries.indices[was_kept]] += one.entries.values[was_kept]
         assert np.array_equal(own.indices, one.entries.indices)
     for one in excess:

@@ -7,9 +7,10 @@ NumPy arrays there and here; in a graph each part of it is an operation, between
 import numpy as np
 import tensorflow as tf
 
+from hvd_sparse import native
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
-from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, is_in, selected_indices, told
+from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, selected_entries, told
 from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 
@@ -31,8 +32,8 @@ class OwnedRegions(FixedCount):
 
     @property
     def values(self) -> str:
-        """The type of the values in `Bucket.message`: the selection is indices alone, values follow."""
-        return "none" if self.scatters else super().values
+        """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
+        return "float32" if self.scatters else super().values
 
     def told(self, now: Round) -> tf.Tensor | None:
         """Return what tells the ranks whether they know the same regions, float64[3]."""
@@ -53,8 +54,8 @@ class OwnedRegions(FixedCount):
             return super().collect(bucket, now)
         message = Message(self, bucket)
         now.messages.append(message)
-        indices = tf.ensure_shape(tf.numpy_function(message.select, [bucket.message, bucket.ks], tf.int64), [None])
-        values = self._residuals_at(bucket, indices)
+        selected = tf.numpy_function(message.select, [bucket.message, bucket.ks], (tf.int64, tf.float32))
+        indices, values = (tf.ensure_shape(part, [None]) for part in selected)
         counts = tf.cond(
             now.agrees,
             lambda: self._count(message, indices, now),
@@ -94,12 +95,6 @@ class OwnedRegions(FixedCount):
         own = tf.ensure_shape(tf.numpy_function(message.count, [indices], tf.float64), [min(message.n, BINS)])
         return self.exchange.allreduce(f"{message.name}.regions{now.suffix}", own)
 
-    def _residuals_at(self, bucket: Bucket, indices: tf.Tensor) -> tf.Tensor:
-        """Return the residuals of all members at these indices, once they are accumulated."""
-        with tf.control_dependencies([bucket.message]):
-            parts = self._cut(bucket.entries, indices, indices)
-            return tf.concat([entry.feedback.residual.sparse_read(inner) for entry, inner, _ in parts], 0)
-
     def _add_excess(self, bucket: Bucket, now: Round, before: list[tf.Operation]) -> list[tf.Operation]:
         """Add what the owner's rounding kept back of sums, once the residuals are cleared."""
         if self.algorithm.values == "float32":
@@ -134,10 +129,10 @@ class Message:
         counts = [self.n] if self._is_joint else self._sizes
         return self._make(sum(max(1, round(self._highest * n)) for n in counts)).most_kept_bytes
 
-    def select(self, message: np.ndarray, ks: np.ndarray) -> np.ndarray:
-        """Return what was selected: indices in the members, one after the other."""
+    def select(self, message: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what was selected: indices in the members, one after the other, and residuals."""
         sizes = [self.n] if self._is_joint else self._sizes
-        return selected_indices(message, sizes, ks.tolist(), self._codec.algorithm.coding)
+        return selected_entries(message, sizes, ks.tolist(), self._codec.algorithm.coding)
 
     def count(self, indices: np.ndarray) -> np.ndarray:
         """Return how many fall into each bin."""
@@ -151,7 +146,7 @@ class Message:
         elif before is not None:
             self._regions.bounds = before.bounds
         self._codec.regions[self.names] = self._regions
-        self._selected = Entries(indices[values != 0.0], values[values != 0.0])
+        self._selected = Entries(indices, values)
         self._sent = self._regions.split(self._selected)
         return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)
 
@@ -163,7 +158,7 @@ class Message:
     def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return all sums that were kept; of this rank's entries among them indices, residuals, and what is left."""
         kept, sent = self._regions.join(gathered), self._sent.entries
-        own = is_in(sent.indices, kept.indices)
+        own = native.find_common(sent.indices, kept.indices)
         old, survived = self._selected.values[own], sent.values[own]
         left = old - survived + self._retained * survived
         return kept.indices, kept.values, sent.indices[own], old, left

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from hvd_sparse import native
 from hvd_sparse.granularity import segments_of
-from hvd_sparse.reduce_scatter import Entries, Form, Regions, is_in, selected_indices, told
+from hvd_sparse.reduce_scatter import Entries, Form, Regions, selected_entries, told
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
@@ -24,8 +25,8 @@ class OwnedRegions(FixedCount):
 
     @property
     def values(self) -> str:
-        """The type of the values in `Bucket.message`: the selection is indices alone, values follow in `sent`."""
-        return "none" if self._scatters else super().values
+        """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
+        return "float32" if self._scatters else super().values
 
     def begin(self, now: Round) -> None:
         """Begin a step."""
@@ -56,7 +57,8 @@ class OwnedRegions(FixedCount):
         """Accumulate and select; keep what was selected for the owners of regions."""
         super().encode(bucket, entries)
         if bucket.regions is not None:
-            bucket.selected = self._selected(bucket, in_training(entries))
+            ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
+            bucket.selected = selected_entries(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
             self._used[tuple(bucket.members)] = bucket.regions
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
@@ -73,25 +75,16 @@ class OwnedRegions(FixedCount):
                 out = bucket.sums[name].view(-1).zero_()
                 out.index_copy_(0, self._tensor(indices), self._tensor(values))
 
-    def _selected(self, bucket: Bucket, training: Mapping[str, Entry]) -> Entries:
-        """Return what this rank selected in the tensors that train, and the residuals there; no zeros."""
-        ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
-        indices = selected_indices(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
-        values = np.zeros(indices.size, np.float32)
-        parts = self._parts(bucket, Entries(indices, np.arange(indices.size)))
-        for name, inner, places in parts:
-            if name in training:
-                values[places] = self.feedback[name].residual[self._tensor(inner)].cpu().numpy()
-        return Entries(indices[values != 0.0], values[values != 0.0])
-
     def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback where this rank's own entries were kept; add what the owner's rounding kept back."""
         selected, sent = bucket.selected, bucket.sent.entries
-        was_kept = is_in(sent.indices, kept.indices)
-        indices, survived = sent.indices[was_kept], sent.values[was_kept]
+        was_kept = native.find_common(sent.indices, kept.indices)
+        indices = left = sent.indices[was_kept]
         retained = max((self.feedback[name].retained for name in training), default=0.0)
-        left = selected.values[was_kept] - survived + np.float32(retained) * survived
         exact = self.algorithm.values == "float32" and not retained
+        if not exact:
+            survived = sent.values[was_kept]
+            left = selected.values[was_kept] - survived + np.float32(retained) * survived
         for name, inner, rest in self._parts(bucket, Entries(indices, left)):
             if name in training and inner.size:
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
