@@ -16,7 +16,6 @@ from hvd_sparse.schedule import Constant
 from hvd_sparse.trials import Trials
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
-SETTLED = 10**9  # a step by which a schedule has settled
 VALUE_BYTES = 4
 
 
@@ -45,7 +44,8 @@ class DenseFallback:
         self.algorithm = algorithm
         self.world_size = world_size
         self._tensors = dict(tensors)
-        self._settled = algorithm.schedule.density(SETTLED)
+        self._numels = [tensor.numel for tensor in self._tensors.values()]
+        self._settled = algorithm.schedule.settled
         self._decided: dict[float, bool] = {}
         self._trials, self._tried_density = Trials(), self._settled
         self._chosen: dict[int, bool] = {}  # by step: was it sent dense? Of the last two
@@ -125,7 +125,7 @@ class DenseFallback:
     def _payload_bytes(self, names: Sequence[str], density: float) -> int:
         """Return N / (N - 1) times what a rank receives of these tensors, in bytes."""
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
-        if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size):
+        if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size, self._numels):
             selections = [tensors] if algorithm.layout == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             return 2 * (size + self.world_size * HEADER_BYTES)  # to the owners, and what they keep

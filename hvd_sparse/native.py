@@ -8,6 +8,7 @@ in the caller's thread, and let others run meanwhile.
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,9 +48,8 @@ _ARGUMENTS = {
     "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
     "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
     "unpack": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
+    "tail_moments": [_POINTER, _SIZE, ctypes.c_double, ctypes.c_int32, _POINTER],
     "unpack_payloads": [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
-    "add_entries": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
-    "find_common": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
 }
 
 
@@ -164,6 +164,23 @@ def select_top_k(
     return indices, values[indices], info
 
 
+class Moments(NamedTuple):
+    """Of |value| - threshold over the values whose magnitude reaches a threshold: sums, in float64."""
+
+    count: float
+    sum: float
+    squares: float
+    logs: float  # over those that are above 0, of which there are `positive`; 0 unless asked for
+    positive: float
+
+
+def tail_moments(values: np.ndarray, threshold: float, logs: bool = False) -> Moments:
+    """Return the moments of the magnitudes of float32[n] that reach a threshold; NaN does not."""
+    n, found = _checked("values", values, np.float32).size, np.empty(5)
+    _call("tail_moments", _address(values), n, threshold, logs, _address(found))
+    return Moments(*found.tolist())
+
+
 def quantize(
     values: np.ndarray,
     value_dtype: str,
@@ -240,34 +257,6 @@ def unpack_payloads(
     found = (_address(indices), _address(values), ctypes.byref(entries))
     _call("unpack_payloads", _address(payloads), payloads.size, *map(_address, forms), len(ns), *found)
     return indices[: entries.value], values[: entries.value]
-
-
-def add_entries(indices: np.ndarray, values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add entries of several parts, in the order of the parts.
-
-    Args:
-        indices: int64[m], those of one part after the other; in each they ascend from 0.
-        values: float32[m].
-        counts: int64[parts], how many entries each has.
-
-    Returns each index that occurs, ascending, and the sum of its values.
-    """
-    m = _checked("indices", indices, np.int64).size
-    _checked("values", values, np.float32, m)
-    if (_checked("counts", counts, np.int64) < 0).any() or counts.sum() != m:
-        raise ValueError(f"counts must add up to the number of entries, {m}, got {counts.tolist()}")
-    found, sums, many = np.empty(m, np.int64), np.empty(m, np.float32), ctypes.c_int64()
-    given = [_address(array) for array in (indices, values, counts)]
-    _call("add_entries", *given, counts.size, _address(found), _address(sums), ctypes.byref(many))
-    return found[: many.value], sums[: many.value]
-
-
-def find_common(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return, bool[m], which indices, int64[m], are among others; both ascend."""
-    m, many = _checked("indices", indices, np.int64).size, _checked("others", others, np.int64).size
-    common = np.empty(m, bool)
-    _call("find_common", _address(indices), m, _address(others), many, _address(common))
-    return common
 
 
 def _check_count(k: int, n: int) -> None:

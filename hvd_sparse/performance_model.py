@@ -7,6 +7,7 @@ exchange is waited for.
     step = compute + compress + max(0, exchange - overlap) + decoded * decode + wait
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 FLOAT32 = 4  # bytes
 LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH = 1e5, 1e13  # bit/s, between which a break-even is looked for
 MOST_RANKS = 1 << 16
+CYCLE = 1e-3  # seconds from one look of Horovod's background thread at what has been submitted to the next
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Profile:
 
 
 Exchange = Callable[[Network, Profile, int], float]
+ORDINARY = Network(1e9)
 
 
 def dense(itemsize: int = FLOAT32) -> Exchange:
@@ -147,6 +150,19 @@ def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length
         return network.all_gather(ranks_per_host * payload_bytes(shards, density, coding, values), hosts)
 
     return seconds
+
+
+@functools.lru_cache
+def favours_scattered(
+    numels: tuple[int, ...], density: float, world_size: int, coding: str = "run_length", values: str = "float32"
+) -> bool:
+    """Return whether a reduce-scatter takes at most half as long as a gather, on an ordinary network.
+
+    Half, since it changes fewer elements in a step, and since its second collective waits for Horovod once more.
+    """
+    profile = Profile(numels, compute=0.0)
+    one, other = (make(density, coding, values)(ORDINARY, profile, world_size) for make in (scattered, gathered))
+    return world_size > 1 and bool(numels) and 2 * (one + CYCLE) <= other
 
 
 def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse import native
+from hvd_sparse import native, native_changes
 from hvd_sparse.wire import Segments, entries_of, largest_payload, payload_size
 
 BALANCE_STEPS = 64  # from one agreement on the regions to the next
@@ -224,7 +224,7 @@ def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], 
 def add_in_order(parts: Sequence[Entries]) -> Entries:
     """Return the sums of the ranks' entries, float32, added in the order of the ranks."""
     indices, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return Entries(*native.add_entries(indices, values, np.array([part.indices.size for part in parts])))
+    return Entries(*native_changes.add_entries(indices, values, np.array([part.indices.size for part in parts])))
 
 
 def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:

@@ -33,6 +33,11 @@ class Schedule(abc.ABC):
         """The highest density of any step. Below 1.0 TensorFlow's graph needs no branch for dense steps."""
         return 1.0
 
+    @property
+    def settled(self) -> float:
+        """The density of a late step: that of nearly all steps."""
+        return self.density(10**9)
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):

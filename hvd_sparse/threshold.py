@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
 from hvd_sparse.sampling import hash_index, stratified_sample
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
@@ -17,6 +17,9 @@ HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
 SURE = 8.0  # that none is found where so many are expected is no chance
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
+
+
+Sample = Callable[[np.ndarray | None], np.ndarray]  # the values of runs that are sampled, or all, once accumulated
 
 
 @dataclass
@@ -64,8 +67,6 @@ class Plan:
 class ConstantThreshold:
     """A threshold chosen beforehand."""
 
-    reads = False  # whether the residual has to be there before a plan is made
-
     def __init__(self, value: float):
         self._plan = Plan(value)
 
@@ -79,7 +80,7 @@ class ConstantThreshold:
     def restore(self, numbers: Sequence[float]) -> None:
         """There is nothing to restore."""
 
-    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
+    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
         """Return what to select by in a step."""
         return self._plan
 
@@ -89,8 +90,6 @@ class ConstantThreshold:
 
 class KeptThreshold:
     """The threshold of one of `count` tensors, taken at its turn and kept for a life-span (DCT, Algorithm 1)."""
-
-    reads = False
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
         self._turns = Turns(algorithm, count)
@@ -110,7 +109,7 @@ class KeptThreshold:
         """Continue from `numbers()`."""
         self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
 
-    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
+    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
         """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
         self._drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
@@ -154,9 +153,10 @@ class Turns:
 
 
 class FittedThreshold:
-    """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1)."""
+    """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1).
 
-    reads = True
+    Difference from the paper: of a large tensor it is fitted to a sample, so that it costs a small part of a pass.
+    """
 
     def __init__(self, algorithm: SIDCo):
         self._algorithm = algorithm
@@ -180,19 +180,19 @@ class FittedThreshold:
         """Continue from `numbers()`."""
         more, turned, error, knows, self._achieved, steps = map(float, numbers)
         self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
-        self._steps, self._density, self._reached = int(steps), 1.0, 0
+        self._steps, self._density, self._ratio = int(steps), 1.0, 0.0
 
-    def plan(self, step: int, k: int, residual: Callable[[], np.ndarray]) -> Plan:
-        """Return what to select by in a step, from the residual's values, float32[n], once they are accumulated."""
-        values = residual()
-        self._density = k / len(values)
-        threshold = fitted_threshold(values, self._density, self._stages.count, self._algorithm.distribution)
-        self._reached = int(np.count_nonzero(np.abs(values) >= threshold))
-        return Plan(0.0, -k) if is_misfit(values, self._reached, k) else Plan(threshold)
+    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
+        """Return what to select by in a step."""
+        values = sample(sample_for_fit(n, k, self._algorithm.seed + step))
+        self._density = k / n
+        fit = fit_tail(values, self._density, self._stages.count, self._algorithm.distribution)
+        self._ratio = fit.ratio
+        return Plan(0.0, -k) if fit.is_misfit else Plan(fit.threshold)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
         """Adapt the stages to how many reached the fitted threshold."""
-        self._achieved += self._reached / k
+        self._achieved += self._ratio
         self._steps += 1
         if self._steps == ADAPT_STEPS:
             self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)

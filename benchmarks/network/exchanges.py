@@ -29,7 +29,9 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: %(default)s)")
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", UNLIMITED], help="(default: %(default)s)")
+    parser.add_argument(
+        "--rates", nargs="+", default=["100mbit", "250mbit", "1gbit", UNLIMITED], help="(default: %(default)s)"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp10"], help="(default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="(default: all)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")

@@ -53,15 +53,15 @@ Status AddEntries(const Parts& parts, int64_t* indices, float* sums, int64_t* fo
     for (Rest& rest : rests) {
       for (; rest.at < rest.end && parts.indices[rest.at] - begin < kWindow; ++rest.at) {
         const auto place = static_cast<size_t>(parts.indices[rest.at] - begin);
-        window[place] += parts.values[rest.at];
+        if (parts.values) window[place] += parts.values[rest.at];
         present[place / kWord] |= uint64_t{1} << (place % kWord);
       }
     }
     for (size_t word = 0; word < present.size(); ++word) {
       for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1) {
         const size_t place = word * kWord + static_cast<size_t>(__builtin_ctzll(bits));
-        indices[*found] = begin + static_cast<int64_t>(place);
-        sums[(*found)++] = window[place];
+        if (parts.values) sums[*found] = window[place];
+        indices[(*found)++] = begin + static_cast<int64_t>(place);
         window[place] = 0.0f;
       }
       present[word] = 0;

@@ -10,7 +10,7 @@ namespace hvd_sparse {
 // Entries of several parts, which lie one after the other; in each, indices ascend from 0.
 struct Parts {
   const int64_t* indices;
-  const float* values;
+  const float* values;    // null: there are none, and no sums
   const int64_t* counts;  // of the entries of each part
   int64_t count;          // of parts
 };

@@ -2,10 +2,11 @@
 // types of arrays are the caller's business; coding, value type and level are numbers of the wire, which it has
 // checked.
 #include <algorithm>
+#include <iterator>
 
 #include "../core/accumulate.h"
 #include "../core/low_bit.h"
-#include "../core/merge.h"
+#include "../core/moments.h"
 #include "../core/quantize.h"
 #include "../core/select.h"
 #include "report.h"
@@ -135,16 +136,11 @@ HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t s
   return 0;
 }
 
-// counts[parts]; sum_indices and sums: room for all entries; found: how many there are.
-HVD_SPARSE_API int hvd_sparse_add_entries(const int64_t* indices, const float* values, const int64_t* counts,
-                                          int64_t parts, int64_t* sum_indices, float* sums, int64_t* found,
-                                          char* message) {
-  return Report(hvd_sparse::AddEntries({indices, values, counts, parts}, sum_indices, sums, found), message);
-}
-
-// common[count].
-HVD_SPARSE_API int hvd_sparse_find_common(const int64_t* indices, int64_t count, const int64_t* others,
-                                          int64_t others_count, bool* common, char* /*message*/) {
-  hvd_sparse::FindCommon(indices, count, others, others_count, common);
+// moments[5]: as core/moments.h has them.
+HVD_SPARSE_API int hvd_sparse_tail_moments(const float* values, int64_t n, double threshold, int32_t logs,
+                                           double* moments, char* /*message*/) {
+  const hvd_sparse::Moments found = hvd_sparse::TailMoments(values, n, threshold, logs != 0);
+  const double numbers[] = {found.count, found.sum, found.squares, found.logs, found.positive};
+  std::copy(std::begin(numbers), std::end(numbers), moments);
   return 0;
 }

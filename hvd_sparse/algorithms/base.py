@@ -17,7 +17,6 @@ WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals ar
 GRANULARITIES = ("tensor", "channel")
 DENSE_FALLBACKS = ("bytes", "measured")
 EXCHANGES = ("gather", "reduce_scatter", "hierarchical", "auto")
-SCATTERED_RANKS = 8  # from so many on "auto" stands for "reduce_scatter"
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -43,7 +42,8 @@ SHARED_ARGUMENTS = {
         elements and keeps the largest, k of all ranks together, which every rank receives: 2 k entries, whatever the
         world size is. What is not kept stays in the residuals. "hierarchical": gradients are added in each
         host, each of its ranks keeps and compresses a part of the sum, and the parts are exchanged between hosts;
-        Horovod must permit process sets. "auto": "gather" on few ranks, "reduce_scatter" on 8 and more.
+        Horovod must permit process sets. "auto": "reduce_scatter" where that takes at most half as long as "gather" on
+        a network of 1 Gbit/s, by `hvd_sparse.performance_model`: on five ranks and more, in large models.
     ranks_per_host: With `exchange="hierarchical"`, how many ranks follow one another on a host, or a list of how many
         on each. None: as the hosts' names tell.""",
     "HOSTS": """\

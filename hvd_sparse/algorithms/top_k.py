@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from hvd_sparse.algorithms.base import (
     EXCHANGES,
-    SCATTERED_RANKS,
     SCOPES,
     AtDensity,
     Compressor,
@@ -17,6 +16,7 @@ from hvd_sparse.algorithms.base import (
     documented,
 )
 from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.performance_model import favours_scattered
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
 
@@ -199,11 +199,16 @@ class Scoped(AtDensity):
         check_choice("exchange", self.exchange, EXCHANGES)
         check_hosts(self.exchange, self.ranks_per_host)
 
-    def scatters(self, world_size: int) -> bool:
-        """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered."""
-        return world_size > 1 and (
-            self.exchange == "reduce_scatter" or (self.exchange == "auto" and world_size >= SCATTERED_RANKS)
-        )
+    def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
+        """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered.
+
+        numels: the elements of each tensor; those that are sent dense count for nothing.
+        """
+        if self.exchange != "auto":
+            return self.exchange == "reduce_scatter" and world_size > 1
+        large = [n for n in numels if n >= max(1, self.min_numel)]
+        selections = (sum(large),) if self.layout == "model" and large else tuple(large)
+        return favours_scattered(selections, self.schedule.settled, world_size, self.coding, self.values)
 
     @property
     def layout(self) -> str:

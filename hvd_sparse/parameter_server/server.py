@@ -204,8 +204,7 @@ class Server:
     def _apply(self, update: Update) -> None:
         """M <- M - s: the sum of updates and the first parameters are kept as one."""
         self.clock += 1
-        self.parameters[update.at] -= update.values
-        self._tracker.note(update, self.clock)
+        self._tracker.apply(update, self.clock)
 
     def _reply(self, message: Message) -> Message:
         update = self._tracker.difference(message.worker, message.clock)

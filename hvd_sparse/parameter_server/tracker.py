@@ -6,14 +6,19 @@ element's last change says whether the worker has it, one number for all workers
 itself. So every worker's parameters are the server's, bit for bit, and an answer may be sent twice.
 """
 
+import collections
+import itertools
+
 import numpy as np
 
+from hvd_sparse import native_changes
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form
-from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, select
+from hvd_sparse.parameter_server.updates import Update, difference, groups_of, rounded, segments_of
 
 NO_CLOCK = 2**32 - 1
+RECENT = 8  # the last updates are kept that have no more than 1/8 of the elements together
 
 
 class ChangeTracker:
@@ -25,11 +30,14 @@ class ChangeTracker:
         self._parameters = parameters
         self._changed = np.zeros(parameters.size, np.uint32)
         self._all_changed = 0  # when all did: a dense update is not worth a pass over memory
+        self._recent: collections.deque[np.ndarray] = collections.deque()  # what the last updates changed, in order
+        self._noted = 0  # elements in these, and the clock of the last
+        self._last = 0
 
     @property
     def nbytes(self) -> int:
         """The bytes that tracking takes."""
-        return self._changed.nbytes
+        return self._changed.nbytes + sum(indices.nbytes for indices in self._recent)
 
     def join(self, worker: int) -> None:
         """There is nothing to keep of a worker."""
@@ -37,20 +45,34 @@ class ChangeTracker:
     def leave(self, worker: int) -> None:
         """There is nothing to forget."""
 
-    def note(self, update: Update, clock: int) -> None:
-        """Note that elements changed."""
+    def apply(self, update: Update, clock: int) -> None:
+        """Subtract an update from the parameters, and note what changed."""
         if clock >= NO_CLOCK:
             raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
         if update.indices is None:
+            self._parameters -= update.values
             self._all_changed = clock
+            self._recent.clear()
+            self._noted = 0
         else:
-            self._changed[update.indices] = clock
+            native_changes.apply_update(self._parameters, self._changed, update.indices, update.values, clock)
+            self._recent.append(update.indices)
+            self._noted += update.indices.size
+        self._last = clock
+        while self._noted * RECENT > self._parameters.size:
+            self._noted -= self._recent.popleft().size
 
     def difference(self, worker: int, have: int) -> Update:
         """Return the values of what changed after the clock `have`, all of them."""
         if have < self._all_changed:
             return Update(None, self._parameters)
-        indices = np.flatnonzero(self._changed > have)
+        missing = self._last - have
+        if missing <= len(self._recent):  # costs as much as these updates do, not as all elements
+            parts = list(itertools.islice(self._recent, len(self._recent) - missing, None))
+            counts = np.array([part.size for part in parts], np.int64)
+            indices = native_changes.unite(np.concatenate([np.empty(0, np.int64), *parts]), counts)
+        else:
+            indices = native_changes.changed_after(self._changed, have)
         return Update(indices, self._parameters[indices])
 
 
@@ -83,15 +105,14 @@ class MirrorTracker:
         """Forget a worker."""
         self._mirrors.pop(worker, None)
 
-    def note(self, update: Update, clock: int) -> None:
-        """Changes show in the parameters."""
+    def apply(self, update: Update, clock: int) -> None:
+        """Subtract an update from the parameters: changes show in these."""
+        self._parameters[update.at] -= update.values
 
     def difference(self, worker: int, have: int) -> Update:
         """Return the differences to send, and take them as sent."""
         mirror = self._mirrors[worker]
-        difference = self._parameters - mirror
-        chosen = Update(select(difference, self._groups, self._density), difference)
-        chosen = Update(chosen.indices, difference[chosen.at])
+        chosen = difference(self._parameters, mirror, self._groups, self._density)
         update = rounded(chosen, self._method, self._method.pull_values, self._segments)
         mirror[update.at] += update.values
         return update

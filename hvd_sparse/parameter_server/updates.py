@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse import native
+from hvd_sparse import native, native_changes
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
@@ -67,14 +67,26 @@ def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
 
 def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarray | None:
     """Return the ascending indices of the largest of values, float32[n]; None: all."""
+    return _select(native.select_top_k, [values], groups, density)
+
+
+def difference(minuend: np.ndarray, subtrahend: np.ndarray, groups: list[Group], density: float) -> Update:
+    """Return the largest of minuend - subtrahend, float32[n] both, or all."""
+    indices = _select(native_changes.select_top_k_of_difference, [minuend, subtrahend], groups, density)
+    at = slice(None) if indices is None else indices
+    return Update(indices, minuend[at] - subtrahend[at])
+
+
+def _select(
+    function: Callable[..., tuple], vectors: list[np.ndarray], groups: list[Group], density: float
+) -> np.ndarray | None:
     if density >= 1.0:
         return None
-    return np.concatenate(
-        [
-            group.select(group.count(density), partial(native.select_top_k, values[group.begin : group.end]))
-            for group in groups
-        ]
-    )
+    found = []
+    for group in groups:
+        parts = [vector[group.begin : group.end] for vector in vectors]
+        found.append(group.select(group.count(density), partial(function, *parts)))
+    return np.concatenate(found)
 
 
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:

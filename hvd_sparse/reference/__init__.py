@@ -16,6 +16,14 @@ from hvd_sparse.reference.accumulation import (
     accumulate,
     accumulate_top_k,
 )
+from hvd_sparse.reference.changes import (
+    add_entries,
+    apply_update,
+    changed_after,
+    find_common,
+    select_top_k_of_difference,
+    unite,
+)
 from hvd_sparse.reference.coding import (
     check_header,
     checksum,
@@ -37,10 +45,6 @@ from hvd_sparse.reference.low_bit import (
     encode_low_bit,
     group_of,
     quantize_low_bit,
-)
-from hvd_sparse.reference.merging import (
-    add_entries,
-    find_common,
 )
 from hvd_sparse.reference.positions import (
     decode_bitmap,
@@ -69,4 +73,5 @@ from hvd_sparse.reference.selection import (
     select_threshold,
     select_top_k,
     stratified_sample,
+    tail_moments,
 )

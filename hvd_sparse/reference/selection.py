@@ -27,6 +27,15 @@ def magnitudes(values) -> np.ndarray:
         return np.abs(values.astype(np.float64))
 
 
+def tail_moments(values, threshold: float, logs: bool = False) -> tuple[float, ...]:
+    """Return the number, sum, squares of |values| - threshold from 0 on; the sum of logs above 0, their number."""
+    magnitude = magnitudes(values)
+    excess = magnitude[magnitude >= threshold] - threshold
+    positive = excess[excess > 0.0] if logs else excess[:0]
+    numbers = (excess.size, excess.sum(), (excess**2).sum(), np.log(positive).sum(), positive.size)
+    return tuple(float(number) for number in numbers)
+
+
 def magnitude_order(values, seed: int = 0) -> np.ndarray:
     """Return the indices, int64[n], of values from first to last in magnitude order (see the module docstring)."""
     magnitude = magnitudes(values)

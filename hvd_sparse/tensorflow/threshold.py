@@ -4,16 +4,19 @@ The rule is that of `hvd_sparse.threshold.ThresholdHint`, on tensors: a graph ca
 vectors cost less than a few on each of many scalars.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fitted_threshold, is_misfit
+from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
+
+Sample = Callable[[tf.Tensor], tf.Tensor]  # the values of runs that are sampled, none: of all, once accumulated
 
 
 class ThresholdHints:
@@ -61,14 +64,13 @@ def _hints(threshold, margin, known, k) -> tf.Tensor:
 class ConstantThresholds:
     """A threshold chosen beforehand, the same for all."""
 
-    reads = False  # whether the residuals have to be there before a plan is made
     rows: Mapping[str, int] = {}  # of each variable in `variables`, which are what a checkpoint keeps
 
     def __init__(self, value: float):
         self._value = value
         self.variables: list[tf.Variable] = []
 
-    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
+    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
         """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
         thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(math.inf, tf.float64))
         return tf.fill([len(names)], thresholds), tf.zeros_like(counts)
@@ -81,8 +83,6 @@ class ConstantThresholds:
 class KeptThresholds:
     """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in variables."""
 
-    reads = False
-
     def __init__(self, algorithm: DynamicCommunicationThresholding, names: list[str]):
         self._turns = Turns(algorithm, len(names))
         self._band = algorithm.band
@@ -91,7 +91,7 @@ class KeptThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
+    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
         """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
         rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
@@ -126,39 +126,42 @@ class KeptThresholds:
 class FittedThresholds:
     """The thresholds of SIDCo: `hvd_sparse.threshold.FittedThreshold` for all variables, in variables."""
 
-    reads = True
-
-    def __init__(self, algorithm: SIDCo, names: list[str]):
-        self._algorithm = algorithm
-        self.rows = {name: row for row, name in enumerate(sorted(names))}
-        self._sizes: dict[str, int] = {}
+    def __init__(self, algorithm: SIDCo, sizes: Mapping[str, int]):
+        self._algorithm, self._sizes = algorithm, sizes
+        names = sorted(sizes)
+        self.rows = {name: row for row, name in enumerate(names)}
         # Stages beyond those that were asked for, turns of the search, so that zero is how they start.
         self._more, *_ = self.variables = [
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
 
-    def plan(self, step, names: list[str], counts, is_active, residuals: list[tf.Tensor]) -> tuple:
-        """Return a threshold, float64, for each variable, infinite unless active, from the residuals; and the k of
+    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
+        """Return a threshold, float64, for each variable, infinite unless active, fitted to its sample; and the k of
         `hvd_sparse.threshold.Plan`: 0, or below.
         """
-        self._sizes |= {name: residual.shape[0] for name, residual in zip(names, residuals, strict=True)}
         more = tf.unstack(tf.gather(self._more.read_value(), [self.rows[name] for name in names]))
-        fits = [
-            tf.ensure_shape(tf.numpy_function(self._fit, [residual, k, extra], tf.float64, stateful=False), [3])
-            for residual, k, extra in zip(residuals, tf.unstack(counts), more, strict=True)
-        ]
-        thresholds, ks, self._reached = tf.unstack(tf.stack(fits), axis=1)
+        fits = []
+        for name, sample, k, extra in zip(names, samples, tf.unstack(counts), more, strict=True):
+            size = self._sizes[name]
+            runs = tf.numpy_function(functools.partial(self._runs, size), [step, k], tf.int64, stateful=False)
+            given = [sample(tf.ensure_shape(runs, [None])), k, extra]
+            fit = tf.numpy_function(functools.partial(self._fit, size), given, tf.float64, stateful=False)
+            fits.append(tf.ensure_shape(fit, [3]))
+        thresholds, ks, self._ratio = tf.unstack(tf.stack(fits), axis=1)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(names)], tf.constant(math.inf, tf.float64)))
         return thresholds, tf.where(is_active, tf.cast(ks, tf.int64), tf.zeros_like(counts))
 
-    def _fit(self, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> np.ndarray:
-        """Return threshold and k of the plan, and how many reached the fitted threshold."""
+    def _runs(self, n: int, step: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """Return which runs of n elements to fit to, none for all."""
+        runs = sample_for_fit(n, int(k), self._algorithm.seed + int(step))
+        return np.empty(0, np.int64) if runs is None else runs
+
+    def _fit(self, n: int, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> np.ndarray:
+        """Return threshold and k of the plan, and how many reached the fitted threshold over how many should."""
         stages = self._algorithm.stages + int(more)
-        threshold = fitted_threshold(values, int(k) / len(values), stages, self._algorithm.distribution)
-        reached = int(np.count_nonzero(np.abs(values) >= threshold))
-        plan = (0.0, -int(k)) if is_misfit(values, reached, int(k)) else (threshold, 0)
-        return np.array([*plan, reached], np.float64)
+        fit = fit_tail(values, int(k) / n, stages, self._algorithm.distribution)
+        return np.array([0.0, -int(k), fit.ratio] if fit.is_misfit else [fit.threshold, 0.0, fit.ratio])
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """Adapt the stages to how many reached the fitted thresholds, after `plan` in the same trace."""
@@ -166,8 +169,7 @@ class FittedThresholds:
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        ratio = self._reached / k
-        planned = tf.numpy_function(self._adapt, [old, ratio, density], tf.float64, stateful=False)
+        planned = tf.numpy_function(self._adapt, [old, self._ratio, density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
 
@@ -210,10 +212,12 @@ class ScaledThreshold:
         return [old.assign(tf.where(void, old.read_value(), new[None])) for old, new in changes]
 
 
-def make_thresholds(algorithm: Algorithm, names: list[str]) -> ConstantThresholds | KeptThresholds | FittedThresholds:
-    """Return the thresholds of a method whose count varies."""
+def make_thresholds(
+    algorithm: Algorithm, sizes: Mapping[str, int]
+) -> ConstantThresholds | KeptThresholds | FittedThresholds:
+    """Return the thresholds of a method whose count varies. sizes: the elements of each variable, by name."""
     if isinstance(algorithm, SIDCo):
-        return FittedThresholds(algorithm, names)
+        return FittedThresholds(algorithm, sizes)
     if isinstance(algorithm, DynamicCommunicationThresholding):
-        return KeptThresholds(algorithm, names)
+        return KeptThresholds(algorithm, list(sizes))
     return ConstantThresholds(algorithm.value)

@@ -235,6 +235,28 @@ def test_process_sets():
         hvd.remove_process_set(pair)
 
 
+@pytest.mark.parametrize(("favours", "same_as"), [(True, "reduce_scatter"), (False, "gather")])
+def test_auto_is_what_the_performance_model_favours(favours, same_as, monkeypatch):
+    """It does so on more ranks than tests have, so that it is told here."""
+    asked = []
+
+    def decide(numels, *form):
+        asked.append(numels)
+        return favours and hvd.size() > 1
+
+    monkeypatch.setattr("hvd_sparse.algorithms.top_k.favours_scattered", decide)
+    results = []
+    for exchange in ("auto", same_as):
+        parameters = make_parameters()
+        compressor = Compression.dgc(
+            parameters.items(), density=0.05, min_numel=100, exchange=exchange, dense_fallback=None
+        )
+        results.append([drive(compressor, parameters, draw(SHAPES, t, hvd.rank())) for t in range(3)])
+    assert set(asked[0]) == {np.prod(shape) for shape in SHAPES.values() if np.prod(shape) >= 100}
+    for found, expected in zip(*results, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+
+
 def test_bad_names_are_refused():
     with pytest.raises(
         ValueError, match="exchange must be one of 'gather', 'reduce_scatter', 'hierarchical', 'auto'; got 'ring'"

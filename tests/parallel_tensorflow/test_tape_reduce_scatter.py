@@ -50,6 +50,22 @@ def check_conservation(settings, graph, most):
     assert 0 < compression.stats()["total"]["density"] < 1
 
 
+@pytest.mark.parametrize(("favours", "same_as"), [(True, "reduce_scatter"), (False, "gather")])
+def test_auto_is_what_the_performance_model_favours(favours, same_as, monkeypatch):
+    monkeypatch.setattr("hvd_sparse.algorithms.top_k.favours_scattered", lambda *form: favours)
+    results = []
+    for exchange in ("auto", same_as):
+        variables = make_variables()
+        compression = Compression.dgc(
+            list(variables.values()), density=0.05, min_numel=50, dense_fallback=None, exchange=exchange
+        )
+        reduce = Reducer(variables, compression, True, op=hvd.Sum)
+        results.append([reduce(draw(SHAPES, step, hvd.rank())) for step in range(3)])
+    for found, expected in zip(*results, strict=True):
+        for name in SHAPES:
+            np.testing.assert_array_equal(found[name], expected[name])
+
+
 @pytest.mark.parametrize("method", ["dgc", "samomentum", "topk"])
 def test_a_state_goes_on_bit_for_bit(method):
     """Through state_dict, in which the regions are: 12 steps in a row are 5 and 7."""

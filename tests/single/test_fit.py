@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hvd_sparse import fit
+from hvd_sparse import fit, reference
+from hvd_sparse.native import Moments, tail_moments
+from hvd_sparse.sampling import RUN
 
 N = 400_000
 
@@ -29,14 +31,30 @@ def test_what_is_distributed_so_is_met(density, stages):
         assert found / density == pytest.approx(1.0, abs=tolerance), name
 
 
+def moments_of(excess):
+    """Return the moments in float64."""
+    positive = excess[excess > 0.0]
+    return Moments(excess.size, excess.sum(), (excess**2).sum(), np.log(positive).sum(), positive.size)
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 70_000])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 9.0])
+def test_moments_are_those_of_the_tail(n, threshold):
+    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    values[:1] = np.nan
+    for logs in (False, True):
+        expected = reference.tail_moments(values, threshold, logs)
+        assert tail_moments(values, threshold, logs) == pytest.approx(expected, rel=1e-12, abs=1e-300)
+
+
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
 def test_quantiles_are_scipys(density):
     excess = stats.expon.rvs(size=1000, random_state=np.random.default_rng(1))
     expected = stats.expon(scale=excess.mean()).isf(density)
-    assert fit.quantile(excess, density, "exponential") == pytest.approx(expected, rel=1e-12)
+    assert fit.quantile(moments_of(excess), density, "exponential") == pytest.approx(expected, rel=1e-12)
     ratio = excess.mean() ** 2 / excess.var()
     pareto = stats.genpareto((1 - ratio) / 2, scale=excess.mean() * (ratio + 1) / 2)
-    assert fit.quantile(excess, density, "pareto") == pytest.approx(pareto.isf(density), rel=1e-9)
+    assert fit.quantile(moments_of(excess), density, "pareto") == pytest.approx(pareto.isf(density), rel=1e-9)
     assert pareto.mean() == pytest.approx(excess.mean()) and pareto.var() == pytest.approx(excess.var())
 
 
@@ -44,7 +62,7 @@ def test_gamma_is_fitted_and_its_tail_bounded():
     """Minka's shape is that of the data; the tail's first term is near the quantile for shapes up to 1."""
     for shape in (0.5, 0.8, 1.0):
         excess = stats.gamma(shape, scale=3.0).rvs(size=N, random_state=np.random.default_rng(2))
-        found = fit.quantile(excess, 0.001, "gamma")
+        found = fit.quantile(moments_of(excess), 0.001, "gamma")
         assert found == pytest.approx(stats.gamma(shape, scale=3.0).isf(0.001), rel=0.35)
         assert 0.0003 < np.mean(excess >= found) < 0.003
 
@@ -125,3 +143,17 @@ def test_stages_find_a_number_that_serves(distribution):
             return
         stages = stages.adapted(achieved, density)
     assert achieved == pytest.approx(1.0, abs=0.6)
+
+
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "pareto"])
+def test_a_sample_of_a_large_tensor_is_enough(distribution):
+    """Runs of elements next to each other, a quarter of them: within the error that the number of them has."""
+    n, k = 1_000_000, 1000
+    values = np.random.default_rng(3).laplace(size=n).astype(np.float32)
+    runs = fit.sample_for_fit(n, k, 0)
+    sample = values.reshape(-1, RUN)[runs].reshape(-1)
+    assert 0.2 * n < sample.size < 0.3 * n and (np.diff(runs) > 0).all()
+    whole, found = (fit.fit_tail(part, k / n, 3, distribution) for part in (values, sample))
+    assert reached(values, found.threshold) / reached(values, whole.threshold) == pytest.approx(1.0, abs=0.15)
+    assert found.ratio == pytest.approx(whole.ratio, abs=0.25) and not found.is_misfit
+    assert fit.sample_for_fit(1 << 16, 10, 0) is None and fit.sample_for_fit(n, 1, 0) is None

@@ -240,12 +240,6 @@ REFUSALS = [
     (native.pack, (np.arange(2), ones(2), 8, 2, "dense"), {}, "k must be n = 8"),
     (native.pack, (np.arange(2), ones(2), 8, 2, "auto", "int2", [(0, 9)]), {}, "segments"),
     (native.pack, (np.arange(2), ones(2), 8, 9), {}, "k must be at most n = 8"),
-    (native.add_entries, (np.array([2, 1]), ones(2), np.array([2])), {}, "must ascend from 0, got 1 after 2"),
-    (native.add_entries, (np.array([-1]), ones(1), np.array([1])), {}, "must ascend from 0, got -1"),
-    (native.add_entries, (np.arange(2), ones(3), np.array([2])), {}, "values must have 2 elements, got 3"),
-    (native.add_entries, (np.arange(2), ones(2), np.array([3])), {}, r"counts must add up .* 2, got \[3\]"),
-    (native.add_entries, (np.arange(2), ones(2), np.array([3, -1])), {}, "counts must add up"),
-    (native.find_common, (np.arange(2), np.arange(2, dtype=np.int32)), {}, "others must be a contiguous array int64"),
     (native.unpack, (PAYLOAD.view(np.int8), 8, 2), {}, "payload must be a contiguous array uint8"),
     (native.unpack, (PAYLOAD[:-1], 8, 2), {}, "size"),
     (native.unpack, (PAYLOAD, 9, 2), {}, "payload"),
@@ -303,24 +297,6 @@ def test_unpack_payloads(coding, data, sizes):
         message[data.draw(st.integers(0, message.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
         with pytest.raises(ValueError, match="payload"):
             native.unpack_payloads(message, ns, ks, coding)
-
-
-@given(st.data(), st.lists(st.integers(0, 40), max_size=6))
-@examples(200)
-def test_add_entries_and_find_common(data, sizes):
-    """Indices of one window of the core's and of many, also beyond 2^32."""
-    spread = data.draw(st.sampled_from([60, 70_000, 2**40]))
-    places = st.integers(0, spread)
-    parts = [np.sort(data.draw(st.lists(places, min_size=m, max_size=m, unique=True))) for m in sizes]
-    indices = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
-    values = array(data, indices.size + 1)[:-1]
-    with np.errstate(all="ignore"):
-        expected = reference.add_entries(indices, values, sizes)
-    for one, other in zip(native.add_entries(indices, values, np.array(sizes, np.int64)), expected, strict=True):
-        same(one, other)
-    for one in parts:
-        same(native.find_common(expected[0], one.astype(np.int64)), reference.find_common(expected[0], one))
-        same(native.find_common(one.astype(np.int64), expected[0]), np.ones(one.size, bool))
 
 
 def test_threads_do_not_disturb_each_other():

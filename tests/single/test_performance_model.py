@@ -1,9 +1,11 @@
 """The performance model, against collectives that are played message by message, and the paper's own figures."""
 
+import functools
 import math
 
 import pytest
 
+from hvd_sparse.algorithms import Settings
 from hvd_sparse.performance_model import (
     MOST_RANKS,
     Method,
@@ -12,6 +14,7 @@ from hvd_sparse.performance_model import (
     between_hosts,
     break_even,
     dense,
+    favours_scattered,
     gathered,
     largest_world_size,
     payload_bytes,
@@ -172,3 +175,33 @@ def test_speedup_counts_all_ranks():
 def test_networks_that_cannot_be_are_refused(arguments, name):
     with pytest.raises(ValueError, match=name):
         Network(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("numels", "density", "world_size", "expected"),
+    [
+        ((25_557_032,), 0.01, 8, True),  # 1.5 MB each: 86 ms gathered, 22 in two parts
+        ((25_557_032,), 0.01, 5, True),  # 49 and 20 ms
+        ((25_557_032,), 0.01, 4, False),  # half at most: 37 and 18, and the second collective's cycle
+        ((25_557_032,), 0.0001, 8, False),  # 15 kB each
+        ((25_557_032,), 0.0003, 64, True),  # 46 kB: 23 ms, and 4 of which most is latency
+        ((1000,) * 20, 0.01, 8, False),
+        ((25_557_032,), 0.01, 1, False),
+        ((), 0.01, 8, False),
+    ],
+)
+def test_a_reduce_scatter_is_favoured_where_it_takes_half_the_time(numels, density, world_size, expected):
+    assert favours_scattered(numels, density, world_size) is expected
+    if expected:
+        one, other = (make(density)(GIGABIT, Profile(numels, 0.0), world_size) for make in (scattered, gathered))
+        assert one + 0.001 <= other / 2
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_auto_is_decided_by_the_tensors_that_are_compressed(scope):
+    """In every way to write the same model: small tensors count for nothing, whatever the scope."""
+    make = functools.partial(Settings.dgc, None, density=0.01, exchange="auto", scope=scope, min_numel=1000)
+    assert not make().scatters(8, [999] * 100_000)
+    assert make().scatters(8, [999, 25_000_000]) and not make().scatters(4, [999, 25_000_000])
+    assert make(exchange="reduce_scatter").scatters(2, []) and not make(exchange="reduce_scatter").scatters(1, [])
+    assert not make(exchange="gather").scatters(64, [25_000_000])

@@ -12,8 +12,6 @@ from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
-LATE = 10**9  # a step by which a schedule has settled
-
 
 class FixedCount(Codec):
     """A selection of exactly k in each variable; or with scope="model" one in all, in the order of the variables.
@@ -89,7 +87,7 @@ class FixedCount(Codec):
 
     def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
         """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""
-        density = self.algorithm.schedule.density(LATE)
+        density = self.algorithm.schedule.settled
         form, sizes = (self.algorithm.coding, self.algorithm.values), {}
         for entry in entries:
             n = entry.feedback.size

@@ -7,7 +7,7 @@ NumPy arrays there and here; in a graph each part of it is an operation, between
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse import native
+from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
 from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, selected_entries, told
@@ -28,7 +28,7 @@ class OwnedRegions(FixedCount):
     @property
     def scatters(self) -> bool:
         """Whether selections are reduced by owners, on the ranks that there are now."""
-        return self.algorithm.scatters(self.exchange.size())
+        return self.algorithm.scatters(self.exchange.size(), [one.size for one in self.feedback.values()])
 
     @property
     def values(self) -> str:
@@ -158,7 +158,7 @@ class Message:
     def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return all sums that were kept; of this rank's entries among them indices, residuals, and what is left."""
         kept, sent = self._regions.join(gathered), self._sent.entries
-        own = native.find_common(sent.indices, kept.indices)
+        own = native_changes.find_common(sent.indices, kept.indices)
         old, survived = self._selected.values[own], sent.values[own]
         left = old - survived + self._retained * survived
         return kept.indices, kept.values, sent.indices[own], old, left

@@ -1,5 +1,7 @@
 """What reaches a threshold in each variable: the sizes of the payloads differ between ranks and steps."""
 
+import functools
+
 import tensorflow as tf
 
 from hvd_sparse.tensorflow import ops
@@ -14,7 +16,7 @@ class Threshold(FixedCount):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._thresholds = make_thresholds(self.algorithm, list(self.feedback))
+        self._thresholds = make_thresholds(self.algorithm, {name: one.size for name, one in self.feedback.items()})
         self.thresholds, self.threshold_rows = self._thresholds.variables, self._thresholds.rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
@@ -22,13 +24,12 @@ class Threshold(FixedCount):
         entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
         names = [entry.name for entry in entries]
         counts = self._counts([entry.feedback.size for entry in entries], now)
-        residuals = self._accumulate(entries, now) if self._thresholds.reads else []
-        thresholds, ks = self._thresholds.plan(now.number, names, counts, now.is_active, residuals)
-        with tf.control_dependencies(residuals):
-            return [
-                self._filter(name, members, thresholds[part], ks[part], now)
-                for name, members, part in self._buckets(entries)
-            ]
+        samples = [functools.partial(entry.feedback.preview, entry.gradient, entry.factor) for entry in entries]
+        thresholds, ks = self._thresholds.plan(now.number, names, counts, now.is_active, samples)
+        return [
+            self._filter(name, members, thresholds[part], ks[part], now)
+            for name, members, part in self._buckets(entries)
+        ]
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Keep thresholds, after `encode` in the same trace."""
@@ -38,7 +39,7 @@ class Threshold(FixedCount):
         return self._thresholds.learn([entry.name for entry in entries], counts, infos, now.is_active)
 
     def _filter(self, name: str, entries: list[Entry], thresholds: tf.Tensor, ks: tf.Tensor, now: Round) -> Bucket:
-        """Accumulate, unless that is done, select what reaches the thresholds in the members of a bucket, and pack."""
+        """Accumulate, select what reaches the thresholds in the members of a bucket, and pack."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.filter_bucket(
             [entry.gradient for entry in entries],
@@ -47,7 +48,7 @@ class Threshold(FixedCount):
             weight_decay=decays(feedback, now.units),
             thresholds=thresholds,
             ks=ks,
-            is_active=False if self._thresholds.reads else now.is_active,
+            is_active=now.is_active,
             level=self.algorithm.level,
             **self._form(entries),
             **feedback[0].rule(),

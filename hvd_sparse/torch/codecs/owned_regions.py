@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from hvd_sparse import native
+from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.reduce_scatter import Entries, Form, Regions, selected_entries, told
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, in_training, place_of
@@ -20,7 +20,7 @@ class OwnedRegions(FixedCount):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._scatters = False
+        self._scatters, self._numels = False, [self.parameters[name].numel() for name in self.parameters]
         self._used: dict[tuple[str, ...], Regions] = {}  # in the step under way
 
     @property
@@ -30,7 +30,7 @@ class OwnedRegions(FixedCount):
 
     def begin(self, now: Round) -> None:
         """Begin a step."""
-        scatters = self.algorithm.scatters(now.world_size)
+        scatters = self.algorithm.scatters(now.world_size, self._numels)
         if scatters != self._scatters:
             self._scatters, self._density = scatters, 0.0
         super().begin(now)
@@ -78,7 +78,7 @@ class OwnedRegions(FixedCount):
     def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback where this rank's own entries were kept; add what the owner's rounding kept back."""
         selected, sent = bucket.selected, bucket.sent.entries
-        was_kept = native.find_common(sent.indices, kept.indices)
+        was_kept = native_changes.find_common(sent.indices, kept.indices)
         indices = left = sent.indices[was_kept]
         retained = max((self.feedback[name].retained for name in training), default=0.0)
         exact = self.algorithm.values == "float32" and not retained

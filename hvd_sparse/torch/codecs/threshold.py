@@ -1,5 +1,6 @@
 """What reaches a threshold in each tensor: the sizes of the payloads differ between ranks and steps."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -7,7 +8,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
+from hvd_sparse.threshold import SMALLEST, Plan, Sample, make_threshold
 from hvd_sparse.torch import device, ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount, cleared
@@ -84,10 +85,10 @@ class Threshold(FixedCount):
             return self._filter_on_device(entries)
         gradients = [entry.gradient for entry in entries.values()]
         feedback, units = [self.feedback[name] for name in entries], self.now.units
-        reads = self._thresholds[next(iter(entries))].reads
-        if reads:  # the plan needs the accumulated residual
-            self._accumulate(entries)
-        plans = [self._plan_of(name) for name in entries]
+        plans = [
+            self._plan_of(name, functools.partial(self.feedback[name].preview, entry.gradient, entry.factor))
+            for name, entry in entries.items()
+        ]
         payloads, info, finite = ops.filter_bucket(
             gradients,
             *destinations(feedback),
@@ -95,7 +96,7 @@ class Threshold(FixedCount):
             weight_decay=decays(feedback, units),
             thresholds=[plan.threshold for plan in plans],
             ks=[plan.k for plan in plans],
-            is_active=not reads,
+            is_active=True,
             level=self.algorithm.level,
             channels=self._channels(entries),
             **self._form(),
@@ -109,9 +110,10 @@ class Threshold(FixedCount):
         """Do the same tensor by tensor: how much is sent, the host has to know, and waits for it."""
         payloads, thresholds, counts = [], [], []
         self._accumulate(entries)
-        for name in entries:
+        for name, entry in entries.items():
             residual = self.feedback[name].residual
-            threshold, k = astuple(self._plan_of(name))
+            sample = functools.partial(self.feedback[name].preview, entry.gradient, 0.0)  # it is accumulated already
+            threshold, k = astuple(self._plan_of(name, sample))
             if k > 0:
                 threshold = max(ops.select_threshold(residual, k).item(), SMALLEST)
             indices, values = ops.filter_threshold(residual, threshold)
@@ -130,8 +132,9 @@ class Threshold(FixedCount):
         ops.pack(indices, values, n, payload.k, out, segments=payload.segments, **self._form())
         return out
 
-    def _plan_of(self, name: str) -> Plan:
-        return self._thresholds[name].plan(self.now.step, self._payload(name).k, self.feedback[name].values)
+    def _plan_of(self, name: str, sample: Sample) -> Plan:
+        payload = self._payload(name)
+        return self._thresholds[name].plan(self.now.step, payload.k, payload.n, sample)
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
         sizes = [self.parameters[name].numel() for name in names]
