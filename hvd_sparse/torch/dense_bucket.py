@@ -1,31 +1,101 @@
 """What is sent dense: by Horovod, or several tensors in one all-reduce of our own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.half import largest_sent
-from hvd_sparse.torch.codecs.base import Entry, place_of
-from hvd_sparse.torch.error_feedback import ErrorFeedback
+from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.error_feedback import Dense, ErrorFeedback, make_error_feedback
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.units import Units
+
+MOST_TOGETHER = 1 << 14  # elements of a small tensor; larger ones are sent while others are still computed
 
 
 class DenseBucket:
     """Dense tensors in one all-reduce: those that Horovod's own does not carry."""
 
-    def __init__(self, names: Sequence[str], parts: Sequence[torch.Tensor], pending: Pending):
-        self._sizes = dict(zip(names, map(torch.numel, parts), strict=True))
+    def __init__(self, entries: Sequence[Entry], pending: Pending):
+        self._sizes = {entry.name: entry.gradient.numel() for entry in entries}
         self.pending = pending
         self._sums: dict[str, torch.Tensor] | None = None
 
     def sum_of(self, name: str, scale: float) -> torch.Tensor:
         """Return the sum of a member over all ranks, times a scale."""
         if self._sums is None:
-            parts = self.pending.wait().mul_(scale).split(list(self._sizes.values()))
+            parts = self.pending.wait().mul(scale).split(list(self._sizes.values()))
             self._sums = dict(zip(self._sizes, parts, strict=True))
         return self._sums[name]
+
+
+class Joined:
+    """Parameters one after the other, as error feedback knows a parameter."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = parameters
+
+    def numel(self) -> int:
+        """Return the number of elements of all."""
+        return sum(parameter.numel() for parameter in self._parameters)
+
+    def detach(self) -> torch.Tensor:
+        """Return their elements, in one vector."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+
+
+class SmallTensors:
+    """Small tensors, whose error feedback lies one after the other: a step takes one call for all of them.
+
+    For a tensor of a hundred elements, the calls take far longer than the arithmetic.
+    """
+
+    def __init__(self, algorithm: Algorithm, feedback: Mapping[str, ErrorFeedback], device: torch.device):
+        self._algorithm, self._feedback, self._device = algorithm, feedback, device
+        self._plan([])
+
+    def _plan(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._members = [self._feedback[name] for name in names]
+        self._numels = [one.parameter.numel() for one in self._members]
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}  # of each buffer, the members'
+        decays = {one.weight_decay for one in self._members}
+        self._are_alike = len(decays) == 1 and max(self._numels) <= MOST_TOGETHER
+        whole = Joined([one.parameter for one in self._members])
+        self._all = make_error_feedback(self._algorithm, whole, self._device, max(decays, default=0.0))
+
+    def take_all(self, entries: Sequence[Entry], units: Units) -> Dense | None:
+        """Return what they send, one after the other; None where they have to be taken one by one.
+
+        What becomes of the error feedback is for the first to commit.
+        """
+        names, first = [entry.name for entry in entries], entries[0]
+        if names != self._names:
+            self._plan(names)
+        if not self._are_alike or any(
+            entry.frozen or entry.factor != first.factor or entry.gradient.dtype != torch.float32 for entry in entries
+        ):
+            return None
+        self._join()  # a state may have been loaded
+        gradients = torch.cat([entry.gradient.reshape(-1) for entry in entries])
+        dense = self._all.take_all(gradients, first.factor, units)
+        self._join()  # the first step has made buffers
+        first.commit = dense.commit
+        return dense
+
+    def _join(self) -> None:
+        """Make the buffers of the members parts of those of all."""
+        kinds = {kind for own in self._members for kind in own.buffers}
+        for kind in sorted(kinds | self._all.buffers.keys()):
+            if kind not in self._parts:
+                self._parts[kind] = self._all.buffer(kind).split(self._numels)
+            for own, part in zip(self._members, self._parts[kind], strict=True):
+                if kind not in own.buffers:
+                    own.buffers[kind] = part
+                elif own.buffers[kind] is not part:
+                    own.adopt(kind, part)
 
 
 def take_dense(entry: Entry, feedback: ErrorFeedback, units: Units) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -37,12 +107,3 @@ def take_dense(entry: Entry, feedback: ErrorFeedback, units: Units) -> tuple[tor
     most = largest_sent(units.world_size, averages) if gradient.dtype == torch.float16 else math.inf
     sent, finite, entry.commit = feedback.take_all(gradient, entry.factor, units, most)
     return sent, [finite]
-
-
-def own_place(entry: Entry, feedback: ErrorFeedback, carried: torch.Tensor) -> torch.Tensor:
-    """Return a reduced gradient in a place of its own: error feedback takes back its scratch buffer."""
-    if not feedback.is_scratch(carried):
-        return carried
-    place = place_of(entry.gradient)
-    place.view(-1).copy_(carried.view(-1))
-    return place

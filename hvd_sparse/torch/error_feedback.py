@@ -51,7 +51,6 @@ class ErrorFeedback:
         self.weight_decay = weight_decay
         self.device = device  # where the buffers lie, and gradients are brought in
         self.buffers: dict[str, torch.Tensor] = {}
-        self._scratch: list[torch.Tensor] | None = None
 
     @property
     def residual(self) -> torch.Tensor:
@@ -149,26 +148,6 @@ class ErrorFeedback:
         whole = sent.clone()
         return whole.sub_(sent.clamp_(-most, most))
 
-    def scratch(self) -> list[torch.Tensor]:
-        """Return two buffers, float32[n], for a step of a tensor that is sent dense.
-
-        Those of a small one serve in every step: to make them takes longer than all else that is done with it.
-        """
-        if self._scratch is not None:
-            return self._scratch
-        made = [torch.empty(self.parameter.numel(), dtype=torch.float32, device=self.device) for _ in range(2)]
-        if self.parameter.numel() < self.algorithm.min_numel:
-            self._scratch = made
-        return made
-
-    def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Return whether the next step overwrites what `take_all` returned."""
-        return self._scratch is not None and self._scratch[0].data_ptr() == tensor.data_ptr()
-
-    def forget_scratch(self) -> None:
-        """Leave the scratch buffers to a step that was given up: Horovod may still write into them."""
-        self._scratch = None
-
     def _clear_residual(self) -> None:
         if "residual" in self.buffers:
             self.residual.zero_()
@@ -219,10 +198,9 @@ class MomentumCorrection(ErrorFeedback):
         Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
         nothing is delayed.
         """
-        sent, velocity = self.scratch()
-        velocity.copy_(self.velocity)
+        sent, velocity = torch.zeros_like(self.velocity), self.velocity.clone()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay), **self.rule()}
-        finite = ops.accumulate(gradient, sent.zero_(), velocity, self.weights(), **rule)
+        finite = ops.accumulate(gradient, sent, velocity, self.weights(), **rule)
         if "residual" in self.buffers:
             finite = finite & ops.all_finite(sent.add_(self.residual))
         left = self._cut(sent, most * units.incoming)
@@ -269,11 +247,11 @@ class SparsificationAware(ErrorFeedback):
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return what a tensor that is sent dense sends: all of the residual, which is momentum SGD."""
-        sent, decayed = self.scratch()
+        sent = self.residual.clone()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
-        finite = ops.accumulate(gradient, sent.copy_(self.residual), None, self.weights(), **rule)
+        finite = ops.accumulate(gradient, sent, None, self.weights(), **rule)
         left = self._cut(sent, most * units.incoming)
-        torch.mul(sent, self.retained, out=decayed)
+        decayed = sent * self.retained
         if left is not None:
             decayed.add_(left)
         finite = finite & _enlarge(sent, units)

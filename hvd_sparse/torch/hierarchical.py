@@ -15,7 +15,7 @@ from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, process_sets_of, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
-from hvd_sparse.torch.dense_bucket import own_place, take_dense
+from hvd_sparse.torch.dense_bucket import take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange, incarnation
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
@@ -231,10 +231,9 @@ class HierarchicalStep:
                 begin, end = self.cuts[entry.name][shard : shard + 2].tolist()
                 part.put(out.view(-1)[begin:end], at)
             return out
-        result = own_place(entry, self.small[entry.name], carried)
         if entry.commit is not None:
             entry.commit()
-        return result
+        return carried
 
     def end(self) -> None:
         """End a step that is complete."""

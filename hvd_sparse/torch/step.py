@@ -7,7 +7,8 @@ first step) go in late buckets at the step's first decompress: by then every com
 rank. Small tensors, and all while the density is 1, are sent dense.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -18,7 +19,7 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
-from hvd_sparse.torch.dense_bucket import DenseBucket, own_place, take_dense
+from hvd_sparse.torch.dense_bucket import MOST_TOGETHER, DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
@@ -48,21 +49,22 @@ class Step:
         self.codec = CODECS[algorithm.layout](algorithm, parameters, self.feedback, exchange, traffic, self.device)
         least = max(algorithm.min_numel, 1)
         self._small = [name for name in parameters if parameters[name].numel() < least]
+        self._shared = frozenset(name for name in self._small if parameters[name].numel() <= MOST_TOGETHER)
+        self._together = SmallTensors(algorithm, self.feedback, self.device)
         self.expected: tuple[str, ...] = ()
         self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
         self._nowhere: frozenset[str] = frozenset()  # the same of this step
         self.entries: dict[str, Entry] = {}
-        self._awaited: set[str] = set()
         self._plan: list[Bucket] = []
         self._plan_key: tuple | None = None
         self._bucket_of: dict[str, Bucket | DenseBucket] = {}
         self._deferred: list[Bucket] = []
         self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
-        self._is_sealed = self._is_under_way = False
         self._tokens = Tokens()
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
+        self._alone: frozenset[str] = frozenset()  # and by Horovod, each in an all-reduce; the others share one
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # when the step under way did; seconds from the step before until then
         self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
@@ -133,10 +135,8 @@ class Step:
         self._awaited = set(self.expected)
         self._deferred, self._votes, self._is_sealed = [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
-        if self._is_under_way:
-            for feedback in self.feedback.values():
-                feedback.forget_scratch()
-        self._is_under_way = True
+        shared = self._dense if self.codec.is_joint else self._shared if density < 1.0 else frozenset()
+        self._alone = self._dense - self._idle - shared
         self._tokens.begin(self.rank, len(self.expected))
         self._scatter.begin((self.algorithm.seed << 32) + number)
         if self._plan_key != (self.expected, density):
@@ -163,7 +163,7 @@ class Step:
         """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
-        if name in self._dense and name not in self._idle and not self.codec.is_joint:
+        if name in self._alone:
             entry.carries_token = False
             carried = self._take_dense(entry)
             self.traffic.count(payload_bytes=carried.nbytes)
@@ -205,7 +205,6 @@ class Step:
             collective.wait()
         self._tokens.end()
         self.codec.end()
-        self._is_under_way = False
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
         self._idle = self._nowhere
         self.entries, self._bucket_of = {}, {}
@@ -217,16 +216,13 @@ class Step:
 
         RuntimeError on every rank if they are not at the same step, or if one met a damaged payload in the last one.
         """
-        overflow, seconds = False, []
+        overflow, seconds, refuse = False, [], partial(refuse_damage, self.exchange, self.damage)
         for vote in self._votes:
-            bad, *seconds = counted(vote.wait().tolist(), self.number, self.units, self._refuse_damage)
+            bad, *seconds = counted(vote.wait().tolist(), self.number, self.units, refuse)
             overflow |= bad > 0
         if seconds:
             self._fallback.note(self.number, seconds[0] / self.units.world_size)
         return overflow
-
-    def _refuse_damage(self) -> None:
-        refuse_damage(self.exchange, self.damage)
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype.
@@ -235,7 +231,7 @@ class Step:
         """
         bucket = self._bucket_of.get(entry.name)
         if not entry.carries_token:
-            result = own_place(entry, self.feedback[entry.name], carried)
+            result = carried
         elif isinstance(bucket, DenseBucket):
             with self.traffic.timed("exchange"):
                 result = bucket.sum_of(entry.name, scale)
@@ -298,15 +294,25 @@ class Step:
         for bucket in buckets:
             self._start(bucket)
         dense = [entry for entry in entries if entry.carries_token and entry.name in self._dense]
-        parts = [self._take_dense(entry).reshape(-1) for entry in dense]
+        whole = self._take_together(dense) if dense else None
         self._vote(f"{prefix}vote")
-        if dense:
-            whole = torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
+        if whole is not None:
             self.traffic.count(payload_bytes=whole.nbytes)
-            names = [entry.name for entry in dense]
-            together = DenseBucket(names, parts, self.exchange.allreduce(f"{prefix}dense", whole))
+            together = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
             self._collectives.append(together.pending)
-            self._bucket_of.update(dict.fromkeys(names, together))
+            self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), together))
+
+    def _take_together(self, entries: Sequence[Entry]) -> torch.Tensor:
+        """Return what dense tensors send in one all-reduce, one after the other; they are the same on all ranks."""
+        for entry in entries:
+            self._scale(entry)
+        taken = self._together.take_all(entries, self.units)
+        if taken is not None:
+            self.codec.finite.append(taken.finite)
+            self.traffic.count(sent=taken.sent.numel())
+            return taken.sent
+        parts = [self._take_dense(entry).reshape(-1) for entry in entries]
+        return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
 
     def _start(self, bucket: Bucket) -> None:
         bucket.is_started = True
