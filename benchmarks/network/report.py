@@ -28,7 +28,6 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
     groups = dict.fromkeys((one["framework"], one["model"], one["hosts"]) for one in results)
     for group in groups:
         text += table(group, results)
-    text += never_slower(results)
     text += validate(results, folder)
     (folder / "network.md").write_text("\n".join(text))
     plot_rates([group for group in groups if rates_of(group, results)[1:]], results, folder / "network.png")
@@ -66,21 +65,6 @@ def cell(run: dict) -> str:
     """Return samples a second, and the share of the unlimited speed."""
     share = "" if run["share"] is None or run["rate"] == UNLIMITED else f" ({100 * run['share']:.0f} %)"
     return f"{run['samples_per_second']:.1f}{share}"
-
-
-def never_slower(results: list[dict]) -> list[str]:
-    """Return a Markdown table of dense_fallback="measured" beside what it chooses from."""
-    lines = ['## dense_fallback="measured"', "", "Samples a second; over the better of the two it chooses from.", ""]
-    lines += ["| framework | model | hosts | rate | Horovod | DGC 0.001 | measured | over the better |"]
-    lines += ["|---|---|---:|---|---:|---:|---:|---:|"]
-    speeds = {point_of(one, "method"): one["samples_per_second"] for one in results}
-    for point in dict.fromkeys(point_of(one) for one in results):
-        found = [speeds.get((*point, method)) for method in ("dense", "dgc", "dgc_measured")]
-        if all(found):
-            framework, model, count, rate = point
-            cells = [framework, model, str(count), rate_label(rate), *(f"{speed:.1f}" for speed in found)]
-            lines.append("| " + " | ".join([*cells, f"{found[2] / max(found[:2]):.2f}"]) + " |")
-    return [*lines, ""]
 
 
 def point_of(run: dict, *more: str) -> tuple:

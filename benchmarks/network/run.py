@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -48,10 +48,23 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(lab: Hosts, point: dict, methods: list[str], args: argparse.Namespace) -> Iterator[dict]:
-    """Give the figures of each method, as they come; in one job, as its start takes longer than it trains."""
+def measure(
+    lab: Hosts, point: dict, methods: list[str], args: argparse.Namespace, more: Sequence[str] = ()
+) -> Iterator[dict]:
+    """Give the figures of each method, as they come; in one job, as its start takes longer than it trains.
+
+    more: options of `worker.py`.
+    """
     options = ["--framework", point["framework"], "--model", point["model"], "--methods", *methods]
-    options += ["--seconds", str(args.seconds), "--batch-size", str(args.batch_size), "--rounds", str(args.rounds)]
+    options += [
+        "--seconds",
+        str(args.seconds),
+        "--batch-size",
+        str(args.batch_size),
+        "--rounds",
+        str(args.rounds),
+        *more,
+    ]
     environment = {**os.environ, "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     environment |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}

@@ -26,7 +26,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--in-turns", action="store_true", help="rounds of a few steps of each, not of all steps")
     args = parser.parse_args()
+    if args.in_turns:
+        take_turns(args)
+        return
     job = link = None
     for method in args.methods * args.rounds:
         package = METHODS[method].package
@@ -40,6 +44,23 @@ def main() -> None:
             link = {"bandwidth": link.bandwidth, "latency": link.latency}
         if job.rank == 0:
             print(json.dumps({"method": method, **figures, "link": link}), flush=True)
+    job.close()
+
+
+def take_turns(args: argparse.Namespace) -> None:
+    """Train with all methods in turns, a few steps of each, so that a drift of the machine's speed meets all alike."""
+    module = importlib.import_module(FRAMEWORKS[args.framework])
+    jobs = {method: module.Job(args.model, METHODS[method], args.batch_size) for method in args.methods}
+    steps, seconds = {}, {method: [] for method in jobs}
+    for method, job in jobs.items():
+        job.run(job.method.settles_in)
+        steps[method] = job.largest(int(np.ceil(args.seconds * TRIED / job.run(TRIED) / args.rounds)))
+    for _ in range(args.rounds):
+        for method, job in jobs.items():
+            seconds[method].append(job.run(steps[method]) / steps[method])
+    if job.rank == 0:
+        for method in jobs:
+            print(json.dumps({"method": method, "steps": steps[method], "seconds": seconds[method]}), flush=True)
     job.close()
 
 

@@ -1,0 +1,85 @@
+"""dense_fallback="measured" beside the two ways that it chooses from, on slow networks; write the table.
+
+    python benchmarks/network/measured.py --rates 100mbit 1gbit 10gbit none --hosts 2 4 8
+
+The lab of `run.py`. Machines drift by more than what is asked here, 3 %: so all three take turns in one job, a few
+steps each, and each turn of the one is compared with the turn of the better way in the same round. Writes
+results/network_measured.json and .md; points that are there already are kept. The last line is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hosts import enter_switch, hosts
+from methods import FRAMEWORKS, MODELS
+from records import load, save
+from report import rate_label
+from run import RESULTS, UNLIMITED, measure
+
+METHODS = ("dense", "dgc", "dgc_measured")
+KEYS = ("framework", "model", "hosts", "rate")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4], help="(default: %(default)s)")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", UNLIMITED], help="of the links")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp10"], help="(default: %(default)s)")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch", help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each method (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="of turns (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def over_the_better(point: dict) -> float:
+    """Return how many times as fast as the better of the two ways it was: the median over the rounds."""
+    better = min(("dense", "dgc"), key=lambda method: statistics.median(point["seconds"][method]))
+    rounds = zip(point["seconds"][better], point["seconds"]["dgc_measured"], strict=True)
+    return statistics.median(one / measured for one, measured in rounds)
+
+
+def table(points: list[dict]) -> list[str]:
+    """Return the lines of a Markdown table: medians of the milliseconds of a step."""
+    lines = ["| framework | model | hosts | rate | Horovod, ms | DGC 0.001, ms | measured, ms | over the better |"]
+    lines += ["|---|---|---:|---|---:|---:|---:|---:|"]
+    for point in points:
+        medians = [f"{1e3 * statistics.median(point['seconds'][method]):.1f}" for method in METHODS]
+        cells = [point["framework"], point["model"], str(point["hosts"]), rate_label(point["rate"]), *medians]
+        lines.append("| " + " | ".join([*cells, f"{over_the_better(point):.2f}"]) + " |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Measure what is missing; write the report."""
+    args = parse_arguments()
+    enter_switch()
+    path = args.out / "network_measured.json"
+    points = load(path)
+    known = {tuple(point[key] for key in KEYS) for point in points}
+    for count in args.hosts:
+        with hosts(count) as lab:
+            for model, rate in itertools.product(args.models, args.rates):
+                point = dict(zip(KEYS, (args.framework, model, count, rate), strict=True))
+                if tuple(point.values()) in known:
+                    continue
+                lab.shape(None if rate == UNLIMITED else rate)
+                turns = {one["method"]: one["seconds"] for one in measure(lab, point, METHODS, args, ["--in-turns"])}
+                points.append({**point, "seconds": turns})
+                save(path, points)
+                print(f"{', '.join(map(str, point.values()))}: {over_the_better(points[-1]):.3f}", flush=True)
+    title = ['# dense_fallback="measured"', "", "Over the better of the two ways that it chooses from, in turns.", ""]
+    (args.out / "network_measured.md").write_text("\n".join([*title, *table(points)]))
+    print(json.dumps({"results": [{**point, "over_the_better": over_the_better(point)} for point in points]}))
+
+
+if __name__ == "__main__":
+    main()
