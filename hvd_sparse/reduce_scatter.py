@@ -93,6 +93,7 @@ class Regions:
         self.world_size = world_size
         self.rank = rank
         self.bounds: np.ndarray | None = None  # int64[N + 1], where regions begin and end; None: not agreed on yet
+        self._padded: tuple[np.ndarray | None, int] = None, 0  # bounds, and what messages are then padded to
 
     @property
     def kept_count(self) -> int:
@@ -210,8 +211,11 @@ class Regions:
 
     def _room(self) -> int:
         """Return what the size of a message is a multiple of, in bytes: a whole message, in most steps."""
-        most = int(SPARE * self.kept_count) + 16
-        return sum(self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
+        if self._padded[0] is not self.bounds:
+            most = int(SPARE * self.kept_count) + 16
+            sizes = (self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
+            self._padded = self.bounds, sum(sizes)
+        return self._padded[1]
 
 
 def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> Entries:

@@ -76,10 +76,15 @@ class FixedCount(Codec):
         sums = ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
         return self._delivered(bucket, sums, now, form)
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The bytes of a message, at most, unless one payload takes more."""
+        return self.algorithm.bucket_bytes
+
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
         """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
         entries, begin = sorted(entries, key=lambda entry: entry.name), 0
-        planned = plan_buckets(self._settled_sizes(entries), self.algorithm.bucket_bytes, "bucket")
+        planned = plan_buckets(self._settled_sizes(entries), self.bucket_bytes, "bucket")
         for name, members in planned.items():
             part = slice(begin, begin + len(members))
             yield name, entries[part], part

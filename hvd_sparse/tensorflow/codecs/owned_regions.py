@@ -35,6 +35,11 @@ class OwnedRegions(FixedCount):
         """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
         return "float32" if self.scatters else super().values
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The bytes of a message, at most: an owner of a region receives no more than its part of it."""
+        return super().bucket_bytes * (self.exchange.size() if self.scatters else 1)
+
     def told(self, now: Round) -> tf.Tensor | None:
         """Return what tells the ranks whether they know the same regions, float64[3]."""
         if not self.scatters:

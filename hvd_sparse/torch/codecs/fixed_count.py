@@ -27,6 +27,11 @@ class FixedCount(Codec):
         """Whether the selection is one in all tensors."""
         return self.algorithm.layout == "model"
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The bytes of a message, at most, unless one payload takes more."""
+        return self.algorithm.bucket_bytes
+
     def begin(self, now: Round) -> None:
         """Begin a step."""
         super().begin(now)
@@ -43,7 +48,7 @@ class FixedCount(Codec):
             return [bucket]
         sizes = {name: self._payload(name).size for name in names}
         buckets = []
-        for bucket_name, members in plan_buckets(sizes, self.algorithm.bucket_bytes, prefix).items():
+        for bucket_name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items():
             bucket = self.bucket_of(bucket_name, members, [self._payload(name) for name in members])
             bucket.hints = torch.stack([self._hints[name] for name in members])
             self._hints.update(zip(members, bucket.hints, strict=True))

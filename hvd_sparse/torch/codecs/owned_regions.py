@@ -28,6 +28,11 @@ class OwnedRegions(FixedCount):
         """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
         return "float32" if self._scatters else super().values
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The bytes of a message, at most: an owner of a region receives no more than its part of it."""
+        return super().bucket_bytes * (self.exchange.size() if self._scatters else 1)
+
     def begin(self, now: Round) -> None:
         """Begin a step."""
         scatters = self.algorithm.scatters(now.world_size, self._numels)
