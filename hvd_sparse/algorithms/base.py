@@ -62,7 +62,8 @@ SHARED_ARGUMENTS = {
         (Gradient Dropping, section 5.4).
     granularity: Which values share a magnitude: all of a "tensor", or those of a "channel" (last dimension) of a
         tensor with two dimensions or more.
-    bucket_bytes: Payloads are sent in messages of about so many bytes (`scope="tensor"` and the thresholds).
+    bucket_bytes: Payloads are sent in messages of about so many bytes (`scope="tensor"` and the thresholds); in a
+        reduce-scatter so many to each owner of a region.
     dense_fallback: "bytes" sends a step dense if its payloads cost more bytes than an all-reduce of the gradients, as
         in a warm-up on many ranks; likewise single tensors whose payloads always cost more. Error feedback goes on:
         what was not sent before is sent with it. "measured" times steps of both kinds besides, at first and again
