@@ -86,7 +86,8 @@ class Hosts:
             "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
             "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
             "mpi_yield_when_idle": "1",
-            "btl": "tcp,self",
+            "btl": "tcp,self" if self.ranks == 1 else "vader,tcp,self",  # shared memory in a host
+            "btl_vader_single_copy_mechanism": "none",
             "btl_tcp_if_include": network,
             "oob_tcp_if_include": network,
         }.items():
