@@ -123,6 +123,8 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
     )
     lines.append(f"LSTM for {LONGER} times as many steps as dense.")
     for example, spec in EXAMPLES.items():
+        if all(row["example"] != example for row in rows):
+            continue
         lines += ["", f"## {example}", ""]
         lines += [f"| rate | method | seconds | seeds that got there | whole run, s | {spec.metric} at the end |"]
         lines += ["|---|---|---:|---:|---:|---:|"]
@@ -149,6 +151,7 @@ def plot(results: list[dict], path: Path) -> None:
                 label = method if place == 0 else None
                 axis.plot(*zip(*one["curve"], strict=True), color=f"C{number}", label=label, linewidth=1)
         axis.set(title=f"{example}, {rate}", xlabel="seconds", ylabel=EXAMPLES[example].metric, xscale="log")
+        axis.xaxis.set_minor_formatter("")  # labels of all ticks would lie on top of each other
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
