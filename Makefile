@@ -135,7 +135,7 @@ compare: setup  ## train one model with every method; table and plots in compari
 results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
 	@$(RUN) python benchmarks/convergence.py
 
-results-asynchronous: setup  ## train with 1 to 32 simulated asynchronous workers over seeds (half an hour)
+results-asynchronous: setup  ## train with 4 to 32 simulated asynchronous workers over seeds, the rate tuned for each method (hours)
 	@$(RUN) python benchmarks/asynchronous.py
 
 results-boundaries: setup  ## train a click model with sparse activations over seeds (half an hour)
