@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers compare results results-asynchronous results-boundaries results-hybrid results-network clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-boundaries results-hybrid results-network clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -126,13 +126,16 @@ bench-lifespan: setup  ## time DCT's steps with and without a refresh of the thr
 bench-stragglers: setup  ## batches a second with one slow worker, asynchronous against Horovod
 	@$(RUN) python benchmarks/stragglers.py
 
+bench-server: setup  ## what a push costs a parameter server, over passes over all elements
+	@$(RUN) python benchmarks/server.py
+
 compare: setup  ## train one model with every method; table and plots in comparison/
 	@$(RUN) mpirun -np 4 python examples/compare_methods.py --framework $(FRAMEWORK)
 
 results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
 	@$(RUN) python benchmarks/convergence.py
 
-results-asynchronous: setup  ## train with 1 to 32 simulated asynchronous workers over seeds (half an hour)
+results-asynchronous: setup  ## train with 4 to 32 simulated asynchronous workers over seeds, the rate tuned for each method (hours)
 	@$(RUN) python benchmarks/asynchronous.py
 
 results-boundaries: setup  ## train a click model with sparse activations over seeds (half an hour)

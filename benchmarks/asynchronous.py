@@ -1,120 +1,122 @@
 """Quality of asynchronous methods at many workers, in one process with a decided order of arrivals; writes the tables.
 
-    make results-asynchronous      or: python benchmarks/asynchronous.py --workers 1 4 8 16 32 --seeds 0 1 2
+    make results-asynchronous      or: python benchmarks/asynchronous.py --tasks digits --workers 4 8 --seeds 0 1
 
-Two layers (64, 128, 10) on scikit-learn's digits: small, for many updates of each worker. Workers are equally fast, but
-for 20 % at random, so that an update is about as stale as there are other workers. All runs make the same number of
-updates with the same rates, each of a batch of one worker. Servers, workers and messages are those that run over MPI.
-Last line: one JSON object. The same as Table 3 of DGS (Yan et al., 2020), at another size.
+Workers are equally fast, but for 20 % at random, so that an update is about as stale as there are other workers. All
+runs of a task make the same number of updates, each of a batch of one worker. The learning rate of each row, a method
+at a number of workers, is the best of one grid, the same for all, with a seed of its own; then come the seeds of the
+table. Momentum is the paper's for a number of workers. Servers, workers and messages are those that run over MPI. Runs
+that the file has are kept, so that a call goes on where another stopped; the last line is one JSON object. The same as
+Table 3 of DGS (Yan et al., 2020), at another size.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 from convergence import RESULTS, machine
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
 SPARSE = {"density": 0.01, "min_numel": 0}
 METHODS = {  # name: method, its settings; the momentum is added
-    "msgd": ("msgd", {}),
     "asgd": ("asgd", {}),
     "gd_async": ("gd_async", SPARSE),
     "dgc_async": ("dgc_async", SPARSE),
     "dgs": ("dgs", SPARSE),
     "dgs, pull 0.01": ("dgs", {**SPARSE, "pull_density": 0.01}),
+    "msgd": ("msgd", {}),
 }
+UPDATES = {"digits": 20_000, "char_lstm": 8_000}  # of all workers together
+RATES = [0.005, 0.015, 0.05, 0.15]
+TUNING_SEED = 1000
+KEYS = ("task", "updates", "name", "workers", "momentum", "lr", "seed")
+FILE = "asynchronous_tuned"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="(default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS)[:5], help="(default: %(default)s)"
-    )
-    parser.add_argument("--updates", type=int, default=20000, help="of all workers together (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=UPDATES, default=list(UPDATES), help="(default: %(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32], help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="(default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: %(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates (default: %(default)s)")
+    parser.add_argument("--updates", type=int, help=f"of all workers together (default: {UPDATES})")
     parser.add_argument("--batch-size", type=int, default=8, help="of a worker (default: %(default)s)")
-    parser.add_argument(
-        "--lr", type=float, default=0.05, help="a tenth of it after 60 and 80 %% (default: %(default)s)"
-    )
-    parser.add_argument("--momentum", type=float, default=0.7, help="(default: %(default)s)")
-    parser.add_argument("--low-momentum", type=float, default=0.3, help="of more rows, at the most workers; 0: none")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
-def planned(args: argparse.Namespace) -> list[dict]:
-    """Return what to run: msgd on one worker, the others on all numbers of them, the most with a lower momentum too."""
-    runs = []
-    for name in args.methods:
-        for workers in [1] if name == "msgd" else args.workers:
-            momenta = [args.momentum if name not in ("asgd", "gd_async") else 0.0]
-            if args.low_momentum and momenta[0] and workers == max(args.workers) > 1:
-                momenta.append(args.low_momentum)
-            runs += [
-                {"name": name, "workers": workers, "momentum": momentum, "seed": seed}
-                for momentum in momenta
-                for seed in args.seeds
-            ]
-    return runs
+def momentum_of(name: str, workers: int) -> float:
+    """Return the paper's momentum: lower where updates are staler."""
+    if name in ("asgd", "gd_async"):
+        return 0.0
+    return 0.7 if workers <= 8 else 0.45 if workers <= 16 else 0.3
 
 
-def train(job: tuple[dict, argparse.Namespace]) -> dict:
+def rows_of(args: argparse.Namespace) -> list[dict]:
+    """Return what to tune and train: msgd on one worker, the others on all numbers of them."""
+    return [
+        {
+            "task": task,
+            "updates": args.updates or UPDATES[task],
+            "name": name,
+            "workers": workers,
+            "momentum": momentum_of(name, workers),
+        }
+        for task in args.tasks
+        for workers in args.workers
+        for name in args.methods
+        for workers in ([1] if name == "msgd" else [workers])
+    ]
+
+
+def train(job: tuple[dict, int]) -> dict:
     """Train once; return the run with its results."""
-    import digits_data
     import torch
+    from asynchronous_tasks import TASKS
 
     from hvd_sparse.parameter_server import METHODS as CLASSES
     from hvd_sparse.parameter_server import Simulation, by_speed
 
-    run, args = job
+    run, batch_size = job
+    began = time.monotonic()
     torch.set_num_threads(1)
     torch.manual_seed(run["seed"])
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-    train_images, test_images, train_labels, test_labels = digits_data.load()
+    task = TASKS[run["task"]](batch_size)
+    named = dict(task.model.named_parameters())
     name, settings = METHODS[run["name"]]
     momentum = {"momentum": run["momentum"]} if run["momentum"] else {}
-    start = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    start = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
     simulation = Simulation(CLASSES[name](**settings, **momentum), start, run["workers"])
     random = [np.random.default_rng([run["seed"], worker]) for worker in range(run["workers"])]
 
     def load(parameters) -> None:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in named.items():
                 parameter.copy_(torch.from_numpy(parameters[name]))
 
     def gradients(worker, parameters):
         load(parameters)
-        batch = random[worker].integers(0, len(train_images), args.batch_size)
-        images = torch.from_numpy(digits_data.shifted(train_images[batch], random[worker]))
-        model.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), torch.from_numpy(train_labels[batch])).backward()
-        return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+        task.model.zero_grad()
+        task.loss(random[worker], worker).backward()
+        return {name: parameter.grad.numpy() for name, parameter in named.items()}
 
     def rate(done: int) -> float:
-        return args.lr * 0.1 ** sum(done >= part * args.updates for part in (0.6, 0.8))
+        return run["lr"] * 0.1 ** sum(done >= part * run["updates"] for part in (0.6, 0.8))
 
-    arrivals = by_speed([1.0] * run["workers"], run["seed"])
-    simulation.run(arrivals, args.updates, gradients, rate)
+    simulation.run(by_speed([1.0] * run["workers"], run["seed"]), run["updates"], gradients, rate)
     load(simulation.parameters())
-    labels = torch.from_numpy(test_labels)
     with torch.no_grad():
-        output = model(torch.from_numpy(test_images))
-    return {
-        **run,
-        "accuracy": 100.0 * (output.argmax(1) == labels).double().mean().item(),
-        "loss": torch.nn.functional.cross_entropy(output, labels).item(),
-        **traffic(simulation),
-    }
+        metric, loss = task.evaluate()
+    return {**run, "metric": metric, "loss": loss, **traffic(simulation), "seconds": time.monotonic() - began}
 
 
 def traffic(simulation) -> dict:
@@ -130,56 +132,93 @@ def traffic(simulation) -> dict:
     }
 
 
-def table(results: list[dict]) -> str:
-    """Return a Markdown table: a row for each method, number of workers and momentum, over the seeds."""
+def of(runs: list[dict], row: dict) -> list[dict]:
+    """Return the runs of a row."""
+    return [run for run in runs if all(run[key] == value for key, value in row.items())]
+
+
+def best_rate(runs: list[dict], row: dict, rates: list[float]) -> float | None:
+    """Return the rate of the tuning run with the lowest loss; None while one is missing."""
+    tried = {run["lr"]: run["loss"] for run in of(runs, {**row, "seed": TUNING_SEED}) if run["lr"] in rates}
+    if len(tried) < len(rates):
+        return None
+    return min(tried, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
+
+
+def table(runs: list[dict], task: str, updates: int, rates: list[float]) -> str:
+    """Return a Markdown table of a task: a row for each method and number of workers, over the seeds."""
+    metric = {"digits": "accuracy, %", "char_lstm": "perplexity"}[task]
     lines = [
-        "| method | workers | momentum | accuracy, % | lowest to highest | loss | staleness | ratio up | ratio down |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| method | workers | momentum | rate | seeds | {metric} | lowest to highest | loss | ratio up | ratio down |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    keys = list(dict.fromkeys((run["workers"], run["name"], run["momentum"]) for run in results))
-    for workers, name, momentum in sorted(keys, key=lambda key: (key[0], -key[2])):
-        runs = [run for run in results if (run["workers"], run["name"], run["momentum"]) == (workers, name, momentum)]
-        found = sorted(run["accuracy"] for run in runs)
-        mean = {
-            key: statistics.mean(run[key] for run in runs) for key in ("loss", "staleness", "ratio_up", "ratio_down")
-        }
+    where = {"task": task, "updates": updates}
+    rows = list(dict.fromkeys((run["workers"], run["name"], run["momentum"]) for run in of(runs, where)))
+    for workers, name, momentum in sorted(rows, key=lambda row: (row[0], list(METHODS).index(row[1]))):
+        row = {**where, "workers": workers, "name": name, "momentum": momentum}
+        rate = best_rate(runs, row, rates)
+        own = [run for run in of(runs, {**row, "lr": rate}) if run["seed"] != TUNING_SEED]
+        if not own:
+            continue
+        found = sorted(run["metric"] for run in own)
+        mean = {key: statistics.mean(run[key] for run in own) for key in ("loss", "ratio_up", "ratio_down")}
         lines.append(
-            f"| {name} | {workers} | {momentum:g} | {statistics.mean(found):.2f} | {found[0]:.2f} to {found[-1]:.2f} | "
-            f"{mean['loss']:.4f} | {mean['staleness']:.1f} | {mean['ratio_up']:.1f} | {mean['ratio_down']:.1f} |"
+            f"| {name} | {workers} | {momentum:g} | {rate:g} | {len(own)} | {statistics.mean(found):.2f} | "
+            f"{found[0]:.2f} to {found[-1]:.2f} | {mean['loss']:.4f} | {mean['ratio_up']:.1f} | "
+            f"{mean['ratio_down']:.1f} |"
         )
     return "\n".join(lines)
 
 
-def write(results: list[dict], settings: dict, out: Path) -> str:
-    """Write runs and table; return the table."""
-    out.mkdir(parents=True, exist_ok=True)
-    summary = {"settings": settings, "machine": machine(), "runs": results}
-    (out / "asynchronous.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = table(results)
-    (out / "asynchronous.md").write_text(f"{text}\n")
+def write(runs: list[dict], args: argparse.Namespace) -> str:
+    """Write runs and tables; return the tables."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    summary = {"rates": args.rates, "batch_size": args.batch_size, "machine": machine(), "runs": runs}
+    (args.out / f"{FILE}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    kinds = list(dict.fromkeys((run["task"], run["updates"]) for run in runs))
+    text = "\n\n".join(
+        f"## {task}, {updates} updates\n\n{table(runs, task, updates, args.rates)}" for task, updates in kinds
+    )
+    page = args.out / f"{FILE}.md"
+    head = page.read_text().split("\n## ")[0].rstrip() if page.exists() else "# Rates tuned for each method"
+    page.write_text(f"{head}\n\n{text}\n")
     return text
 
 
-def made_before(settings: dict, out: Path) -> list[dict]:
-    """Return the runs that a call with these settings has written."""
-    file = out / "asynchronous.json"
-    summary = json.loads(file.read_text()) if file.exists() else {"settings": None}
-    return summary["runs"] if summary["settings"] == settings else []
+def made_before(args: argparse.Namespace) -> list[dict]:
+    """Return the runs that a call with this batch has written."""
+    file = args.out / f"{FILE}.json"
+    summary = json.loads(file.read_text()) if file.exists() else {"batch_size": None}
+    return summary["runs"] if summary["batch_size"] == args.batch_size else []
+
+
+def run_missing(wanted: list[dict], runs: list[dict], args: argparse.Namespace, end: float, pool) -> None:
+    """Train what is missing until `end`, and write all after each run."""
+    known = [{key: run[key] for key in KEYS} for run in runs]
+    jobs = iter([(run, args.batch_size) for run in wanted if run not in known])
+    timely = (job for job in jobs if time.monotonic() < end)
+    waiting = [pool.apply_async(train, (job,)) for _, job in zip(range(args.processes), timely, strict=False)]
+    with tqdm(unit="run") as progress:
+        while waiting:
+            runs.append(waiting.pop(0).get())
+            write(runs, args)
+            progress.update()
+            waiting += [pool.apply_async(train, (job,)) for _, job in zip(range(1), timely, strict=False)]
 
 
 def main() -> None:
-    """Run what is missing, and write all of it after each run."""
+    """Tune, then train, what is missing."""
     args = parse_arguments()
-    settings = {key: getattr(args, key) for key in ("updates", "batch_size", "lr")}
-    results = made_before(settings, args.out)
-    known = [{key: run[key] for key in ("name", "workers", "momentum", "seed")} for run in results]
-    jobs = [(run, args) for run in planned(args) if run not in known]
+    end, runs = time.monotonic() + args.seconds, made_before(args)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for result in tqdm(pool.imap(train, jobs), total=len(jobs), unit="run"):
-            results.append(result)
-            write(results, settings, args.out)
-    print(write(results, settings, args.out))
-    print(json.dumps({"benchmark": "asynchronous", **settings, "runs": len(results)}))
+        for row in {json.dumps(row): row for row in rows_of(args)}.values():
+            tuning = [{**row, "lr": rate, "seed": TUNING_SEED} for rate in args.rates]
+            run_missing(tuning, runs, args, end, pool)
+            rate = best_rate(runs, row, args.rates)
+            if rate is not None:
+                run_missing([{**row, "lr": rate, "seed": seed} for seed in args.seeds], runs, args, end, pool)
+    print(write(runs, args))
+    print(json.dumps({"benchmark": "asynchronous", "runs": len(runs), "seconds": sum(run["seconds"] for run in runs)}))
 
 
 if __name__ == "__main__":

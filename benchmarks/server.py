@@ -1,7 +1,9 @@
-"""How many pushes a second one parameter server answers, without any network: `python benchmarks/server.py`.
+"""What a push costs a parameter server, without any network, over passes over all elements: `make bench-server`.
 
 Workers push in turn, each a payload of density 0.01 at places of its own, and get what has changed since their last
-push: all of it, and with a pull density the largest differences. The last line is one JSON object; `answers` is a
+push: all of it, and with a pull density the largest differences. Beside the server runs one whose tracker looks at all
+elements, in NumPy, as it was done before; their answers must be equal byte for byte. Seconds are those of the thread
+on a core. Of several servers one is timed, which holds its part. The last line is one JSON object; `answers` is a
 checksum of all answers, the same on every machine.
 """
 
@@ -13,24 +15,60 @@ import zlib
 import numpy as np
 from entries import draw_entries
 
-from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server import METHODS, protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
-from hvd_sparse.parameter_server.protocol import Kind, Message
+from hvd_sparse.parameter_server.protocol import Form, Kind, Message
 from hvd_sparse.parameter_server.server import Server, introduction
-from hvd_sparse.parameter_server.updates import Update, pack, segments_of
-from hvd_sparse.torch.asynchronous import METHODS
+from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of, select
 from hvd_sparse.wire import top_k_count
 
 DRAWN = 8  # different pushes
 
 
+class PassOverAll:
+    """A tracker that compares all clocks, or subtracts all elements, for each answer."""
+
+    def __init__(self, parameters: np.ndarray, method: Method, layout: ParameterLayout):
+        pieces = layout.pieces(0, layout.numel)
+        self.form = Form.DIFFERENCES if method.is_mirrored else Form.VALUES
+        self.nbytes, self._parameters, self._method = 0, parameters, method
+        self._changed, self._mirrors = np.zeros(parameters.size, np.uint32), {}
+        self._groups, self._segments = groups_of(pieces, 0, method), segments_of(pieces, 0)
+
+    def join(self, worker: int) -> None:
+        """Begin a mirror."""
+        self._mirrors[worker] = self._parameters.copy() if self._method.is_mirrored else None
+
+    def apply(self, update: Update, clock: int) -> None:
+        """Subtract an update, and note when."""
+        self._parameters[update.at] -= update.values
+        if not self._method.is_mirrored:
+            self._changed[update.at] = clock
+
+    def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
+        """Return k and a frame with a payload."""
+        if self._method.is_mirrored:
+            difference = self._parameters - self._mirrors[worker]
+            chosen = select(difference, self._groups, self._method.pull_density)
+            update = rounded(Update(chosen, difference[chosen]), self._method, "float32", self._segments)
+            self._mirrors[worker][update.at] += update.values
+        else:
+            indices = np.flatnonzero(self._changed > have)
+            update = Update(indices, self._parameters[indices])
+        k, body = pack(update, self._parameters.size, self._method.coding, "float32", self._segments)
+        encoded = protocol.frame(body.size)
+        encoded[protocol.HEADER_BYTES :] = body
+        return k, encoded
+
+
 class Pushes:
-    """Messages of workers to a server of n elements, and the clocks that they have seen."""
+    """Messages of workers to a server of n elements and to its twin, and the clocks that they have seen."""
 
     def __init__(self, method: Method, n: int, density: float, workers: int):
         layout = ParameterLayout({"weight": (n,)}, method.min_numel)
-        self.server = Server(layout, (0, n), method, np.zeros(n, np.float32), workers)
+        self.servers = [Server(layout, (0, n), method, np.zeros(n, np.float32), workers) for _ in range(2)]
+        self.servers[1]._tracker = PassOverAll(self.servers[1].parameters, method, layout)
         segments = segments_of(layout.pieces(0, n), 0)
         k = top_k_count(n, density)
         drawn = [Update(*draw_entries(n, k, seed)) for seed in range(DRAWN)]
@@ -38,45 +76,65 @@ class Pushes:
         self.clocks, self.sequences = [0] * workers, [0] * workers
         self.answers = 0
         text = protocol.as_body("\n".join(introduction(layout, method)))
-        for worker in range(workers):
-            self.server.handle(protocol.encode(Message(Kind.HELLO, worker, 1, body=text)), worker)
+        for server in self.servers:
+            for worker in range(workers):
+                server.handle(protocol.encode(Message(Kind.HELLO, worker, 1, body=text)), worker)
 
-    def push(self, worker: int) -> float:
-        """Let a worker push; return the seconds that the server took."""
+    def push(self, worker: int) -> list[float]:
+        """Let a worker push; return the seconds that each server took."""
         self.sequences[worker] += 1
         k, body = self.bodies[(worker + self.sequences[worker]) % DRAWN]
         place = (worker, 1, self.sequences[worker], self.clocks[worker], k)
         data = protocol.encode(Message(Kind.PUSH, *place, body=body))
-        start = time.perf_counter()
-        [(_, answer)] = self.server.handle(data, worker)
-        seconds = time.perf_counter() - start
+        seconds, answers = [], []
+        for server in self.servers:
+            start = time.thread_time()
+            [(_, answer)] = server.handle(data, worker)
+            seconds.append(time.thread_time() - start)
+            answers.append(answer.tobytes())
         reply = protocol.decode(answer)
-        if reply.kind != Kind.REPLY:
-            raise RuntimeError(f"the server answered with {reply}")
-        self.answers = zlib.crc32(answer.tobytes(), self.answers)
+        if reply.kind != Kind.REPLY or answers[0] != answers[1]:
+            raise RuntimeError(f"the servers answered differently, or with no reply: {reply}")
+        self.answers = zlib.crc32(answers[0], self.answers)
         self.clocks[worker] = reply.clock
         return seconds
 
 
+def measure(args: argparse.Namespace, pull_density: float | None, servers: int, workers: int) -> dict:
+    """Time pushes; return a row."""
+    method = METHODS["dgs"](density=args.density, pull_density=pull_density)
+    pushes = Pushes(method, args.parameters // servers, args.density, workers)
+    warm = 2 * workers
+    seconds = np.array([pushes.push(number % workers) for number in range(warm + args.pushes)])[warm:]
+    ours, passes = np.median(seconds, axis=0)
+    place = {"pull_density": pull_density, "servers": servers, "workers": workers}
+    times = {"milliseconds": 1e3 * ours, "milliseconds_pass_over_all": 1e3 * passes, "ratio": passes / ours}
+    server = pushes.servers[0]
+    rate = {"pushes_per_second": 1.0 / ours, "bytes_over_parameters": server.nbytes / (4 * server.numel)}
+    return place | times | rate | {"answers": pushes.answers}
+
+
 def main() -> None:
-    """Time each number of workers, and each kind of answer."""
+    """Time each number of workers and of servers, and each kind of answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=10_000_000, help="(default: %(default)s)")
+    parser.add_argument("--parameters", type=int, default=10_000_000, help="of all servers (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16], help="(default: %(default)s)")
-    parser.add_argument("--pushes", type=int, default=64, help="of each (default: %(default)s)")
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4], help="(default: %(default)s)")
+    parser.add_argument("--pushes", type=int, default=32, help="of each (default: %(default)s)")
     args = parser.parse_args()
+    print("| pull density | servers | workers | ms | ms, pass over all | ratio | bytes over parameters' |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     results = []
     for pull_density in (None, args.density):
-        for workers in args.workers:
-            method = METHODS["dgs"](density=args.density, pull_density=pull_density)
-            pushes = Pushes(method, args.parameters, args.density, workers)
-            seconds = [pushes.push(number % workers) for number in range(workers + args.pushes)][workers:]
-            median = float(np.median(seconds))
-            results.append({"pull_density": pull_density, "workers": workers, "pushes_per_second": 1 / median})
-            results[-1] |= {"milliseconds": 1e3 * median, "answers": pushes.answers}
-            print(json.dumps(results[-1]), flush=True)
-    print(json.dumps({"parameters": args.parameters, "results": results}))
+        for servers in args.servers:
+            for workers in args.workers:
+                results.append(measure(args, pull_density, servers, workers))
+                row = results[-1]
+                numbers = f"{row['milliseconds']:.2f} | {row['milliseconds_pass_over_all']:.2f} | {row['ratio']:.2f}"
+                where = f"{pull_density or 'all'} | {servers} | {workers}"
+                print(f"| {where} | {numbers} | {row['bytes_over_parameters']:.2f} |", flush=True)
+    print(json.dumps({"benchmark": "server", "parameters": args.parameters, "results": results}))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ _ARGUMENTS = {
     "accumulate": [*_ACCUMULATED, _POINTER],
     "accumulate_top_k": [*_ACCUMULATED, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED, _POINTER],
     "select_top_k": [_POINTER, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED],
+    "crc32": [_POINTER, _SIZE, _POINTER],
     "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
     "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
     "unpack": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
@@ -162,6 +163,13 @@ def select_top_k(
     indices, info = np.empty(k, np.int64), np.empty(2)
     _call("select_top_k", _address(values), n, k, seed, threshold_hint, _address(indices), _address(info))
     return indices, values[indices], info
+
+
+def crc32(data: np.ndarray) -> int:
+    """Return the CRC-32 of bytes, uint8[n]: that of zlib."""
+    size, found = _checked("data", data, np.uint8).size, ctypes.c_uint32()
+    _call("crc32", _address(data), size, ctypes.byref(found))
+    return found.value
 
 
 class Moments(NamedTuple):

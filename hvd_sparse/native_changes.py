@@ -5,17 +5,39 @@ On NumPy arrays, without any framework, as `hvd_sparse.native`; every function h
 """
 
 import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse.native import _ARGUMENTS, _POINTER, _SIZE, _address, _call, _check_changed, _check_count, _checked
+from hvd_sparse.native import (
+    _ARGUMENTS,
+    _POINTER,
+    _SIZE,
+    _address,
+    _call,
+    _check_changed,
+    _check_count,
+    _checked,
+    _form,
+)
+from hvd_sparse.wire import BLOCK, payload_size
+
+TINIEST = 2.0**-149  # the smallest magnitude of float32 above 0
 
 _ARGUMENTS.update(
     {
         "add_entries": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
         "find_common": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
-        "apply_update": [_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER, _SIZE],
-        "changed_after": [_POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER],
+        "apply_update": [_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER],
+        "mark_updates": [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
+        "mark_changed_after": [_POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER],
+        "pack_marked": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "select_marked": [
+            *[_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double],
+            *[_POINTER, _POINTER, _POINTER, _POINTER],
+        ],
+        "add_marked": [_POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_double, _SIZE, _POINTER, _POINTER],
         "select_top_k_of_difference": [
             *[_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double, _POINTER, _POINTER]
         ],
@@ -50,37 +72,131 @@ def find_common(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
     return common
 
 
-def unite(indices: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return each index that occurs in several parts, ascending; arguments as of `add_entries`."""
-    m = _checked("indices", indices, np.int64).size
-    _check_parts(counts, m)
-    found, many = np.empty(m, np.int64), ctypes.c_int64()
-    _call(
-        "add_entries",
-        *(_address(indices), None, _address(counts), counts.size, _address(found), None, ctypes.byref(many)),
-    )
-    return found[: many.value]
+class Changed(NamedTuple):
+    """What an update changed: how many elements of each block of 65,536, uint32[blocks], their places in it, uint16."""
+
+    counts: np.ndarray
+    places: np.ndarray
+
+
+class Marked(NamedTuple):
+    """What `select_marked` found. indices: int64, ascending, counted from the start of the part; values: differences.
+
+    reaching: how many reach the floor. floor: to go on with; where more than 2k reach the old one, what 3/2 k do.
+    has_nan: a marked difference is NaN.
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+    reaching: int
+    floor: float
+    has_nan: bool
+
+
+def make_marks(n: int) -> np.ndarray:
+    """Return marks of n elements, uint64[(n + 63) // 64], none of which is marked: bit i % 64 of word i // 64."""
+    return np.zeros(-(-n // 64), np.uint64)
 
 
 def apply_update(
-    parameters: np.ndarray, clocks: np.ndarray, indices: np.ndarray, values: np.ndarray, clock: int
-) -> None:
-    """Subtract values from parameters at these indices, and set the clocks there, all in place."""
+    parameters: np.ndarray, clocks: np.ndarray | None, indices: np.ndarray, values: np.ndarray, clock: int
+) -> Changed:
+    """Subtract values from parameters at ascending indices, and set the clocks there, all in place."""
     n = _checked("parameters", parameters, np.float32).size
     _check_changed("parameters", parameters, n)
-    _checked("clocks", clocks, np.uint32, n)
+    if clocks is not None:
+        _checked("clocks", clocks, np.uint32, n)
     m = _checked("indices", indices, np.int64).size
     _checked("values", values, np.float32, m)
+    changed = Changed(np.empty(-(-n // BLOCK), np.uint32), np.empty(m, np.uint16))
     given = (_address(indices), _address(values), m, clock)
-    _call("apply_update", *given, _address(parameters), _address(clocks), n)
+    _call("apply_update", *given, _address(parameters), _address(clocks), n, *map(_address, changed))
+    return changed
 
 
-def changed_after(clocks: np.ndarray, clock: int) -> np.ndarray:
-    """Return the ascending indices of the clocks, uint32[n], that are above a clock."""
-    n, many = _checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
-    indices = np.empty(n, np.int64)  # of which memory only what is written takes any
-    _call("changed_after", _address(clocks), n, clock, _address(indices), ctypes.byref(many))
-    return indices[: many.value].copy()
+def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
+    """Mark what updates of n elements changed, beside what is marked already; return how many marks there are."""
+    _check_marks(marks, n)
+    for counts, places in updates:
+        _checked("counts", counts, np.uint32, -(-n // BLOCK))
+        _checked("places", places, np.uint16, int(counts.sum(dtype=np.int64)))
+    counts, places = (np.array([_address(update[which]) for update in updates], np.uint64) for which in (0, 1))
+    marked = ctypes.c_int64()
+    given = (_address(counts), _address(places), len(updates), n)
+    _call("mark_updates", *given, _address(marks), ctypes.byref(marked))
+    return marked.value
+
+
+def mark_changed_after(clocks: np.ndarray, clock: int, marks: np.ndarray) -> int:
+    """Mark the clocks, uint32[n], that are above a clock, and nothing else; return how many there are."""
+    n, marked = _checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
+    _check_marks(marks, n)
+    _call("mark_changed_after", _address(clocks), n, clock, _address(marks), ctypes.byref(marked))
+    return marked.value
+
+
+def pack_marked(marks: np.ndarray, values: np.ndarray, k: int, coding: str, payload: np.ndarray) -> None:
+    """Write the payload, uint8[payload_size], of the k of values, float32[n], that are marked: that of `pack`."""
+    n = _checked("values", values, np.float32).size
+    _check_marks(marks, n)
+    _checked("payload", payload, np.uint8, payload_size(n, k, coding))
+    form = _form(n, k, coding, "float32", None)
+    _call("pack_marked", ctypes.byref(form), _address(values), _address(marks), _address(payload))
+
+
+def select_marked(
+    minuend: np.ndarray,
+    subtrahend: np.ndarray,
+    marks: np.ndarray,
+    k: int,
+    part: tuple[int, int] | None = None,
+    seed: int = 0,
+    floor: float = TINIEST,
+) -> Marked:
+    """Select among marked elements the k largest of minuend - subtrahend, float32[n] both, that reach a floor.
+
+    All of them if there are fewer. Takes away the marks of numbers below the floor. If at least k reach it, and all
+    that do are marked, the result is that of `select_top_k_of_difference`.
+
+    Args:
+        minuend: float32[n].
+        subtrahend: float32[n].
+        marks: uint64[(n + 63) // 64], changed in place.
+        k: How many, from 1 to the size of the part.
+        part: Elements [begin, end) to look at; None: all.
+        seed: Breaks ties.
+        floor: A magnitude above 0.
+    """
+    n = _checked("minuend", minuend, np.float32).size
+    _checked("subtrahend", subtrahend, np.float32, n)
+    _check_marks(marks, n)
+    begin, end = part or (0, n)
+    if not 0 <= begin <= end <= n:
+        raise ValueError(f"part must lie in [0, {n}), got {part}")
+    _check_count(k, end - begin)
+    indices, values, info = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(4)
+    given = (_address(minuend), _address(subtrahend), begin, end, k, seed, floor)
+    _call("select_marked", *given, *map(_address, (marks, indices, values, info)))
+    count = int(info[0])
+    return Marked(indices[:count], values[:count], int(info[1]), float(info[2]), bool(info[3]))
+
+
+def add_marked(
+    subtrahend: np.ndarray,
+    minuend: np.ndarray,
+    marks: np.ndarray,
+    indices: np.ndarray,
+    values: np.ndarray,
+    floor: float = TINIEST,
+) -> None:
+    """Add values to subtrahend at indices; take away the marks where minuend - subtrahend is then below the floor."""
+    n = _checked("minuend", minuend, np.float32).size
+    _check_changed("subtrahend", subtrahend, n)
+    _check_marks(marks, n)
+    m = _checked("indices", indices, np.int64).size
+    _checked("values", values, np.float32, m)
+    given = (_address(indices), _address(values), m, _address(minuend), floor, n)
+    _call("add_marked", *given, _address(subtrahend), _address(marks))
 
 
 def select_top_k_of_difference(
@@ -94,6 +210,11 @@ def select_top_k_of_difference(
     given = (_address(minuend), _address(subtrahend), n, k, seed, threshold_hint)
     _call("select_top_k_of_difference", *given, _address(indices), _address(info))
     return indices, minuend[indices] - subtrahend[indices], info
+
+
+def _check_marks(marks: np.ndarray, n: int) -> None:
+    if not _checked("marks", marks, np.uint64, -(-n // 64)).flags.writeable:
+        raise ValueError("marks are changed in place, got an array that is read-only")
 
 
 def _check_parts(counts: np.ndarray, m: int) -> None:

@@ -6,18 +6,15 @@
 #include <vector>
 
 #include "candidates.h"
-#include "mask.h"
 #include "multiversion.h"
+#include "run_length.h"
 #include "threshold.h"
 
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kSpan = 4096;  // elements that are compared, or subtracted, at a time: they stay in a cache
-
-HVD_SPARSE_MULTIVERSION void CompareClocks(const uint32_t* clocks, int64_t n, uint32_t after, uint8_t* above) {
-  for (int64_t i = 0; i < n; ++i) above[i] = clocks[i] > after;
-}
+constexpr int64_t kSpan = 4096;  // elements that are subtracted at a time: they stay in a cache
+constexpr int64_t kAhead = 24;   // entries whose elements are fetched ahead: they lie in lines of their own
 
 HVD_SPARSE_MULTIVERSION void Subtract(const float* minuend, const float* subtrahend, int64_t n, float* difference) {
   for (int64_t i = 0; i < n; ++i) difference[i] = minuend[i] - subtrahend[i];
@@ -33,30 +30,28 @@ HVD_SPARSE_MULTIVERSION void OfferChunks(const float* difference, int64_t n, Can
 
 }  // namespace
 
-Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock,
-                   const Elements& elements) {
+Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock, const Elements& elements,
+                   uint32_t* counts, uint16_t* places) {
+  int64_t last = -1;
   for (int64_t j = 0; j < count; ++j) {
-    if (indices[j] < 0 || indices[j] >= elements.n) {
-      return Status::InvalidArgument("indices must be in [0, " + std::to_string(elements.n) + "), got " +
-                                     std::to_string(indices[j]));
+    if (indices[j] <= last || indices[j] >= elements.n) {
+      return Status::InvalidArgument("indices must ascend in [0, " + std::to_string(elements.n) + "), got " +
+                                     std::to_string(indices[j]) + " after " + std::to_string(last));
     }
+    last = indices[j];
   }
+  std::fill(counts, counts + BlockCount(elements.n), 0u);
   for (int64_t j = 0; j < count; ++j) {
+    if (j + kAhead < count) {
+      __builtin_prefetch(elements.parameters + indices[j + kAhead], 1);
+      if (elements.clocks) __builtin_prefetch(elements.clocks + indices[j + kAhead], 1);
+    }
     elements.parameters[indices[j]] -= values[j];
-    elements.clocks[indices[j]] = clock;
+    if (elements.clocks) elements.clocks[indices[j]] = clock;
+    places[j] = static_cast<uint16_t>(indices[j] % kBlock);
+    ++counts[indices[j] / kBlock];
   }
   return Status::Ok();
-}
-
-int64_t ChangedAfter(const uint32_t* clocks, int64_t n, uint32_t after, int64_t* indices) {
-  std::array<uint8_t, kSpan> above;
-  int64_t count = 0;
-  for (int64_t begin = 0; begin < n; begin += kSpan) {
-    const int64_t size = std::min(kSpan, n - begin);
-    CompareClocks(clocks + begin, size, after, above.data());
-    ForEachKept(above.data(), size, [&](int64_t i) { indices[count++] = begin + i; });
-  }
-  return count;
 }
 
 Status SelectTopKOfDifference(const float* minuend, const float* subtrahend, int64_t n, const SelectParams& params,

@@ -13,17 +13,15 @@ namespace hvd_sparse {
 // Elements of a server, and the time at which each changed last.
 struct Elements {
   float* parameters;
-  uint32_t* clocks;
+  uint32_t* clocks;  // may be null
   int64_t n;
 };
 
-// Subtracts values[j] from the parameter at indices[j] and sets its clock, for `count` of them. InvalidArgument, and
-// nothing is changed, if an index is none of [0, n).
-Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock,
-                   const Elements& elements);
-
-// Writes the ascending indices of the clocks that are above `after`; returns how many. Room for n.
-int64_t ChangedAfter(const uint32_t* clocks, int64_t n, uint32_t after, int64_t* indices);
+// Subtracts values[j] from the parameter at indices[j] and sets its clock, for `count` of them, which ascend. Writes
+// what changed as marks.h has it: counts[BlockCount(n)], places[count]. InvalidArgument, and nothing is changed, if
+// indices do not ascend in [0, n).
+Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock, const Elements& elements,
+                   uint32_t* counts, uint16_t* places);
 
 // SelectTopK of minuend[i] - subtrahend[i], in float32.
 Status SelectTopKOfDifference(const float* minuend, const float* subtrahend, int64_t n, const SelectParams& params,

@@ -51,19 +51,17 @@ int64_t EliasFanoSize(int64_t n, int64_t k) {
   return EliasFanoLowerSize(n, k) + Bytes(UpperBits(n, k, EliasFanoLowBits(n, k)));
 }
 
+EliasFanoWriter::EliasFanoWriter(int64_t n, int64_t k, uint8_t* out)
+    : low_(EliasFanoLowBits(n, k)), out_(out), upper_(out + EliasFanoLowerSize(n, k)) {}
+
+void EliasFanoWriter::Finish() {
+  for (; filled_ > 0; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
+}
+
 void EncodeEliasFano(const int64_t* indices, int64_t k, int64_t n, uint8_t* out) {
-  const int low = EliasFanoLowBits(n, k);
-  uint8_t* upper = out + EliasFanoLowerSize(n, k);
-  uint64_t pending = 0;  // low bits that do not fill a byte yet
-  int filled = 0;
-  for (int64_t j = 0; j < k; ++j) {
-    const auto index = static_cast<uint64_t>(indices[j]);
-    pending |= (index & ((uint64_t{1} << low) - 1)) << filled;
-    for (filled += low; filled >= 8; filled -= 8, pending >>= 8) *out++ = static_cast<uint8_t>(pending);
-    const int64_t position = static_cast<int64_t>(index >> low) + j;
-    upper[position / 8] |= static_cast<uint8_t>(1u << (position % 8));
-  }
-  if (filled > 0) *out = static_cast<uint8_t>(pending);
+  EliasFanoWriter writer(n, k, out);
+  for (int64_t j = 0; j < k; ++j) writer.Put(indices[j]);
+  writer.Finish();
 }
 
 Status DecodeEliasFano(const uint8_t* section, int64_t k, int64_t n, int64_t* indices) {

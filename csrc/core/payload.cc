@@ -5,8 +5,10 @@
 #include <string>
 
 #include "checksum.h"
+#include "elias_fano.h"
 #include "layout.h"
 #include "low_bit.h"
+#include "marks.h"
 #include "quantize.h"
 #include "run_length.h"
 
@@ -43,6 +45,14 @@ void WriteValues(const PayloadFormat& format, const void* values, uint8_t* out) 
     const uint16_t bits = format.dtype == DType::kFloat16 ? ToFloat16(wide[j]).bits : ToBFloat16(wide[j]).bits;
     std::memcpy(out + 2 * j, &bits, sizeof bits);
   }
+}
+
+// Header and checksum around positions and values.
+void Seal(const PayloadFormat& format, int64_t entries, int64_t size, uint8_t* payload) {
+  Header header = MakeHeader(format, entries);
+  std::memcpy(payload, &header, sizeof header);
+  header.checksum = Checksum(payload, size);
+  std::memcpy(payload, &header, sizeof header);
 }
 
 template <typename Number>
@@ -129,10 +139,50 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
   } else if (entries > 0) {
     WriteValues(format, values, payload + ValuesAt(format));
   }
-  Header header = MakeHeader(format, entries);
-  std::memcpy(payload, &header, sizeof header);
-  header.checksum = Checksum(payload, size);
-  std::memcpy(payload, &header, sizeof header);
+  Seal(format, entries, size, payload);
+  return Status::Ok();
+}
+
+Status PackMarked(const PayloadFormat& format, const float* values, const uint64_t* marks, uint8_t* payload) {
+  int64_t size;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  if (format.dtype != DType::kFloat32) return Status::InvalidArgument("marked values are packed as float32");
+  const int64_t marked = CountMarks(marks, MarkWords(format.n));
+  if (marked != format.k) {
+    return Status::InvalidArgument("k must be the number of marks, " + std::to_string(marked) + ", got " +
+                                   std::to_string(format.k));
+  }
+  const Coding coding = ResolveCoding(format.coding, format.n, format.k);
+  if (coding == Coding::kRunLength) {
+    std::vector<int64_t> indices;
+    std::vector<float> gathered;
+    ForEachMarked(marks, 0, format.n, [&](int64_t i) {
+      indices.push_back(i);
+      gathered.push_back(values[i]);
+    });
+    return Pack(format, indices.data(), gathered.data(), format.k, payload);
+  }
+  std::memset(payload, 0, static_cast<size_t>(ValuesAt(format)));
+  std::memset(payload + size - 8, 0, 8);  // padding is the end of these
+  uint8_t* out = payload + ValuesAt(format);
+  uint8_t* positions = payload + kPositionsAt;
+  const auto fetch = [&](int64_t i) { __builtin_prefetch(values + i); };
+  const auto put = [&](int64_t i) {
+    std::memcpy(out, values + i, sizeof(float));
+    out += sizeof(float);
+  };
+  if (coding == Coding::kEliasFano) {
+    EliasFanoWriter writer(format.n, format.k, positions);
+    ForEachMarkedAhead(marks, 0, format.n, fetch, [&](int64_t i) {
+      writer.Put(i);
+      put(i);
+    });
+    writer.Finish();
+  } else {
+    if (coding == Coding::kBitmap) std::memcpy(positions, marks, static_cast<size_t>(BitmapSize(format.n)));
+    ForEachMarkedAhead(marks, 0, format.n, fetch, put);
+  }
+  Seal(format, format.k, size, payload);
   return Status::Ok();
 }
 

@@ -1,8 +1,12 @@
 // Entries of several ranks merged, and the changes of a parameter server, as plain C functions on pointers, for
 // `hvd_sparse.native_changes`. Sizes and types of arrays are the caller's business, as in ops.cc.
 #include <algorithm>
+#include <iterator>
+#include <vector>
 
 #include "../core/changes.h"
+#include "../core/checksum.h"
+#include "../core/marks.h"
 #include "../core/merge.h"
 #include "report.h"
 
@@ -22,16 +26,61 @@ HVD_SPARSE_API int hvd_sparse_find_common(const int64_t* indices, int64_t count,
   return 0;
 }
 
-// parameters[n], clocks[n].
+// parameters[n]; clocks[n] or null; counts[BlockCount(n)] and places[count]: what changed.
 HVD_SPARSE_API int hvd_sparse_apply_update(const int64_t* indices, const float* values, int64_t count, uint32_t clock,
-                                           float* parameters, uint32_t* clocks, int64_t n, char* message) {
-  return Report(hvd_sparse::ApplyUpdate(indices, values, count, clock, {parameters, clocks, n}), message);
+                                           float* parameters, uint32_t* clocks, int64_t n, uint32_t* counts,
+                                           uint16_t* places, char* message) {
+  return Report(hvd_sparse::ApplyUpdate(indices, values, count, clock, {parameters, clocks, n}, counts, places),
+                message);
 }
 
-// indices: room for n; found: how many there are.
-HVD_SPARSE_API int hvd_sparse_changed_after(const uint32_t* clocks, int64_t n, uint32_t after, int64_t* indices,
-                                            int64_t* found, char* /*message*/) {
-  *found = hvd_sparse::ChangedAfter(clocks, n, after, indices);
+// counts and places: of each update, as apply_update wrote them; marks[(n + 63) / 64]; marked: how many there are.
+HVD_SPARSE_API int hvd_sparse_mark_updates(const uint32_t* const* counts, const uint16_t* const* places,
+                                           int64_t updates, int64_t n, uint64_t* marks, int64_t* marked,
+                                           char* message) {
+  std::vector<hvd_sparse::Changed> changed;
+  for (int64_t u = 0; u < updates; ++u) changed.push_back({counts[u], places[u]});
+  return Report(hvd_sparse::MarkUpdates(changed, n, marks, marked), message);
+}
+
+HVD_SPARSE_API int hvd_sparse_mark_changed_after(const uint32_t* clocks, int64_t n, uint32_t after, uint64_t* marks,
+                                                 int64_t* marked, char* /*message*/) {
+  *marked = hvd_sparse::MarkChangedAfter(clocks, n, after, marks);
+  return 0;
+}
+
+// values[form->n]; payload: as many bytes as `hvd_sparse.wire.payload_size` says.
+HVD_SPARSE_API int hvd_sparse_pack_marked(const HvdSparseForm* form, const float* values, const uint64_t* marks,
+                                          uint8_t* payload, char* message) {
+  return Report(hvd_sparse::PackMarked(hvd_sparse::FormatOf(*form), values, marks, payload), message);
+}
+
+// minuend and subtrahend: `end` elements; indices and values: room for k; info[4]: how many are selected, how many
+// reach the floor, the next floor, whether there was NaN.
+HVD_SPARSE_API int hvd_sparse_select_marked(const float* minuend, const float* subtrahend, int64_t begin, int64_t end,
+                                            int64_t k, uint64_t seed, double floor, uint64_t* marks, int64_t* indices,
+                                            float* values, double* info, char* message) {
+  hvd_sparse::MarkedSelection selected;
+  const hvd_sparse::Status status =
+      hvd_sparse::SelectMarked({minuend, subtrahend, begin, end}, k, seed, floor, marks, &selected);
+  if (!status.ok()) return Report(status, message);
+  std::copy(selected.indices.begin(), selected.indices.end(), indices);
+  std::copy(selected.values.begin(), selected.values.end(), values);
+  const double numbers[] = {static_cast<double>(selected.indices.size()), static_cast<double>(selected.reaching),
+                            selected.floor, selected.has_nan ? 1.0 : 0.0};
+  std::copy(std::begin(numbers), std::end(numbers), info);
+  return 0;
+}
+
+// minuend[n], subtrahend[n].
+HVD_SPARSE_API int hvd_sparse_add_marked(const int64_t* indices, const float* values, int64_t count,
+                                         const float* minuend, double floor, int64_t n, float* subtrahend,
+                                         uint64_t* marks, char* message) {
+  return Report(hvd_sparse::AddMarked(indices, values, count, minuend, floor, n, subtrahend, marks), message);
+}
+
+HVD_SPARSE_API int hvd_sparse_crc32(const uint8_t* data, int64_t size, uint32_t* crc, char* /*message*/) {
+  *crc = hvd_sparse::Crc32(data, static_cast<size_t>(size));
   return 0;
 }
 

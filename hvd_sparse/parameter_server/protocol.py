@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 
 MAGIC = 0x50445648  # the bytes "HVDP"
@@ -94,16 +95,26 @@ class Message(NamedTuple):
         return bytes(self.body).decode(errors="replace")
 
 
-def encode(message: Message) -> np.ndarray:
-    """Return the bytes of a message, uint8."""
-    body = message.body
-    numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k, body.size)
-    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, zlib.crc32(body))
-    encoded = np.empty(HEADER_BYTES + body.size, np.uint8)
+def frame(size: int) -> np.ndarray:
+    """Return the bytes of a message with a body of `size` bytes, uint8, for `seal`: nothing is written yet."""
+    return np.empty(HEADER_BYTES + size, np.uint8)
+
+
+def seal(encoded: np.ndarray, message: Message) -> np.ndarray:
+    """Write the header of a message before the body that is there, and return it; message.body does not count."""
+    numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k)
+    body = encoded[HEADER_BYTES:]
+    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, body.size, native.crc32(body))
     HEADER.pack_into(encoded, 0, *fields, 0)
     struct.pack_into("<I", encoded, HEADER_BYTES - 4, zlib.crc32(encoded[: HEADER_BYTES - 4]))
-    encoded[HEADER_BYTES:] = body
     return encoded
+
+
+def encode(message: Message) -> np.ndarray:
+    """Return the bytes of a message, uint8."""
+    encoded = frame(message.body.size)
+    encoded[HEADER_BYTES:] = message.body
+    return seal(encoded, message)
 
 
 def decode(data: np.ndarray) -> Message:
@@ -123,7 +134,7 @@ def decode(data: np.ndarray) -> Message:
     except ValueError as error:
         raise DamagedMessage(str(error)) from None
     body = data[HEADER_BYTES:]
-    if zlib.crc32(body) != body_check:
+    if native.crc32(body) != body_check:
         raise DamagedMessage(f"the checksum of the body of a {kind.name} does not match")
     return Message(kind, worker, incarnation, sequence, clock, k, reason, form, body)
 

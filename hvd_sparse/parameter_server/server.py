@@ -16,7 +16,7 @@ from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
-from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
+from hvd_sparse.parameter_server.updates import Update, segments_of, unpack
 
 Outgoing = list[tuple[int, np.ndarray]]
 
@@ -77,7 +77,7 @@ class Server:
         if method.is_mirrored:
             self._tracker = MirrorTracker(self.parameters, method, pieces, shard[0])
         else:
-            self._tracker = ChangeTracker(self.parameters)
+            self._tracker = ChangeTracker(self.parameters, method)
 
     @property
     def numel(self) -> int:
@@ -193,8 +193,7 @@ class Server:
         record.sequence, record.answer = message.sequence, None
         reply = self._reply(message)
         if self._tracker.form == protocol.Form.DIFFERENCES:
-            record.answer = protocol.encode(reply)
-            return record.answer
+            record.answer = reply
         return reply
 
     def _unpack(self, message: Message) -> Update:
@@ -206,11 +205,10 @@ class Server:
         self.clock += 1
         self._tracker.apply(update, self.clock)
 
-    def _reply(self, message: Message) -> Message:
-        update = self._tracker.difference(message.worker, message.clock)
-        k, body = pack(update, self.numel, self.method.coding, self.method.pull_values, self._segments)
+    def _reply(self, message: Message) -> np.ndarray:
+        k, encoded = self._tracker.answer(message.worker, message.clock)
         place = (message.worker, message.incarnation, message.sequence, self.clock, k)
-        return Message(Kind.REPLY, *place, form=self._tracker.form, body=body)
+        return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form))
 
     def _average(self, message: Message) -> None:
         """Move the buffers towards a worker's: by 1/N of the difference, N the workers that are here."""

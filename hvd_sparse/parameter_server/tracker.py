@@ -6,19 +6,21 @@ element's last change says whether the worker has it, one number for all workers
 itself. So every worker's parameters are the server's, bit for bit, and an answer may be sent twice.
 """
 
-import collections
-import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_sparse import native_changes
+from hvd_sparse.native_changes import TINIEST, make_marks
+from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.change_log import ChangeLog
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form
-from hvd_sparse.parameter_server.updates import Update, difference, groups_of, rounded, segments_of
+from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of
+from hvd_sparse.wire import payload_size
 
 NO_CLOCK = 2**32 - 1
-RECENT = 8  # the last updates are kept that have no more than 1/8 of the elements together
 
 
 class ChangeTracker:
@@ -26,18 +28,17 @@ class ChangeTracker:
 
     form = Form.VALUES
 
-    def __init__(self, parameters: np.ndarray):
-        self._parameters = parameters
+    def __init__(self, parameters: np.ndarray, method: Method):
+        self._parameters, self._coding = parameters, method.coding
         self._changed = np.zeros(parameters.size, np.uint32)
         self._all_changed = 0  # when all did: a dense update is not worth a pass over memory
-        self._recent: collections.deque[np.ndarray] = collections.deque()  # what the last updates changed, in order
-        self._noted = 0  # elements in these, and the clock of the last
-        self._last = 0
+        self._log = ChangeLog(parameters.size)
+        self._marks: np.ndarray | None = None  # scratch buffer, from the first sparse answer on
 
     @property
     def nbytes(self) -> int:
         """The bytes that tracking takes."""
-        return self._changed.nbytes + sum(indices.nbytes for indices in self._recent)
+        return self._changed.nbytes + self._log.nbytes + (0 if self._marks is None else self._marks.nbytes)
 
     def join(self, worker: int) -> None:
         """There is nothing to keep of a worker."""
@@ -52,35 +53,55 @@ class ChangeTracker:
         if update.indices is None:
             self._parameters -= update.values
             self._all_changed = clock
-            self._recent.clear()
-            self._noted = 0
+            self._log.clear(clock)
         else:
-            native_changes.apply_update(self._parameters, self._changed, update.indices, update.values, clock)
-            self._recent.append(update.indices)
-            self._noted += update.indices.size
-        self._last = clock
-        while self._noted * RECENT > self._parameters.size:
-            self._noted -= self._recent.popleft().size
+            changed = native_changes.apply_update(self._parameters, self._changed, update.indices, update.values, clock)
+            self._log.append(changed, clock)
 
-    def difference(self, worker: int, have: int) -> Update:
-        """Return the values of what changed after the clock `have`, all of them."""
-        if have < self._all_changed:
-            return Update(None, self._parameters)
-        missing = self._last - have
-        if missing <= len(self._recent):  # costs as much as these updates do, not as all elements
-            parts = list(itertools.islice(self._recent, len(self._recent) - missing, None))
-            counts = np.array([part.size for part in parts], np.int64)
-            indices = native_changes.unite(np.concatenate([np.empty(0, np.int64), *parts]), counts)
+    def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
+        """Return k and a frame with a payload: the values of what changed after the clock `have`, all of them."""
+        n = self._parameters.size
+        k = n if have < self._all_changed else self._mark(have)
+        if k == 0:
+            return 0, protocol.frame(0)
+        if k == n:
+            encoded = protocol.frame(4 * n)
+            encoded[protocol.HEADER_BYTES :] = self._parameters.view(np.uint8)
         else:
-            indices = native_changes.changed_after(self._changed, have)
-        return Update(indices, self._parameters[indices])
+            encoded = protocol.frame(payload_size(n, k, self._coding))
+            body = encoded[protocol.HEADER_BYTES :]
+            native_changes.pack_marked(self._marks, self._parameters, k, self._coding, body)
+        return k, encoded
+
+    def _mark(self, have: int) -> int:
+        """Mark what changed after a clock; return how many elements did."""
+        if self._marks is None:
+            self._marks = make_marks(self._parameters.size)
+        if not self._log.covers(have):
+            return native_changes.mark_changed_after(self._changed, have, self._marks)
+        self._marks.fill(0)
+        return self._log.mark(have, self._marks)
+
+
+@dataclass
+class Marking:
+    """Which elements may differ most from a worker's: in each group, those whose difference reaches its floor.
+
+    floors: of each group; None: nothing is known. marks: none until the first answer. clock: changes up to then are
+    marked.
+    """
+
+    floors: list[float | None]
+    clock: int
+    marks: np.ndarray | None = None
 
 
 class MirrorTracker:
     """Keeps for each worker what it has, w_k: answers are the largest differences, rounded to their wire type.
 
     M - v_k of the paper is the parameters minus w_k, and keeps what was not sent. A worker adds a difference as the
-    mirror does, in float32: both stay equal bit for bit.
+    mirror does, in float32: both stay equal bit for bit. Only marked elements are looked at: a pass over all is needed
+    where fewer than k of these reach their floor.
     """
 
     form = Form.DIFFERENCES
@@ -88,31 +109,114 @@ class MirrorTracker:
     def __init__(self, parameters: np.ndarray, method: Method, pieces: list[Piece], begin: int):
         self._parameters, self._method = parameters, method
         self._mirrors: dict[int, np.ndarray] = {}
+        self._markings: dict[int, Marking] = {}
         self._groups = groups_of(pieces, begin, method)
         self._density = method.pull_density or 1.0
         self._segments = segments_of(pieces, begin)
+        self._log, self._clock = ChangeLog(parameters.size), 0
 
     @property
     def nbytes(self) -> int:
         """The bytes that tracking takes."""
-        return sum(mirror.nbytes for mirror in self._mirrors.values())
+        marks = [marking.marks for marking in self._markings.values() if marking.marks is not None]
+        return sum(array.nbytes for array in [*self._mirrors.values(), *marks]) + self._log.nbytes
 
     def join(self, worker: int) -> None:
-        """A worker has been given all parameters."""
+        """A worker has been given all parameters: no difference reaches any floor, if they are numbers."""
         self._mirrors[worker] = self._parameters.copy()
+        floor = TINIEST if np.isfinite(self._parameters).all() else None
+        self._markings[worker] = Marking([floor] * len(self._groups), self._clock)
 
     def leave(self, worker: int) -> None:
         """Forget a worker."""
         self._mirrors.pop(worker, None)
+        self._markings.pop(worker, None)
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update from the parameters: changes show in these."""
-        self._parameters[update.at] -= update.values
+        """Subtract an update from the parameters, and note what changed."""
+        self._clock = clock
+        if update.indices is None:
+            self._parameters -= update.values
+            self._log.clear(clock)
+        else:
+            self._log.append(
+                native_changes.apply_update(self._parameters, None, update.indices, update.values, 0), clock
+            )
 
-    def difference(self, worker: int, have: int) -> Update:
+    def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
+        """Return k and a frame with a payload: the differences to send, which are taken as sent."""
+        update = self.difference(worker)
+        n, method = self._parameters.size, self._method
+        k, body = pack(update, n, method.coding, method.pull_values, self._segments)
+        encoded = protocol.frame(body.size)
+        encoded[protocol.HEADER_BYTES :] = body
+        return k, encoded
+
+    def difference(self, worker: int) -> Update:
         """Return the differences to send, and take them as sent."""
-        mirror = self._mirrors[worker]
-        chosen = difference(self._parameters, mirror, self._groups, self._density)
-        update = rounded(chosen, self._method, self._method.pull_values, self._segments)
-        mirror[update.at] += update.values
+        mirror, values = self._mirrors[worker], self._method.pull_values
+        if self._density >= 1.0:
+            update = rounded(Update(None, self._parameters - mirror), self._method, values, self._segments)
+            mirror[update.at] += update.values
+            return update
+        marks, floors = self._marked(worker), self._markings[worker].floors
+        found = [self._largest(worker, number) for number in range(len(self._groups))]
+        chosen = Update(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        update = rounded(chosen, self._method, values, self._segments)
+        for group, floor in zip(self._groups, floors, strict=True):
+            first, last = np.searchsorted(update.indices, (group.begin, group.end))
+            sent = (update.indices[first:last], update.values[first:last], floor or TINIEST)
+            native_changes.add_marked(mirror, self._parameters, marks, *sent)
         return update
+
+    def _marked(self, worker: int) -> np.ndarray:
+        """Mark what changed since the last answer to a worker; return its marks."""
+        marking = self._markings[worker]
+        if marking.marks is None:
+            marking.marks = make_marks(self._parameters.size)
+        if self._log.covers(marking.clock):
+            self._log.mark(marking.clock, marking.marks)
+        else:
+            marking.floors[:] = [None] * len(marking.floors)
+        marking.clock = self._clock
+        return marking.marks
+
+    def _largest(self, worker: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return indices, ascending, and values of a group's k largest differences; fewer where others are zero."""
+        group = self._groups[number]
+        k, floor = group.count(self._density), self._markings[worker].floors[number]
+        if k == group.end - group.begin:
+            part = slice(group.begin, group.end)
+            return np.arange(group.begin, group.end), self._parameters[part] - self._mirrors[worker][part]
+        if floor is not None:
+            found = self._select_marked(worker, number, k)
+            is_all = floor == TINIEST and not found.has_nan and self._method.pull_values == "float32"
+            if found.reaching >= k or is_all:  # zeros are not sent as float32
+                return group.begin + found.indices, found.values
+        return self._scan(worker, number, k)
+
+    def _scan(self, worker: int, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Do the same by a pass over the group, and mark twice as many for the answers to come."""
+        group, marking = self._groups[number], self._markings[worker]
+        parts = [vector[group.begin : group.end] for vector in (self._parameters, self._mirrors[worker])]
+        select, twice = native_changes.select_top_k_of_difference, min(2 * k, group.end - group.begin)
+        indices, values, (threshold, _) = select(*parts, twice, group.seed, 0.5 * (marking.floors[number] or 0.0))
+        above = np.abs(values) > threshold  # elsewhere there may be others that equal it
+        places = (group.begin + indices[above]).astype(np.uint64)
+        np.bitwise_or.at(marking.marks, places >> np.uint64(6), np.uint64(1) << (places & np.uint64(63)))
+        if np.count_nonzero(above) >= k:
+            marking.floors[number] = float(np.nextafter(np.float32(threshold), np.float32(np.inf)))
+            found = self._select_marked(worker, number, k)
+            return group.begin + found.indices, found.values
+        is_marked = threshold == 0.0 and all(np.isfinite(part).all() for part in parts)  # all that is not zero
+        marking.floors[number] = TINIEST if is_marked else None
+        indices, values, _ = select(*parts, k, group.seed, threshold)
+        return group.begin + indices, values
+
+    def _select_marked(self, worker: int, number: int, k: int) -> native_changes.Marked:
+        """Select among marked elements, and go on with the floor that this finds."""
+        group, marking = self._groups[number], self._markings[worker]
+        where = (self._parameters, self._mirrors[worker], marking.marks)
+        found = native_changes.select_marked(*where, k, (group.begin, group.end), group.seed, marking.floors[number])
+        marking.floors[number] = found.floor
+        return found

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse import native, native_changes
+from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
@@ -38,7 +38,7 @@ class Group:
     """Elements [begin, end) of a vector that share a selection, of k = round(density * n): a tensor, or several."""
 
     def __init__(self, begin: int, end: int, is_dense: bool, seed: int):
-        self.begin, self.end, self._is_dense, self._seed = begin, end, is_dense, seed
+        self.begin, self.end, self._is_dense, self.seed = begin, end, is_dense, seed
         self._hint = ThresholdHint()
 
     def count(self, density: float) -> int:
@@ -50,7 +50,7 @@ class Group:
         """Return the ascending indices of the k largest. select(k=, seed=, threshold_hint=): a native function."""
         if k == self.end - self.begin:
             return np.arange(self.begin, self.end)
-        indices, _, (threshold, passed), *_ = select(k=k, seed=self._seed, threshold_hint=self._hint.value(k))
+        indices, _, (threshold, passed), *_ = select(k=k, seed=self.seed, threshold_hint=self._hint.value(k))
         self._hint.update(k, threshold, int(passed))
         return self.begin + indices
 
@@ -67,26 +67,14 @@ def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
 
 def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarray | None:
     """Return the ascending indices of the largest of values, float32[n]; None: all."""
-    return _select(native.select_top_k, [values], groups, density)
-
-
-def difference(minuend: np.ndarray, subtrahend: np.ndarray, groups: list[Group], density: float) -> Update:
-    """Return the largest of minuend - subtrahend, float32[n] both, or all."""
-    indices = _select(native_changes.select_top_k_of_difference, [minuend, subtrahend], groups, density)
-    at = slice(None) if indices is None else indices
-    return Update(indices, minuend[at] - subtrahend[at])
-
-
-def _select(
-    function: Callable[..., tuple], vectors: list[np.ndarray], groups: list[Group], density: float
-) -> np.ndarray | None:
     if density >= 1.0:
         return None
-    found = []
-    for group in groups:
-        parts = [vector[group.begin : group.end] for vector in vectors]
-        found.append(group.select(group.count(density), partial(function, *parts)))
-    return np.concatenate(found)
+    return np.concatenate(
+        [
+            group.select(group.count(density), partial(native.select_top_k, values[group.begin : group.end]))
+            for group in groups
+        ]
+    )
 
 
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:

@@ -18,11 +18,8 @@ from hvd_sparse.reference.accumulation import (
 )
 from hvd_sparse.reference.changes import (
     add_entries,
-    apply_update,
-    changed_after,
     find_common,
     select_top_k_of_difference,
-    unite,
 )
 from hvd_sparse.reference.coding import (
     check_header,
@@ -45,6 +42,16 @@ from hvd_sparse.reference.low_bit import (
     encode_low_bit,
     group_of,
     quantize_low_bit,
+)
+from hvd_sparse.reference.marks import (
+    add_marked,
+    apply_update,
+    mark_changed_after,
+    mark_updates,
+    marked_indices,
+    marks_of,
+    pack_marked,
+    select_marked,
 )
 from hvd_sparse.reference.positions import (
     decode_bitmap,

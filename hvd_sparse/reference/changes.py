@@ -23,22 +23,6 @@ def find_common(indices, others) -> np.ndarray:
     return np.isin(indices, others)
 
 
-def unite(indices, counts) -> np.ndarray:
-    """Return each index that occurs, ascending."""
-    return add_entries(indices, np.zeros(len(indices), np.float32), counts)[0]
-
-
-def apply_update(parameters, clocks, indices, values, clock) -> None:
-    """Subtract values from parameters, and set the clocks, in place."""
-    parameters[indices] -= values
-    clocks[indices] = clock
-
-
-def changed_after(clocks, clock) -> np.ndarray:
-    """Return the indices of the clocks that are above a clock."""
-    return np.flatnonzero(clocks > clock)
-
-
 def select_top_k_of_difference(minuend, subtrahend, k, seed=0):
     """Do `select_top_k` of a difference in float32."""
     with np.errstate(all="ignore"):

@@ -1,14 +1,18 @@
 """hvd_sparse.native_changes against the NumPy twins on what Hypothesis draws; what it refuses."""
 
+import zlib
+
 import numpy as np
 import pytest
-from drawn import SIZES, counts, hints
+from drawn import SEEDS, SIZES, counts, hints
 from hypothesis import given
 from hypothesis import strategies as st
 from test_native import array, check_passed, ones, read_only, same
 from tiers import examples
 
-from hvd_sparse import native_changes, reference
+from hvd_sparse import native, native_changes, reference
+from hvd_sparse.native_changes import TINIEST, Changed, make_marks
+from hvd_sparse.wire import payload_size
 
 
 @given(st.data(), st.lists(st.integers(0, 40), max_size=6))
@@ -26,7 +30,6 @@ def test_add_entries_and_find_common(data, sizes):
         native_changes.add_entries(indices, values, np.array(sizes, np.int64)), expected, strict=True
     ):
         same(one, other)
-    same(native_changes.unite(indices, np.array(sizes, np.int64)), expected[0])
     for one in parts:
         same(native_changes.find_common(expected[0], one.astype(np.int64)), reference.find_common(expected[0], one))
         same(native_changes.find_common(one.astype(np.int64), expected[0]), np.ones(one.size, bool))
@@ -48,22 +51,76 @@ def test_select_top_k_of_difference(data, n, seed):
     check_passed(int(info[1]), np.where(np.isnan(magnitudes), 0.0, magnitudes), k, hint)
 
 
+def drawn_indices(data, n):
+    many = data.draw(st.one_of(st.just(0), counts(n)))
+    return np.sort(np.random.default_rng(data.draw(SEEDS)).choice(n, many, replace=False))
+
+
 @given(st.data(), SIZES)
 @examples(200)
-def test_apply_update_and_changed_after(data, n):
-    parameters, clocks = array(data, n), np.random.default_rng(n).integers(0, 9, n).astype(np.uint32)
-    chosen = np.sort(np.random.default_rng(n).choice(n, data.draw(counts(n)), replace=False))
-    values, clock = array(data, chosen.size), data.draw(st.integers(0, 2**32 - 1))
-    twins = parameters.copy(), clocks.copy()
-    with np.errstate(all="ignore"):
-        reference.apply_update(*twins, chosen, values, clock)
-    native_changes.apply_update(parameters, clocks, chosen, values, clock)
-    for found, expected in zip((parameters, clocks), twins, strict=True):
-        same(found, expected)
-    for after in (0, 3, clock, 2**32 - 1):
-        same(native_changes.changed_after(clocks, after), reference.changed_after(clocks, after))
+def test_updates_are_applied_and_marked(data, n):
+    parameters, clocks, twins, marks, updates = array(data, n), np.zeros(n, np.uint32), [], make_marks(n), []
+    twins, twin_marks = (parameters.copy(), clocks.copy()), marks.copy()
+    for _ in range(data.draw(st.integers(0, 4))):
+        indices, clock = drawn_indices(data, n), data.draw(st.integers(0, 2**32 - 1))
+        values = array(data, indices.size + 1)[:-1]
+        with np.errstate(all="ignore"):
+            expected = reference.apply_update(*twins, indices, values, clock)
+        updates.append(native_changes.apply_update(parameters, clocks, indices, values, clock))
+        for found, other in zip((parameters, clocks, *updates[-1]), (*twins, *expected), strict=True):
+            same(found, other)
+    assert native_changes.mark_updates(updates, n, marks) == reference.mark_updates(updates, n, twin_marks)
+    same(marks, twin_marks)
+    for after in (0, 3, 2**31, 2**32 - 1):
+        found = native_changes.mark_changed_after(clocks, after, marks)
+        assert found == reference.mark_changed_after(clocks, after, twin_marks)
+        same(marks, twin_marks)
 
 
+@given(st.data(), SIZES, st.sampled_from(["auto", "run_length", "elias_fano", "bitmap"]))
+@examples(200)
+def test_pack_marked(data, n, coding):
+    indices, values = drawn_indices(data, n), array(data, n)
+    if indices.size == 0:
+        return
+    marks, payload = reference.marks_of(indices, n), np.empty(payload_size(n, indices.size, coding), np.uint8)
+    native_changes.pack_marked(marks, values, indices.size, coding, payload)
+    same(payload, reference.pack_marked(marks, values, indices.size, coding))
+
+
+@given(st.data(), SIZES, st.integers(0, 2**64 - 1))
+@examples(100)
+def test_select_and_add_marked(data, n, seed):
+    """Also where fewer than k, or far more, reach the floor; where many have equal magnitudes; in a part."""
+    minuend, subtrahend = array(data, n), array(data, n)
+    begin = data.draw(st.integers(0, n - 1))
+    end = data.draw(st.integers(begin + 1, n))
+    k, indices = data.draw(counts(end - begin)), drawn_indices(data, n)
+    magnitude = data.draw(st.sampled_from([0.0, 1.0, 0.25, 3.0, float(abs(minuend[begin]))]))
+    floor = max(TINIEST, magnitude) if np.isfinite(magnitude) else 1.0
+    marks = reference.marks_of(indices, n)
+    twin_marks, twin_subtrahend = marks.copy(), subtrahend.copy()
+    expected = reference.select_marked(minuend, subtrahend, twin_marks, k, (begin, end), seed, floor)
+    found = native_changes.select_marked(minuend, subtrahend, marks, k, (begin, end), seed, floor)
+    same(found.indices, expected[0])
+    same(found.values, expected[1])
+    assert found[2:] == expected[2:]
+    same(marks, twin_marks)
+    reference.add_marked(twin_subtrahend, minuend, twin_marks, begin + expected[0], expected[1], floor)
+    native_changes.add_marked(subtrahend, minuend, marks, begin + found.indices, found.values, floor)
+    same(subtrahend, twin_subtrahend)
+    same(marks, twin_marks)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 63, 64, 65, 1000, 65_537])
+def test_crc32_is_that_of_zlib(size):
+    data = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    assert native.crc32(data) == zlib.crc32(data)
+
+
+MARKS = np.zeros(1, np.uint64)
+TOO_FAR = Changed(np.array([1], np.uint32), np.array([8], np.uint16))
+SHORT = Changed(np.array([2], np.uint32), np.array([1], np.uint16))
 CLOCKS = np.zeros(8, np.uint32)
 REFUSALS = [
     (native_changes.add_entries, (np.array([2, 1]), ones(2), np.array([2])), {}, "must ascend from 0, got 1 after 2"),
@@ -77,8 +134,6 @@ REFUSALS = [
         {},
         "others must be a contiguous array int64",
     ),
-    (native_changes.unite, (np.arange(2), np.array([3])), {}, "counts must add up"),
-    (native_changes.unite, (np.array([2, 2]), np.array([2])), {}, "must ascend from 0, got 2 after 2"),
     (
         native_changes.apply_update,
         (read_only(), CLOCKS, np.arange(2), ones(2), 1),
@@ -87,9 +142,21 @@ REFUSALS = [
     ),
     (native_changes.apply_update, (ones(), CLOCKS[:7], np.arange(2), ones(2), 1), {}, "clocks must have 8 elements"),
     (native_changes.apply_update, (ones(), CLOCKS, np.arange(2), ones(3), 1), {}, "values must have 2 elements, got 3"),
-    (native_changes.apply_update, (ones(), CLOCKS, np.array([8]), ones(1), 1), {}, r"must be in \[0, 8\), got 8"),
+    (native_changes.apply_update, (ones(), CLOCKS, np.array([8]), ones(1), 1), {}, r"must ascend in \[0, 8\), got 8"),
     (native_changes.apply_update, (ones(), CLOCKS, np.array([0, -1]), ones(2), 1), {}, r"in \[0, 8\), got -1"),
-    (native_changes.changed_after, (CLOCKS.astype(np.int64), 1), {}, "clocks must be a contiguous array uint32"),
+    (native_changes.apply_update, (ones(), CLOCKS, np.array([2, 2]), ones(2), 1), {}, "ascend .* got 2 after 2"),
+    (native_changes.mark_changed_after, (CLOCKS.astype(np.int64), 1, MARKS), {}, "clocks must be a contiguous array"),
+    (native_changes.mark_changed_after, (CLOCKS, 1, np.zeros(2, np.uint64)), {}, "marks must have 1 elements, got 2"),
+    (native_changes.mark_updates, ([TOO_FAR], 8, MARKS), {}, "places in the last block must be below 8, got 8"),
+    (native_changes.mark_updates, ([SHORT], 8, MARKS), {}, "places must have 2 elements, got 1"),
+    (native_changes.pack_marked, (MARKS, ones(), 1, "auto", np.zeros(40, np.uint8)), {}, "number of marks, 0, got 1"),
+    (native_changes.pack_marked, (MARKS, ones(), 1, "auto", np.zeros(9, np.uint8)), {}, "payload must have 40"),
+    (native_changes.select_marked, (ones(), ones(7), MARKS, 1), {}, "subtrahend must have 8 elements, got 7"),
+    (native_changes.select_marked, (ones(), ones(), MARKS, 1, (2, 9)), {}, r"part must lie in \[0, 8\), got"),
+    (native_changes.select_marked, (ones(), ones(), MARKS, 3, (2, 4)), {}, "k must be in"),
+    (native_changes.select_marked, (ones(), ones(), MARKS, 1, None, 0, -1.0), {}, "threshold must be"),
+    (native_changes.add_marked, (read_only(), ones(), MARKS, np.arange(2), ones(2)), {}, "subtrahend is changed in"),
+    (native_changes.add_marked, (ones(), ones(), MARKS, np.array([8]), ones(1)), {}, r"must be in \[0, 8\), got 8"),
     (native_changes.select_top_k_of_difference, (ones(), ones(7), 1), {}, "subtrahend must have 8 elements, got 7"),
     (native_changes.select_top_k_of_difference, (ones(), ones(), 9), {}, "k must be in"),
 ]
