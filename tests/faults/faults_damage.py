@@ -9,7 +9,7 @@ from scenario import ROOT, Found, Scenario
 
 FUZZER = ROOT / "build" / "faults-sanitize" / "tests" / "native" / "fuzz_payload_test"
 CORPUS = ROOT / "tests" / "native" / "corpus"
-CHUNK = 100_000  # mutations of one process
+CHUNK = 10_000  # mutations of one process
 MESSAGES = 20_000  # of one try
 
 

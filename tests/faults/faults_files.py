@@ -73,13 +73,14 @@ def carry_tensorflow(rank: int, number: int, folder: str) -> list[str]:
     """Do the same in TensorFlow."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
-    from tf_helpers import Reducer, make_variables, total
 
     from hvd_sparse.tensorflow import Compression
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     hvd.init()
+    from tf_helpers import Reducer, make_variables, total  # asks Horovod for its size
+
     sets = {n: hvd.add_process_set(list(range(n))) for n in range(1, MOST)} | {MOST: hvd.global_process_set}
     wrong = []
 

@@ -4,6 +4,7 @@ Each rank is a fork of this process that starts Horovod on Gloo, as `horovodrun 
 forks must not have used a framework yet, only imported it.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -48,7 +49,7 @@ class Job:
         lines = [
             f"rank {i}: status {one.status}, {one.error or one.result!r}"[:1500] for i, one in enumerate(self.ranks)
         ]
-        return "\n".join([*lines, *(one.output[-1500:] for one in self.ranks if one.status != 0)])
+        return "\n".join([*lines, *(one.output[-3000:] for one in self.ranks if one.status != 0)])
 
 
 def run(
@@ -136,6 +137,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_GLOO_IFACE": "lo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",  # ranks may wait long for a core
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }
 
@@ -156,10 +158,25 @@ def _work(function, rank: int, folder: Path) -> int:
     return 1 if "error" in found else 0
 
 
+def _has_time(began: float, limit: float, pids) -> bool:
+    """Return whether ranks have time left, where time that they wait for a core does not count."""
+    elapsed = time.monotonic() - began
+    return elapsed < limit or (elapsed < 10 * limit and elapsed - max(map(_starved, pids)) < limit)
+
+
+def _starved(pid: int) -> float:
+    """Return the seconds that the threads of a process were ready to run and had no core, those of the worst one."""
+    found = [0.0]
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            found.append(int(path.read_text().split()[1]) / 1e9)
+    return max(found)
+
+
 def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> Job:
     job = Job([Rank() for _ in pids], began)
     left = dict(enumerate(pids))
-    while left and time.monotonic() - began < limit:
+    while left and _has_time(began, limit, left.values()):
         for rank, pid in list(left.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -169,6 +186,9 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
         if watch is not None:
             watch(pids, time.monotonic() - began)
         time.sleep(0.005)
+    for pid in left.values():
+        os.kill(pid, signal.SIGABRT)  # it shows where it stands
+    time.sleep(1.0 if left else 0.0)
     for rank, pid in left.items():
         job.ranks[rank].seconds = time.monotonic() - began
         os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 import scenario  # noqa: E402
 
-FILES = ("files", "damage", "ranks")
+FILES = ("elastic", "ranks", "files", "numbers", "damage")
 
 
 def main() -> int:

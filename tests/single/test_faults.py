@@ -1,0 +1,21 @@
+"""The injector of `make test-faults`: its faults happen, and what ends a rank ends the others with an error."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "faults", "run.py")
+pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside a job")
+
+
+@pytest.mark.parametrize(
+    ("name", "tries"),
+    [("ends_torch", 3), ("killed_writer", 3), pytest.param("corrupted_torch", 2, marks=pytest.mark.exhaustive)],
+)
+def test_a_scenario(name, tries):
+    command = [sys.executable, RUN, name, "--tries", str(tries), "--dry"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{tries} tries, 0 failures" in done.stdout
