@@ -39,7 +39,7 @@ class TorchTrainer:
         """Return the reduced gradients of these; do not apply them."""
         self.optimizer.zero_grad()
         parts = [self.model[name] for name in values]
-        given = [self.torch.from_numpy(np.asarray(one)).to(self.dtype) for one in values.values()]
+        given = [self.torch.from_numpy(np.array(one)).to(self.dtype) for one in values.values()]
         self.torch.autograd.backward([one.view_as(one) for one in parts], given)
         self.optimizer.synchronize()
         return {name: self.model[name].grad.double().numpy() for name in values}

@@ -138,7 +138,7 @@ def disturb(framework: str, kinds: tuple[str, ...], seconds: float = 0.5, seed: 
     def run(found: Found, number: int) -> None:
         whole, fault = expected(framework), drawn(number, kinds, seconds, seed, phases)
         with tempfile.TemporaryDirectory() as folder:
-            job = forked.run(lambda rank: JOBS[framework](rank, fault, folder), RANKS, limit=90.0 + 2 * seconds)
+            job = forked.run(lambda rank: JOBS[framework](rank, fault, folder), RANKS, limit=40.0 + 2 * seconds)
             done = [notes(folder, rank) for rank in range(RANKS)]
         title = f"{framework}, {fault}: "
         if not found.check(not job.hung, title + "hung\n" + job.describe()):
