@@ -95,7 +95,7 @@ def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:
         "| | what happens | name | tries | failures | worst, s | minutes | |",
         "|---|---|---|---:|---:|---:|---:|---|",
     ]
-    for name, scenario in scenarios.items():
+    for name, scenario in sorted(scenarios.items(), key=lambda one: int(one[1].item)):
         if name in kept:
             one = kept[name]
             worst = f"{one.worst:.1f}" if one.worst else ""
