@@ -77,6 +77,7 @@ def keep(name: str, found: Found, adds: bool, path: Path = KEPT) -> Found:
             last.notes + [note for note in found.notes if note not in last.notes],
             last.seconds + found.seconds,
         )
+    found.failures = [failure.split("\n")[0] for failure in found.failures]  # what was printed has all of it
     kept[name] = asdict(found)
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     return found
