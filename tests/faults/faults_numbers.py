@@ -160,7 +160,7 @@ def refused(framework: str):
 
             base.__version__ = "9.9.9"
         trainer = TRAINERS[framework](**(settings if rank == who else {}))
-        trainer.hvd.barrier()
+        trainer.total([0.0])  # all ranks are here
         began = time.monotonic()
         try:
             trainer.reduce(gradients(0, rank))

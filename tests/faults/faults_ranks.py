@@ -55,46 +55,7 @@ def torch_job(rank: int, fault: dict | None, folder: str, steps: int = STEPS) ->
     return notes(folder, rank)
 
 
-def tensorflow_job(rank: int, fault: dict | None, folder: str, steps: int = STEPS) -> list[str]:
-    """Do the same in TensorFlow, whose phases but those between steps are in a graph: a fault there is at any time."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    from hvd_sparse.checkpoint import atomic_file
-    from hvd_sparse.tensorflow import Compression
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
-    injector = Injector(fault, rank)
-    model = {name: tf.Variable(tf.zeros([size]), name=name) for name, size in SIZES.items()}
-    compression = Compression.gradient_dropping(list(model.values()), **SETTINGS)
-
-    @tf.function
-    def train(values):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(model[name] * one) for name, one in values.items()])
-            tf.numpy_function(lambda: np.int32(injector.enter("backward") or 0), [], tf.int32)
-        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
-        for variable, gradient in zip(model.values(), tape.gradient(loss, list(model.values())), strict=True):
-            variable.assign_sub(gradient)
-        tf.numpy_function(lambda: np.int32(injector.enter("decompress") or 0), [], tf.int32)
-
-    for step in range(steps):
-        injector.begin(step)
-        injector.enter("compress")
-        train({name: tf.constant(one) for name, one in gradients(step, rank).items()})
-        note(folder, rank, [one.numpy() for one in model.values()])
-        if step % EVERY == 0:
-            injector.enter("checkpoint")
-            with atomic_file(f"{folder}/{rank}.npz") as file:
-                np.savez(
-                    file, **{name: one["residual"] for name, one in compression.state_dict()["memory"].items() if one}
-                )
-    hvd.shutdown()
-    return notes(folder, rank)
-
-
-JOBS = {"torch": torch_job, "tensorflow": tensorflow_job}
+JOBS = {"torch": torch_job}
 
 
 def note(folder: str, rank: int, arrays: list[np.ndarray]) -> None:
@@ -183,12 +144,6 @@ SCENARIOS = {
     "ends_torch": Scenario(
         "2", "a rank is killed, raises or leaves, in any of 8 phases, PyTorch", 300, disturb("torch", ENDS)
     ),
-    "ends_tensorflow": Scenario(
-        "2",
-        "the same, in 4 phases, TensorFlow",
-        100,
-        disturb("tensorflow", ENDS, phases=("compress", "backward", "decompress", "checkpoint")),
-    ),
     "delays_torch": Scenario(
         "2",
         "a rank is delayed or stopped for 0.5 s, in any phase, PyTorch",
@@ -202,6 +157,5 @@ SCENARIOS = {
         disturb("torch", ("corrupt",), seed=2),
     ),
     "stopped_5_torch": Scenario("3", "SIGSTOP of a rank for 5 s, PyTorch", 6, stopped("torch", 5.0)),
-    "stopped_5_tensorflow": Scenario("3", "SIGSTOP of a rank for 5 s, TensorFlow", 4, stopped("tensorflow", 5.0)),
     "stopped_60_torch": Scenario("3", "SIGSTOP of a rank for 60 s, PyTorch", 2, stopped("torch", 60.0)),
 }
