@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-boundaries results-hybrid results-network clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-boundaries results-hybrid results-network test-faults clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -74,6 +74,9 @@ sanitize-threads: setup  ## run what the core does on several threads under Thre
 
 fuzz: setup  ## give the payload decoder random bytes for a minute: libFuzzer where clang++ is, else mutations alone
 	@scripts/test.sh fuzz
+
+test-faults: setup  ## kill, stop, delay, corrupt, resize: what is lost, what hangs; table in benchmarks/results (an hour)
+	@$(RUN) python tests/faults/run.py
 
 coverage: setup  ## count the lines of the core that the native tests run
 	@scripts/test.sh coverage

@@ -6,9 +6,16 @@
 The thresholds are those that outlive a step and decide what is sent: of each parameter, or of the "model". A summed
 state has none: they are of one rank's residual, and start anew with another share of it. The same holds of the regions
 of a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
+
+Sums are made in float64 and rounded once, to float32: the same for any number of ranks and any order. The shares of
+such a sum add up to it exactly.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO
 
 import numpy as np
 
@@ -61,6 +68,65 @@ def check_state(
             f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "
             "state_dict(summed=True) instead, and every rank takes its share of it"
         )
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Open a file for writing that takes the place of `path` once it is complete: `with atomic_file(path) as file`.
+
+    A process that is killed at any time leaves the old file or the new one, never a part of either. The new file is
+    written next to the old one, under a name of its own that begins with a dot, and reaches the disk before it is
+    renamed. One that was killed leaves that file behind.
+
+    Args:
+        path: Of the file; its folder must exist.
+
+    Yields:
+        A binary file, for `torch.save(state, file)` or `numpy.savez(file, **arrays)`.
+
+    Raises:
+        OSError: The file cannot be written. `path` is what it was, as after any other error in the block.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    descriptor, partial = tempfile.mkstemp(prefix=f".{name}.", suffix=".partial", dir=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, _permissions(path))
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    entry = os.open(folder, os.O_RDONLY)  # the folder's own entry must reach the disk too
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
+
+
+def _permissions(path: str | os.PathLike) -> int:
+    """Return the mode of a file that is there, or that of a file that `open` would make."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def share_of(total: np.ndarray, place: int, count: int) -> np.ndarray:
+    """Return the share of one of `count` ranks of a sum, float32[n]; the shares add up to it exactly, in float64.
+
+    Each is a multiple of the last bit of its sum; the first rank takes what rounding leaves.
+    """
+    total = np.asarray(total, np.float32)
+    mantissa, exponent = np.frexp(total.astype(np.float64))
+    even = np.ldexp(np.rint(mantissa * 2.0**24 / count), exponent - 24).astype(np.float32)
+    if place > 0:
+        return even
+    return (total.astype(np.float64) - (count - 1.0) * even.astype(np.float64)).astype(np.float32)
 
 
 def on_host(saved) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
+from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule, make_schedule
 from hvd_sparse.wire import LEVELS, checked_integer
@@ -165,9 +166,10 @@ class Algorithm(abc.ABC):
         return {name: 0.0 for name, _ in parameters}
 
     def describe(self) -> list[str]:
-        """Return one line a setting, for the configuration check across ranks."""
+        """Return one line a setting, and the version, for the configuration check across ranks."""
         settings = [field.name for field in fields(self)]
-        return [f"method = {self.name}"] + [f"{name} = {getattr(self, name)!r}" for name in settings]
+        start = [f"hvd_sparse = {__version__}", f"method = {self.name}"]
+        return start + [f"{name} = {getattr(self, name)!r}" for name in settings]
 
 
 @dataclass(frozen=True, kw_only=True)

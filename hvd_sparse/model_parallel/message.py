@@ -4,7 +4,7 @@ A message is a header, a description and a body, little-endian:
 
     header 32: u32 magic "HVDM", u8 version, u8 kind, u16 flags, u32 step, u16 micro-batch, u16 micro-batches of
                the step, u32 rows of the micro-batch, u32 rows of the step, u32 bytes of the description,
-               u32 CRC-32 of header (this field taken as zero) and description
+               u32 CRC-32 of header (this field taken as zero), description and body
 
     FORWARD    to the next stage     activations: values, and masks
     BACKWARD   to the stage before   their gradients: values alone, for both ends have the masks; no description
@@ -36,7 +36,7 @@ from hvd_sparse.model_parallel import tree
 from hvd_sparse.wire import payload_size
 
 MAGIC = 0x4D445648  # the bytes "HVDM"
-VERSION = 1
+VERSION = 2  # 1 had no checksum over raw elements
 HEADER = struct.Struct("<IBBHIHHIIII")
 TENSOR = struct.Struct("<BBBBIQ")
 DTYPES = (
@@ -103,7 +103,9 @@ def encode(head: Head, structure=None, tensors: list[Tensor] = (), describe: boo
         description = struct.pack("<H", len(text)) + text + b"".join(map(_describe, tensors))
     fields = (MAGIC, VERSION, head.kind, head.flags, head.step, head.micro, head.micros, head.rows, head.total_rows)
     start = HEADER.pack(*fields, len(description), 0)
-    check = zlib.crc32(description, zlib.crc32(start))
+    check = zlib.crc32(start)
+    for part in (description, *bodies):
+        check = zlib.crc32(part, check)
     parts = [HEADER.pack(*fields, len(description), check), description, *bodies]
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
 
@@ -117,8 +119,8 @@ def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
         raise DamagedMessage("this is no message of a pipeline")
     description = bytes(data[HEADER.size : HEADER.size + size])
     zeroed = bytes(data[: HEADER.size - 4]) + bytes(4)
-    if zlib.crc32(description, zlib.crc32(zeroed)) != check:
-        raise DamagedMessage("the header's checksum does not match")
+    if zlib.crc32(data[HEADER.size :], zlib.crc32(zeroed)) != check:
+        raise DamagedMessage("the checksum does not match")
     if version != VERSION:
         raise DamagedMessage(f"version {version} of the protocol; this is version {VERSION}: install the same on all")
     if kind not in list(Kind):

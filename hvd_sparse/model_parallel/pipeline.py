@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
 from hvd_sparse.library import mpi
 from hvd_sparse.model_parallel import message, tree
@@ -78,7 +79,7 @@ class Pipeline(abc.ABC):
             self._make_boundaries()
         except (TypeError, ValueError) as caught:
             error = caught
-        settings = {"micro_batches": micro_batches, "schedule": schedule}
+        settings = {"hvd_sparse": __version__, "micro_batches": micro_batches, "schedule": schedule}
         self._channel.agree(error, settings)
         self._micro_batches, self._schedule, self._loss, self._reduction = micro_batches, schedule, loss, reduction
 

@@ -14,6 +14,7 @@ from hvd_sparse.parameter_server.transport import Endpoint
 from hvd_sparse.parameter_server.worker import Worker
 
 TICK = 0.25  # seconds between two looks at what is not a message
+PAUSE = 2 * TICK  # seconds between two looks, from which on this process was stopped, or busy
 
 
 def serve(
@@ -24,12 +25,16 @@ def serve(
     Raises TimeoutError when no worker is there, and some have not come within `timeout` seconds; RuntimeError when
     `failure` says that there was one on this rank.
     """
-    last = time.monotonic()
+    last = looked = time.monotonic()
     try:
         while not server.is_finished:
             if why := failure():
                 raise RuntimeError(why)
             item = end.receive(TICK)
+            before, looked = looked, time.monotonic()
+            if looked - before > PAUSE:  # what workers have said meanwhile is still to be read
+                server.excuse(looked - before)
+                last += looked - before
             for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
             if item is None:

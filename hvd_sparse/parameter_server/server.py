@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_sparse._version import __version__
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout
@@ -239,6 +240,11 @@ class Server:
         self._tracker.leave(worker)
         self.departures[worker] = why
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count time in which this server read no messages as silence of workers."""
+        for record in self._records.values():
+            record.seen += seconds
+
     def tick(self) -> list[int]:
         """Free the records of workers that have been silent for too long; return these workers."""
         if self._silence is None:
@@ -273,7 +279,7 @@ class Server:
 def introduction(layout: ParameterLayout, method: Method) -> list[str]:
     """Return one line for each thing that a worker and its servers must agree on."""
     model = [f"tensors = {len(layout.names)}", f"elements = {layout.numel}", f"layout = {layout.digest()}"]
-    return [*model, *method.describe()]
+    return [f"hvd_sparse = {__version__}", *model, *method.describe()]
 
 
 def differing(theirs: list[str], ours: list[str]) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.library import mpi
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
@@ -199,12 +200,12 @@ class Session:
         """Write the servers' parameters, the average of buffers, and settings to a file, for `connect(restore=)`.
 
         Args:
-            path: Of the file, in NumPy's .npz format.
+            path: Of the file, in NumPy's .npz format. Killed at any time, it holds the old model or the new one.
         """
         parameters, buffers = self.state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
         settings = {"method": self.method.describe(), "statistics": self.stats()}
-        with open(path, "wb") as file:
+        with atomic_file(path) as file:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
     def stats(self) -> dict:

@@ -7,18 +7,22 @@ and the graph's order does the waiting. Names come from the compressor's ordinal
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
+PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6) + 3  # of the sum that begins a step
+STARTING, LOADING = b"S", b"L"  # why a rank waits for all others between steps: to compare settings, to load a state
 
 
 class Exchange(Members):
@@ -115,21 +119,33 @@ class Exchange(Members):
         """
         reasons = [reason]
         if self.is_used() and not is_elastic() and (tf.executing_eagerly() or session is not None):
-            own = np.frombuffer(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES), np.uint8)
-            rows = in_time(lambda: self._gather_now("load", own[None], session))
-            reasons = [bytes(row).decode(errors="ignore").rstrip() for row in rows]
+            announced = Announcement(self) if session is None else None
+            rows = in_time(lambda: self._meet(LOADING, reason.encode()[:REASON_BYTES], session), announced)
+            reasons = [row.decode(errors="ignore").rstrip() for row in rows]
         if refusal(reasons):
             raise ValueError(refusal(reasons))
 
+    def _meet(self, why: bytes, content: bytes, session=None) -> list[bytes]:
+        """Gather REASON_BYTES of all ranks, which must all be here for the same reason; RuntimeError otherwise."""
+        own = np.frombuffer(why + content.ljust(REASON_BYTES), np.uint8)
+        rows = [bytes(row) for row in self._gather_now("between", own[None], session)]
+        loading = sum(row[:1] == LOADING for row in rows)
+        if 0 < loading < len(rows):
+            raise RuntimeError(ranks_apart(loading, len(rows)))
+        return [row[1:] for row in rows]
+
     def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
-        with contextlib.nullcontext() if session is None else session.graph.as_default():
-            gathered = self._gather(f"{self._prefix}.{name}", tf.constant(array))
-        return gathered.numpy() if session is None else session.run(gathered)
+        name = f"{self._prefix}.{name}"
+        if session is None:  # in a graph, too: Horovod's operations in eager code have no names of their own
+            return tf.function(lambda own: self._gather(name, own), autograph=False)(tf.constant(array)).numpy()
+        with session.graph.as_default():
+            gathered = self._gather(name, tf.constant(array))
+        return session.run(gathered)
 
     def _compare(self, lines: list[str]) -> None:
         if not tf.executing_eagerly():
             return
-        digests = self._gather_bytes("agree.digest", digest(lines))
+        digests = self._meet(STARTING, digest(lines))
         if all(one == digests[0] for one in digests):
             return
         texts = self._gather_bytes("agree.text", "\n".join(lines).encode())
@@ -147,8 +163,34 @@ class Exchange(Members):
         return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def in_time(function: Callable):
+class Announcement:
+    """Tells the other ranks that this one waits for them between two steps: see `hvd_sparse.announcement`."""
+
+    def __init__(self, exchange: Exchange):
+        own = tf.constant([BETWEEN_STEPS] + [0.0] * (PRESENCE_NUMBERS - 1), tf.float64)
+        self._exchange, self._sums = exchange, None
+        self._thread = threading.Thread(target=self._announce, args=(own,), daemon=True)
+        self._thread.start()
+
+    def _announce(self, own: tf.Tensor) -> None:
+        announce = tf.function(lambda own: self._exchange.allreduce("present", own), autograph=False)  # as in a step
+        with contextlib.suppress(tf.errors.OpError):  # Horovod ends, and nobody waits for this any more
+            self._sums = announce(own).numpy()
+
+    def check(self) -> None:
+        """Raise RuntimeError if it has met ranks that are in a step."""
+        if self._sums is not None:
+            refuse_apart(float(self._sums[0]), self._exchange.size())
+
+    def end(self) -> None:
+        """Wait until all ranks have announced the same, so that the name is free."""
+        self._thread.join()
+
+
+def in_time(function: Callable, announced: Announcement | None = None):
     """Return what a function returns that waits for all ranks; RuntimeError if they have not answered after so long.
+
+    announced: says whether they are in a step instead.
 
     In a thread of its own: that is outside the graph that is traced here, and can be given up.
     """
@@ -163,11 +205,17 @@ def in_time(function: Callable):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(AGREE_SECONDS)
+    deadline = time.monotonic() + AGREE_SECONDS
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(0.05 if announced else AGREE_SECONDS)
+        if announced and thread.is_alive():
+            announced.check()
     if thread.is_alive():
         raise RuntimeError(check_failed(AGREE_SECONDS))
     if failures:
         raise failures[0]
+    if announced:
+        announced.end()
     return results[0]
 
 

@@ -64,7 +64,7 @@ class Hosts:
             raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
         sets, rank = process_sets_of(hvd, hierarchy), exchange.rank()
         self._number, self._size = hierarchy.shard_of(rank), hierarchy.shards
-        self.count = len(hierarchy.hosts)
+        self.count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))
         self.host = Exchange(sets[hierarchy.host_of(rank)])
         self.column = Exchange(sets[hierarchy.columns[self._number]])
         least, rows = max(algorithm.min_numel, hierarchy.shards), {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused
+from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 
 
@@ -19,7 +19,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
         buffers = [
-            exchange.allreduce(f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
+            _sum(exchange, f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
             for (name, kind), buffer in zip(keys, buffers, strict=True)
         ]
     step, *values = evaluate([compressor.step, *compressor.thresholds, *buffers], session)
@@ -44,12 +44,12 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     for name, memory in feedback.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
-            value, share = np.zeros(memory.size), 1.0 / exchange.size() if summed else 1.0
+            value, place, count = np.zeros(memory.size), exchange.rank(), exchange.size()
             if kind in saved:
                 value = on_host(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
-                value, share = value[slice(*hosts.place(name))], 1.0 / hosts.count
-            changes.append(buffer.assign(value.astype(np.float32) * np.float32(share)))
+                value, place, count = value[slice(*hosts.place(name))], hosts.host_number, hosts.count
+            changes.append(buffer.assign(share_of(value, place, count) if summed else value.astype(np.float32)))
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():
@@ -59,6 +59,11 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     sizes = {name: memory.size for name, memory in feedback.items()}
     compressor.regions.clear()
     compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
+
+
+def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
+    """Return the sum over all ranks, made in float64 and rounded once."""
+    return tf.cast(exchange.allreduce(name, tf.cast(buffer, tf.float64)), tf.float32)
 
 
 def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:

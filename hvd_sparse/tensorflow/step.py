@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
@@ -29,7 +30,7 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
-from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.exchange import PRESENCE_NUMBERS, Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.units import Units
@@ -206,14 +207,12 @@ class Step:
         numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
         told = self.codec.told(now)
-        if told is not None:
-            own = tf.concat([own, told], 0)
+        own = tf.concat([own, tf.zeros([3], tf.float64) if told is None else told], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()
-        sums = self.exchange.allreduce(f"present{now.suffix}", own)
+        sums, rest = tf.split(self.exchange.allreduce(f"present{now.suffix}", own), [PRESENCE_NUMBERS - 3, 3])
         if told is not None:
-            due, known, known_squares = tf.unstack(sums[-3:])
-            sums = sums[:-3]
+            due, known, known_squares = tf.unstack(rest)
             now.agrees = (due > 0.0) | tf.not_equal(tf.square(known), known_squares * ranks)  # `must_agree`
         total, squares = tf.split(sums[1:], 2)
         equal = tf.equal(tf.square(total), squares * ranks)
@@ -222,7 +221,10 @@ class Step:
         apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
         other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
         scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
-        with tf.control_dependencies([tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])]):
+        loading = tf.debugging.Assert(sums[0] < BETWEEN_STEPS, ["hvd_sparse: some", RANKS_APART])
+        with tf.control_dependencies([loading]):
+            everyone = tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])
+        with tf.control_dependencies([everyone]):
             checks = [
                 tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
                 tf.debugging.Assert(scales_equal & (loss_scale > 0.0), [scaled, loss_scale, total[1] / ranks]),

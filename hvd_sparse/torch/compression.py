@@ -70,6 +70,7 @@ class SparseCompressor:
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._under_way = self._finished = self._overflowed = False
         self._agreed_in: object | None = None  # the incarnation of Horovod in which all ranks had the same settings
+        self._reset_in: object | None = None  # the incarnation in which `reset` forgot that they had
         self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         _compressors.add(self)
         self._start_check()
@@ -217,7 +218,7 @@ class SparseCompressor:
             self._traffic.restart()
             self._drop()
             self._step.forget()
-            self._agreed_in = None
+            self._reset_in, self._agreed_in = self._agreed_in or self._reset_in, None
 
     def _agree(self) -> None:
         """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
@@ -238,7 +239,12 @@ class SparseCompressor:
                 "hvd_sparse: hvd.init() was called again, without hvd.shutdown(), while ranks compared the settings of "
                 "this compression, and Horovod lost the answer. Call it once, before compressions are built"
             )
-        gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
+        if self._reset_in is now:
+            self._exchange.announce()
+            gathered = self._exchange.wait_between_steps(pending, exchange.AGREE_SECONDS)
+        else:
+            gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
+        self._reset_in = None
         if self._agreed_in is not None:
             self._drop()
             self._step.forget()

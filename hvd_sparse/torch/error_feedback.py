@@ -36,7 +36,8 @@ class Kept(NamedTuple):
     buffers: tuple[str, ...]  # their names
     n: int  # elements of a buffer in the state
     begin: int  # where this rank's part of them begins
-    share: float  # of this rank, of a sum over all
+    place: int  # of this rank, among those that share a sum
+    count: int  # of them
 
 
 class ErrorFeedback:

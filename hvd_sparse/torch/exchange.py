@@ -11,6 +11,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_sparse.announcement import BETWEEN_STEPS, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
@@ -20,6 +21,7 @@ from hvd_sparse.traffic import Traffic
 AGREE_SECONDS = 600
 SMALL_BYTES = 1 << 14  # of all ranks' messages of a step: they take less time than the wait for one more collective
 STEP_BYTES = 8  # of a step number in the configuration check
+MOST_TOLD = 3  # numbers in the sum that begins a step, besides the first: always as many, so that all ranks' match
 
 
 def incarnation() -> object:
@@ -65,6 +67,7 @@ class Exchange(Members):
     def __init__(self, process_set, traffic: Traffic):
         super().__init__(hvd, process_set, "hvd_sparse")
         self.traffic = traffic
+        self._announced: Pending | None = None  # that this rank waits for the others between two steps
 
     def is_alone(self) -> bool:
         """Return whether Horovod runs, with a single rank, and is not elastic."""
@@ -180,6 +183,30 @@ class Exchange(Members):
         texts = Pending(self._gather(f"{self._prefix}.agree.text", text)).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
+    def announce(self) -> None:
+        """Tell the other ranks that this one waits for them between two steps."""
+        if self._announced is None:
+            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_TOLD], dtype=torch.float64)
+            self._announced = self.allreduce("present", own)
+
+    def end_announcement(self) -> None:
+        """Wait for an announcement that was given up: its name must be free. RuntimeError if it met a step."""
+        if self._announced is not None:
+            announced, self._announced = self._announced, None
+            refuse_apart(float(announced.wait()[0]), self.size())
+
+    def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
+        """Return the result of a collective of all ranks; RuntimeError if one of them is in a step instead, or late."""
+        deadline = monotonic() + seconds
+        while not (pending.is_done() and self._announced.is_done()):
+            if self._announced.is_done():
+                refuse_apart(float(self._announced.wait()[0]), self.size())
+            if monotonic() > deadline:
+                raise RuntimeError(check_failed(seconds))
+            sleep(0.0005)
+        self.end_announcement()
+        return pending.wait()
+
     def refuse_together(self, reason: str) -> None:
         """Raise ValueError on every rank if any of them has a reason not to load its state.
 
@@ -189,8 +216,8 @@ class Exchange(Members):
         if self.can_start() and not is_elastic():
             text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES)
             gathered = self.allgather("load", torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            gathered.wait_at_most(AGREE_SECONDS)
-            rows = gathered.wait().view(-1, REASON_BYTES).tolist()
+            self.announce()
+            rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
             reasons = [bytes(row).decode(errors="ignore").rstrip() for row in rows]
         if refusal(reasons):
             raise ValueError(refusal(reasons))

@@ -74,17 +74,20 @@ class HierarchicalStep:
     def kept(self, summed: bool) -> dict[str, Kept]:
         """Return what a state has of each parameter: of this rank's shard, or summed over all ranks of the whole."""
         self.lay_out()
-        ranks, hosts = self.exchange.size(), len(self.hierarchy.hosts)
-        found = {name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, 1 / ranks) for name, one in self.small.items()}
+        rank, ranks = self.exchange.rank(), self.exchange.size()
+        host, hosts = self.hierarchy.hosts.index(self.hierarchy.host_of(rank)), len(self.hierarchy.hosts)
+        found = {
+            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, rank, ranks) for name, one in self.small.items()
+        }
         shards = {} if self.inner is None else self.inner.feedback
         if not summed:
             return found | {
-                name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, 1 / hosts) for name, one in shards.items()
+                name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, host, hosts) for name, one in shards.items()
             }
         buffers = make_error_feedback(self.algorithm, torch.empty(0), self.device).BUFFERS
         for name, cut in self.cuts.items():
             begin = 0 if self._shard is None else int(cut[self._shard])
-            found[name] = Kept(shards.get(name), buffers, int(cut[-1]), begin, 1 / hosts)
+            found[name] = Kept(shards.get(name), buffers, int(cut[-1]), begin, host, hosts)
         return found
 
     def lay_out(self) -> None:

@@ -3,24 +3,26 @@
 An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for ever: it
 must not be submitted before it is known that all ranks take part. A sum of ones tells; it is there before a bucket
 fills, but in the smallest of models.
+
+A rank that waits for the others between two steps announces that in the same sum: `hvd_sparse.announcement`.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.torch.exchange import Exchange, Pending
-
-MOST_RANKS = 4096  # a multiple of it in the sum: somewhere a parameter is frozen
+from hvd_sparse.announcement import BETWEEN_STEPS, MOST_RANKS, ranks_apart
+from hvd_sparse.torch.exchange import MOST_TOLD, Exchange, Pending
 
 
 class Presence:
     """What the ranks tell each other when a step begins."""
 
     def __init__(self, exchange: Exchange, freezes: bool, told: Sequence[float] = ()):
-        own = torch.tensor([1.0 + MOST_RANKS * freezes, *told], dtype=torch.float64 if told else torch.float32)
-        self.bytes = own.nbytes
-        self.pending: Pending = exchange.allreduce("present", own)
+        exchange.end_announcement()
+        own = [1.0 + MOST_RANKS * freezes, *told, *[0.0] * (MOST_TOLD - len(told))]
+        self.bytes = 8 * len(own)
+        self.pending: Pending = exchange.allreduce("present", torch.tensor(own, dtype=torch.float64))
 
     def is_known(self) -> bool:
         """Return whether all ranks have answered."""
@@ -31,12 +33,18 @@ class Presence:
         return self.pending.wait()[1:].tolist()
 
     def anywhere_frozen(self) -> bool:
-        """Return whether any rank has a parameter that does not train at present; waits for the ranks."""
-        return int(self.pending.wait()[0]) >= MOST_RANKS
+        """Return whether any rank has a parameter that does not train at present; waits for the ranks.
+
+        A multiple of MOST_RANKS in the sum says so.
+        """
+        return self.pending.wait()[0] % BETWEEN_STEPS >= MOST_RANKS
 
     def check(self, ranks: int) -> None:
         """Wait for the ranks; RuntimeError on those that take part unless all of them do."""
-        present = int(self.pending.wait()[0]) % MOST_RANKS
+        total = int(self.pending.wait()[0])
+        if total >= BETWEEN_STEPS:
+            raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), ranks))
+        present = total % MOST_RANKS
         if present < ranks:
             raise RuntimeError(
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "

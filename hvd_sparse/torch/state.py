@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import VERSION, check_state, refused
+from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import Kept
 from hvd_sparse.torch.exchange import Exchange
@@ -14,13 +14,9 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     """Return a state as `hvd_sparse.checkpoint` has it; collective if summed."""
     memory = {name: _copies(kept, every=summed) for name, kept in sorted(step.kept(summed).items())}
     if summed:
-        sums = [
-            exchange.allreduce(f"state.{name}.{kind}", buffer)
-            for name, buffers in memory.items()
-            for kind, buffer in buffers.items()
-        ]
-        for pending in sums:
-            pending.wait()
+        for name, buffers in memory.items():
+            for kind, buffer in buffers.items():
+                buffer.copy_(exchange.allreduce(f"state.{name}.{kind}", buffer.double()).wait())
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
@@ -46,7 +42,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     exchange.refuse_together(refused(lambda: _check(step, state, exchange.size())))
     for name, kept in step.kept(state["summed"]).items():
         if kept.feedback is not None:
-            _fill(kept, state["memory"][name], kept.share if state["summed"] else 1.0)
+            _fill(kept, state["memory"][name], state["summed"])
     step.restart()
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())
@@ -55,14 +51,15 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     return state["step"]
 
 
-def _fill(kept: Kept, saved: dict[str, torch.Tensor], share: float) -> None:
-    """Set the buffers to this rank's part of what was saved, times a share."""
+def _fill(kept: Kept, saved: dict[str, torch.Tensor], summed: bool) -> None:
+    """Set the buffers to this rank's part of what was saved, or to its share of a sum."""
     feedback = kept.feedback
     size = feedback.parameter.numel()
     for kind in feedback.BUFFERS:
         part = torch.as_tensor(saved[kind]).narrow(0, kept.begin, size) if kind in saved else None
         if part is not None and (kind in feedback.buffers or bool(part.any())):
-            feedback.buffer(kind).copy_(part).mul_(share)
+            own = torch.from_numpy(share_of(on_host(part), kept.place, kept.count)) if summed else part
+            feedback.buffer(kind).copy_(own)
         elif kind in feedback.buffers:
             feedback.buffers[kind].zero_()
 

@@ -86,9 +86,10 @@ class Step:
 
     def kept(self, summed: bool) -> dict[str, Kept]:
         """Return what a state has of each parameter; `summed` makes no difference: every rank has all of each."""
-        share = 1 / self.exchange.size()
+        place, count = self.exchange.rank(), self.exchange.size()
         return {
-            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, share) for name, one in sorted(self.feedback.items())
+            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, place, count)
+            for name, one in sorted(self.feedback.items())
         }
 
     def forget(self) -> None:

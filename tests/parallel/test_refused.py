@@ -1,5 +1,6 @@
 """What cannot work is refused with a clear error, on every rank, and nobody is left waiting."""
 
+import time
 import warnings
 
 import horovod.torch as hvd
@@ -9,6 +10,7 @@ import torch
 from gradients import SCOPES, SHAPES, draw
 from helpers import alone_as_elastic, assert_alive, backward, distributed, drive, make_parameters, step
 
+from hvd_sparse.algorithms import base
 from hvd_sparse.torch import Compression, exchange
 
 several = pytest.mark.skipif(hvd.size() < 2, reason="ranks can only differ where there are two of them")
@@ -85,6 +87,15 @@ def test_settings_that_differ_between_ranks(what):
 
 
 @several
+def test_versions_that_differ_between_ranks(monkeypatch):
+    parameters = make_parameters()
+    if hvd.rank() == LAST:
+        monkeypatch.setattr(base, "__version__", "9.8.7")
+    compression = Compression.gradient_dropping(parameters.items())
+    refuse_to_differ(compression, parameters, SHAPES, "hvd_sparse = 9.8.7")
+
+
+@several
 def test_methods_that_differ_between_ranks():
     parameters = make_parameters()
     make = Compression.dgc if hvd.rank() == LAST else Compression.gradient_dropping
@@ -148,6 +159,41 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
     with pytest.raises(RuntimeError, match=r"at step (8|3).*state on every rank"):
         drive(compression, parameters, draw(shapes, 3, hvd.rank()))
     assert_alive()
+
+
+@several
+@pytest.mark.parametrize("call", ["load_state_dict", "reset"])
+def test_a_rank_alone_between_two_steps_meets_the_others(call):
+    """It raises at once, where it would wait for the others; these do once Horovod has reduced their tokens."""
+    shapes = {"weight": (600,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.gradient_dropping(parameters.items(), min_numel=100)
+    for t in range(2):
+        drive(compression, parameters, draw(shapes, t, hvd.rank()))
+    state = compression.state_dict()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"1 of {hvd.size()} ranks called load_state_dict\(\) or reset\(\)"):
+        if hvd.rank() == LAST and call == "load_state_dict":
+            compression.load_state_dict(state)
+        elif hvd.rank() == LAST:
+            compression.reset()
+        parameters["weight"].grad = torch.ones(600)
+        compression.decompress(*compression.compress(parameters["weight"].grad))
+    assert time.monotonic() - began < exchange.AGREE_SECONDS / 10
+    assert_alive()
+
+
+@several
+def test_all_ranks_reset_and_load_at_once():
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), min_numel=100)
+    state = compression.state_dict()
+    for t in range(3):
+        drive(compression, parameters, draw(SHAPES, t, hvd.rank()))
+        compression.reset()
+        compression.load_state_dict(state)
+    drive(compression, parameters, draw(SHAPES, 3, hvd.rank()))
+    assert compression.state_dict()["step"] == 1
 
 
 @pytest.mark.rank_counts

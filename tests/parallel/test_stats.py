@@ -11,7 +11,7 @@ from hvd_sparse.torch import Compression
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 K = {"big": 60, "middle": 20}  # density 0.01
-TOKEN, VOTE, PRESENCE = 8, 48, 4  # of a tensor; of a step; of a step
+TOKEN, VOTE, PRESENCE = 8, 48, 32  # of a tensor; of a step; of a step
 
 
 def payload_by_hand(n, k, item):

@@ -1,5 +1,6 @@
 """What cannot work is refused with a clear error, on every rank, and nobody is left waiting."""
 
+import time
 import warnings
 
 import horovod.tensorflow as hvd
@@ -127,6 +128,7 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
     assert_alive()
     if hvd.rank() != 0:
         reduce.compression.load_state_dict(state)
+    assert_alive()  # rank 0 has been heard, too
     refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step; load the state on every rank")
     reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 8})
     reduce(draw(SHAPES, 1, hvd.rank()))
@@ -214,3 +216,25 @@ def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
         Compression.gradient_dropping([tf.Variable(tf.zeros([3]))])
     messages = [str(warning.message) for warning in caught if "momentum" in str(warning.message)]
     assert len(messages) == (hvd.size() == 1), messages
+
+
+@several
+@pytest.mark.parametrize("when", ["in training", "before the first step"])
+def test_a_rank_that_loads_alone_meets_the_others(when):
+    """All of them raise at once, where each would wait for the other.
+
+    The last test here: it leaves a collective behind, which would meet a rank in hvd.join().
+    """
+    reduce = make()
+    if when == "in training":
+        reduce(draw(SHAPES, 0, hvd.rank()))
+    began = time.monotonic()
+    with pytest.raises(
+        (RuntimeError, tf.errors.InvalidArgumentError), match=r"called load_state_dict\(\) or reset\(\)"
+    ):
+        if hvd.rank() == 0:
+            reduce.compression.load_state_dict(reduce.compression.state_dict())
+        else:
+            reduce(draw(SHAPES, 1, hvd.rank()))
+    assert time.monotonic() - began < exchange.AGREE_SECONDS / 10
+    assert_alive()

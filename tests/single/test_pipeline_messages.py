@@ -182,11 +182,25 @@ def test_next_to_nothing_is_sent_as_a_bitmap_and_comes_back(kept):
         assert body.size < 32 + 3000 // 8
 
 
+@pytest.mark.parametrize("describe", [True, False])
+def test_any_flipped_bit_is_damage(describe):
+    """Also of tensors that are sent whole, whose bytes have no checksum of their own."""
+    likes = [masked((4, 6), 3), Tensor(np.arange(6, dtype=np.float32), "float32", None, True)]
+    kind = Kind.FORWARD if describe else Kind.BACKWARD
+    encoded = message.encode(Head(kind, 1, 0, 1, 4, 4), [0, 1] if describe else None, likes, describe)
+    assert np.array_equal(message.decode_head(encoded)[2][-24:].view(np.float32), likes[1].array)
+    for bit in range(8 * encoded.size):
+        harmed = encoded.copy()
+        harmed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedMessage):
+            message.decode_head(harmed)
+
+
 def test_a_checksum_that_is_right_proves_nothing():
     """Who sends hostile bytes gets the checksum right too."""
     text = description([(2**30, 2**30)])
     fields = (message.MAGIC, message.VERSION, Kind.FORWARD, 0, 1, 0, 1, 4, 4, len(text))
-    check = zlib.crc32(text, zlib.crc32(message.HEADER.pack(*fields, 0)))
+    check = zlib.crc32(text + bytes(48), zlib.crc32(message.HEADER.pack(*fields, 0)))
     data = np.frombuffer(message.HEADER.pack(*fields, check) + text + bytes(48), np.uint8)
     _, found, body = message.decode_head(data)
     assert decoded_within_bounds(found, body) is None

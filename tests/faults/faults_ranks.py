@@ -1,0 +1,161 @@
+"""Faults in a rank of a synchronous job of three: killed, stopped, delayed, failing, leaving, payloads corrupted."""
+
+import hashlib
+import re
+import tempfile
+from pathlib import Path
+
+import forked
+import numpy as np
+from injector import Injector
+from scenario import Found, Scenario
+
+RANKS, STEPS, EVERY = 3, 8, 3  # a checkpoint every so many steps
+SIZES = {"weight": 3000, "bias": 50}
+PHASES = ("backward", "compress", "select", "exchange", "wait", "decompress", "checkpoint", "file")
+SETTINGS = {"density": 0.01, "min_numel": 100, "dense_fallback": None}
+ENDS = ("kill", "raise", "leave")  # the job, too
+SUBMISSION = re.compile(r"Current thread .*\n.*horovod/torch/mpi_ops.py.* in _all\w+_async")
+_expected: dict = {}
+
+
+def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    """Return small whole numbers, float32: sums are exact."""
+    draw = np.random.default_rng([step, rank])
+    return {name: draw.integers(-2, 3, size).astype(np.float32) for name, size in SIZES.items()}
+
+
+def torch_job(rank: int, fault: dict | None, folder: str, steps: int = STEPS) -> list[str]:
+    """Train; write down a digest of the parameters after each step, and when the fault is to happen."""
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_sparse.checkpoint import atomic_file
+    from hvd_sparse.torch import Compression
+
+    torch.set_num_threads(1)
+    hvd.init()
+    injector = Injector(fault, rank)
+    model = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
+    compression = Compression.gradient_dropping(model.items(), **SETTINGS)
+    inner = torch.optim.SGD(list(model.values()), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, model.items(), compression=compression, op=hvd.Sum)
+    for step in range(steps):
+        injector.begin(step)
+        optimizer.zero_grad()
+        loss = sum((model[name] * torch.from_numpy(one)).sum() for name, one in gradients(step, rank).items())
+        injector.enter("backward")
+        loss.backward()
+        optimizer.step()
+        note(folder, rank, [one.detach().numpy() for one in model.values()])
+        if step % EVERY == 0:
+            with atomic_file(f"{folder}/{rank}.pt") as file:
+                torch.save(compression.state_dict(), file)
+    hvd.shutdown()
+    return notes(folder, rank)
+
+
+JOBS = {"torch": torch_job}
+
+
+def note(folder: str, rank: int, arrays: list[np.ndarray]) -> None:
+    """Write down what a step made of the parameters."""
+    digest = hashlib.sha256(b"".join(one.tobytes() for one in arrays)).hexdigest()[:16]
+    with open(f"{folder}/{rank}.notes", "a") as file:
+        file.write(digest + "\n")
+
+
+def notes(folder: str, rank: int) -> list[str]:
+    """Return what was written down."""
+    path = Path(f"{folder}/{rank}.notes")
+    return path.read_text().split() if path.exists() else []
+
+
+def expected(framework: str) -> list[str]:
+    """Return the digests of a run that nothing disturbs."""
+    if framework not in _expected:
+        with tempfile.TemporaryDirectory() as folder:
+            job = forked.run(lambda rank: JOBS[framework](rank, None, folder), RANKS, limit=300.0)
+            if any(one.status != 0 for one in job.ranks) or len({tuple(one.result) for one in job.ranks}) != 1:
+                raise RuntimeError(f"the undisturbed job failed: {job.describe()}")
+            _expected[framework] = job.ranks[0].result
+    return _expected[framework]
+
+
+def drawn(number: int, kinds: tuple[str, ...], seconds: float, seed: int, phases=PHASES) -> dict:
+    """Return a fault drawn by the number of the try: every kind and phase in turn, all else at random."""
+    random = np.random.default_rng([seed, number])
+    kind, phase = kinds[number % len(kinds)], phases[number // len(kinds) % len(phases)]
+    phase = "exchange" if kind == "corrupt" else phase
+    step = int(random.integers(STEPS))
+    step -= step % EVERY if phase in ("checkpoint", "file") else 0
+    entry = int(random.integers(2)) if phase in ("compress", "decompress") else 0
+    fault = {"kind": kind, "phase": phase, "step": step, "rank": int(random.integers(RANKS)), "entry": entry}
+    return fault | {"seconds": seconds, "bit": int(random.integers(2**20))}
+
+
+def disturb(framework: str, kinds: tuple[str, ...], seconds: float = 0.5, seed: int = 0, phases=PHASES):
+    """Return what makes a try: one job with one fault in it."""
+
+    def run(found: Found, number: int) -> None:
+        whole, fault = expected(framework), drawn(number, kinds, seconds, seed, phases)
+        with tempfile.TemporaryDirectory() as folder:
+            job = forked.run(lambda rank: JOBS[framework](rank, fault, folder), RANKS, limit=40.0 + 2 * seconds)
+            done = [notes(folder, rank) for rank in range(RANKS)]
+        title = f"{framework}, {fault}: "
+        if not found.check(not job.hung, title + "hung\n" + job.describe()):
+            if all(SUBMISSION.search(job.ranks[rank].output) for rank in job.hung):
+                found.note("hangs: in Horovod's own submission of a collective")
+            return
+        same = all(one == whole[: len(one)] for one in done)
+        found.check(same, title + "ranks differ from the undisturbed run\n" + job.describe())
+        judge(found, fault, job, title)
+
+    return run
+
+
+def judge(found: Found, fault: dict, job: forked.Job, title: str) -> None:
+    """Check how a job with a fault has ended."""
+    victim, others = job.ranks[fault["rank"]], [one for i, one in enumerate(job.ranks) if i != fault["rank"]]
+    if fault["kind"] in ENDS:
+        status = {"kill": forked.KILLED, "raise": 1, "leave": 1}[fault["kind"]]
+        found.check(victim.status == status, title + "it did not happen\n" + job.describe())
+        told = all(
+            re.search("HorovodInternalError|Horovod has been shut down|UnknownError|CancelledError|Aborted", one.error)
+            or one.status == 0
+            for one in others
+        )
+        found.check(told, title + "the others were not told why\n" + job.describe())
+        found.worst = max(found.worst, *(one.seconds - victim.seconds for one in others))
+    elif fault["kind"] == "corrupt":
+        refused = all(re.search(rf"payload of rank {fault['rank']}\b", one.error) for one in job.ranks)
+        passed = all(one.status == 0 for one in job.ranks)  # bits that nobody reads
+        found.check(refused or passed, title + "not refused by all alike\n" + job.describe())
+    else:
+        found.check(all(one.status == 0 for one in job.ranks), title + job.describe())
+
+
+def stopped(framework: str, seconds: float):
+    """Return what makes a try: a rank is stopped for so long; then all go on, with the same results."""
+    return disturb(framework, ("stop",), seconds, seed=3, phases=("backward", "compress", "decompress"))
+
+
+SCENARIOS = {
+    "ends_torch": Scenario(
+        "2", "a rank is killed, raises or leaves, in any of 8 phases, PyTorch", 300, disturb("torch", ENDS)
+    ),
+    "delays_torch": Scenario(
+        "2",
+        "a rank is delayed or stopped for 0.5 s, in any phase, PyTorch",
+        60,
+        disturb("torch", ("delay", "stop"), seed=1),
+    ),
+    "corrupted_torch": Scenario(
+        "2",
+        "a bit of a payload is flipped between compress and all-gather, PyTorch",
+        60,
+        disturb("torch", ("corrupt",), seed=2),
+    ),
+    "stopped_5_torch": Scenario("3", "SIGSTOP of a rank for 5 s, PyTorch", 6, stopped("torch", 5.0)),
+    "stopped_60_torch": Scenario("3", "SIGSTOP of a rank for 60 s, PyTorch", 2, stopped("torch", 60.0)),
+}

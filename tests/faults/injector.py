@@ -1,0 +1,102 @@
+"""Makes a fault happen in a job, at a chosen step and phase of a chosen rank: the product itself has no hooks.
+
+A phase is a function of the product that is wrapped from outside. A fault is {"kind", "rank", "step", "phase", "entry",
+"seconds"}: `entry` counts the calls of the phase within the step. It comes as an argument, or as JSON in the variable
+HVD_SPARSE_FAULT.
+"""
+
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+VARIABLE = "HVD_SPARSE_FAULT"
+PHASES = {  # module, class or nothing, function
+    "compress": ("hvd_sparse.torch.compression", "SparseCompressor", "compress"),
+    "select": ("hvd_sparse.torch.step", "Step", "_start"),
+    "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather"),
+    "wait": ("hvd_sparse.torch.exchange", "Pending", "wait"),
+    "decompress": ("hvd_sparse.torch.compression", "SparseCompressor", "decompress"),
+    "checkpoint": ("hvd_sparse.torch.compression", "", "gather_state"),
+    "file": ("os", "", "replace"),
+    "push": ("hvd_sparse.parameter_server.worker", "Worker", "push"),
+    "update": ("hvd_sparse.parameter_server.server", "Server", "_push"),
+    "stage send": ("hvd_sparse.model_parallel.channel", "Channel", "send"),
+    "stage receive": ("hvd_sparse.model_parallel.channel", "Channel", "receive"),
+}
+
+
+class Injected(Exception):
+    """What a fault of kind "raise" raises."""
+
+
+class Injector:
+    """One fault, once.
+
+    Args:
+        fault: What is to happen; None: nothing.
+        rank: Of this process.
+    """
+
+    def __init__(self, fault: dict | None, rank: int):
+        self.fault = fault if fault and fault["rank"] == rank else None
+        self.step, self._entries = 0, 0
+        if self.fault and self.fault["phase"] in PHASES:
+            self._wrap(*PHASES[self.fault["phase"]])
+
+    @classmethod
+    def from_environment(cls, rank: int) -> "Injector":
+        """Return the injector of the fault that the environment names."""
+        return cls(json.loads(os.environ.get(VARIABLE, "null")), rank)
+
+    def begin(self, step: int) -> None:
+        """Say which step begins."""
+        self.step, self._entries = step, 0
+
+    def enter(self, phase: str, arguments: tuple = ()) -> None:
+        """Say that a phase begins; what is to happen in it happens."""
+        fault = self.fault
+        if fault is None or fault["phase"] != phase or fault["step"] != self.step:
+            return
+        self._entries += 1
+        if self._entries <= fault["entry"]:
+            return
+        self.fault = None
+        self._happen(fault, arguments)
+
+    def _happen(self, fault: dict, arguments: tuple) -> None:
+        kind = fault["kind"]
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            command = f"sleep {fault['seconds']}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", command], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "delay":
+            time.sleep(fault["seconds"])
+        elif kind == "raise":
+            raise Injected(f"in {fault['phase']}, step {fault['step']}")
+        elif kind == "leave":
+            sys.exit(0)
+        elif kind == "corrupt":
+            payload = next(one for one in arguments if hasattr(one, "numel") and one.numel() > 1)
+            payload[fault["bit"] // 8 % payload.numel()] ^= 1 << fault["bit"] % 8
+        else:
+            raise ValueError(f"no fault is named {kind!r}")
+
+    def _wrap(self, module: str, owner: str, name: str) -> None:
+        place = importlib.import_module(module)
+        place = getattr(place, owner) if owner else place
+        original, phase = getattr(place, name), self.fault["phase"]
+
+        @functools.wraps(original)
+        def wrapped(*arguments, **named):
+            """Let the fault happen first."""
+            self.enter(phase, arguments)
+            return original(*arguments, **named)
+
+        setattr(place, name, wrapped)

@@ -1,0 +1,118 @@
+"""An elastic job of four ranks: one after the other is killed within a step, and another comes in its place.
+
+    horovodrun --gloo -np 4 --host-discovery-script ... python elastic_job.py FOLDER STATE KILLS SEED
+
+STATE is "summed": each commit holds the sum of all residuals, of which every rank takes its share after a failure; or
+"own": hvd.elastic's state has the compression, so that each rank goes back to its own residual, and that of the rank
+that was killed is lost. Gradients are small whole numbers, the learning rate is 1. Each process writes down what it has
+put in, and what waits in its residual, as of its last commit.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent)]
+
+import horovod.torch as hvd  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from injector import Injector  # noqa: E402
+
+from hvd_sparse.torch import Compression  # noqa: E402
+
+RANKS, NUMEL, STEADY = 4, 3000, 3  # batches of each world
+PHASES = ("backward", "compress", "wait", "decompress")
+folder, kept, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+torch.set_num_threads(1)
+hvd.init()
+weights = torch.nn.Parameter(torch.zeros(NUMEL))
+model = torch.nn.ParameterDict({"weights": weights})
+compression = Compression.gradient_dropping([("weights", weights)], density=0.01, dense_fallback=None)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([weights], lr=1.0), [("weights", weights)], compression=compression, op=hvd.Sum
+)
+draw = np.random.default_rng(os.getpid())
+total = committed = np.zeros(NUMEL)
+
+
+def injector_for(number: int) -> Injector:
+    """Return what kills a rank in this world of four: drawn alike on every rank."""
+    random = np.random.default_rng([seed, number])
+    fault = {"kind": "kill", "rank": int(random.integers(RANKS)), "step": STEADY + int(random.integers(3))}
+    fault |= {"phase": PHASES[random.integers(len(PHASES))], "entry": 0}
+    return Injector(fault if number < kills and hvd.size() == RANKS else None, hvd.rank())
+
+
+def write_down(batch: int) -> None:
+    """Keep what this process has put in, what waits here, and what the weights have moved by."""
+    waiting = compression.state_dict()["memory"]["weights"].get("residual", torch.zeros(NUMEL))
+    partial = folder / f"{os.getpid()}.partial"
+    with open(partial, "wb") as file:
+        np.savez(file, total=committed, waiting=waiting, moved=-weights.detach().numpy(), batch=batch)
+    partial.rename(folder / f"{os.getpid()}.npz")
+
+
+def say(what: str, state) -> None:
+    """Write a line for whoever started this job."""
+    with open(folder / "events", "a") as file:
+        file.write(json.dumps({"what": what, "time": time.time(), "size": hvd.size(), "batch": state.batch}) + "\n")
+
+
+def next_hosts(number: int) -> None:
+    """Have the discovery script name another host in place of the one that has failed."""
+    hosts = [line for line in (folder / "hosts").read_text().split() if line]
+    (folder / "next").write_text("\n".join([*hosts, f"127.{'0' * (RANKS + number)}1:1"]) + "\n")
+    (folder / "next").rename(folder / "hosts")
+
+
+@hvd.elastic.run
+def train(state):
+    """Train until as many ranks were killed as wanted, and replaced."""
+    global total, committed
+    if kept == "summed" and state.summed is not None:
+        compression.load_state_dict(state.summed)
+    total, batches = committed, 0
+    if hvd.size() == RANKS - 1 and state.world == RANKS:
+        state.kills += 1
+    state.world = hvd.size()
+    injector = injector_for(state.kills)
+    if hvd.rank() == 0:
+        say("begin", state)
+    while True:
+        injector.begin(batches)
+        gradient = draw.integers(-2, 3, NUMEL)
+        optimizer.zero_grad()
+        loss = (weights * torch.tensor(gradient, dtype=torch.float32)).sum()
+        if injector.fault and injector.fault["step"] == batches:
+            say("kill", state)
+        injector.enter("backward")
+        loss.backward()
+        optimizer.step()
+        total, batches, state.batch = total + gradient, batches + 1, state.batch + 1
+        if hvd.rank() == 0 and batches == STEADY and hvd.size() == RANKS - 1:
+            next_hosts(state.kills)
+        if kept == "summed":
+            state.summed = compression.state_dict(summed=True)
+        committed = total
+        state.save()
+        write_down(state.batch)
+        if state.kills == kills and hvd.size() == RANKS and batches >= STEADY:
+            return
+        state.check_host_updates()
+        time.sleep(0.02)
+
+
+own = {"compression": compression} if kept == "own" else {}
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0, world=0, kills=0, summed=None, **own)
+train(state)
+digest = hvd.allgather(weights.detach()[None], name="weights")
+print(
+    "ended",
+    json.dumps({"pid": os.getpid(), "same": bool((digest == digest[0]).all()), "batch": state.batch}),
+    flush=True,
+)

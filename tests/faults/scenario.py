@@ -1,0 +1,106 @@
+"""What a scenario of faults is, what it finds, and how results are kept and shown."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "benchmarks" / "results" / "faults.json"
+TABLE = ROOT / "benchmarks" / "results" / "faults.md"
+COMMAND = "scripts/run.sh python tests/faults/run.py"
+
+
+@dataclass
+class Found:
+    """What became of the tries of one scenario."""
+
+    tries: int = 0
+    failures: list[str] = field(default_factory=list)
+    worst: float = 0.0  # seconds from a fault to recovery, or to the error on the last rank
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # of all tries
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the table, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def check(self, holds: bool, what: str) -> bool:
+        """Count a failure unless this holds."""
+        if not holds:
+            self.failures.append(what)
+        return holds
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of fault.
+
+    Args:
+        item: The group of the table that it belongs to.
+        title: What happens, for the table.
+        tries: How many tries `make test-faults` makes.
+        run: Makes one try: `run(found, number)`, which counts itself the tries it made, 1 unless it says otherwise.
+        unit: What one try is.
+    """
+
+    item: str
+    title: str
+    tries: int
+    run: Callable[[Found, int], None]
+    unit: str = "tries"
+
+
+def make(scenario: Scenario, tries: int, minutes: float) -> Found:
+    """Make so many tries, or as many as a number of minutes permits; stop at five failures."""
+    found, began, number = Found(), time.monotonic(), 0
+    while found.tries < tries and len(found.failures) < 5 and time.monotonic() - began < 60 * minutes:
+        before = found.tries
+        scenario.run(found, number)
+        found.tries = max(found.tries, before + 1)
+        number += 1
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def keep(name: str, found: Found, adds: bool, path: Path = KEPT) -> Found:
+    """Put a result in the file of results, in place of the scenario's last one or added to it; return what is there."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if adds and name in kept:
+        last = Found(**kept[name])
+        found = Found(
+            last.tries + found.tries,
+            last.failures + found.failures,
+            max(last.worst, found.worst),
+            last.notes + [note for note in found.notes if note not in last.notes],
+            last.seconds + found.seconds,
+        )
+    found.failures = [failure.split("\n")[0] for failure in found.failures]  # what was printed has all of it
+    kept[name] = asdict(found)
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    return found
+
+
+def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:
+    """Return the table of all results that are kept."""
+    kept = {name: Found(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
+    lines = [
+        "What was injected, how often, and what became of it: `make test-faults`, or one row with",
+        f"`{COMMAND} NAME --tries NUMBER`. A failure is a hang, a rank that differs, a gradient that is lost or twice",
+        "there, or an error that does not say what went wrong. Seconds are the worst ones from a fault until training",
+        "went on, or until the last rank had its error. They include waiting for a core: the machine had two, shared",
+        "with other work.",
+        "",
+        "| | what happens | name | tries | failures | worst, s | minutes | |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    for name, scenario in sorted(scenarios.items(), key=lambda one: int(one[1].item)):
+        if name in kept:
+            one = kept[name]
+            worst = f"{one.worst:.1f}" if one.worst else ""
+            tries = f"{one.tries:,}" if scenario.unit == "tries" else f"{one.tries:,} {scenario.unit}"
+            row = [scenario.item, scenario.title, f"`{name}`", tries, str(len(one.failures)), worst]
+            lines.append("| " + " | ".join([*row, f"{one.seconds / 60:.1f}", "; ".join(one.notes)]) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,70 @@
+"""Checkpoints' files are the old one or the new one, whatever happens; shares of a sum add up to it exactly."""
+
+import os
+import signal
+import stat
+
+import numpy as np
+import pytest
+
+from hvd_sparse.checkpoint import atomic_file, share_of
+
+
+def test_a_file_is_there_once_it_is_complete(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    with atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_new_file_has_the_mode_of_any_other(tmp_path):
+    with atomic_file(str(tmp_path / "state")) as file:
+        file.write(b"new")
+    (tmp_path / "other").write_bytes(b"")
+    assert (tmp_path / "state").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    with pytest.raises(ArithmeticError), atomic_file(path) as file:
+        file.write(b"half")
+        raise ArithmeticError
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["state"]
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    pid = os.fork()
+    if pid == 0:
+        with atomic_file(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL and path.read_bytes() == b"old"
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "nowhere" / "state"):
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 64, 1000])
+def test_shares_add_up_exactly(count):
+    """Of any float32: large, denormal, at the edge between two exponents."""
+    bits = np.random.default_rng(count).integers(0, 2**32, 20_000, np.uint64).astype(np.uint32).view(np.float32)
+    edges = np.float32([0.0, -0.0, 1e-45, -3e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38, 1.0, 0.99999994, 1e-30])
+    total = np.concatenate([bits[np.isfinite(bits)], edges, np.nextafter(edges, np.float32(1.0))])
+    shares = [share_of(total, place, count) for place in range(count)]
+    assert all(share.dtype == np.float32 for share in shares)
+    assert np.array_equal(sum(share.astype(np.float64) for share in shares), total.astype(np.float64))
+    normal = np.abs(total) > 1e-37
+    bound = np.abs(total[normal]) * 2.0**-23 * count
+    assert (np.abs(shares[0] - total / count)[normal] <= bound).all()

@@ -1,0 +1,18 @@
+"""The tool of `make test-faults`: two short scenarios. What ends a rank may end in Horovod's own hang: not here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "faults", "run.py")
+pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside a job")
+
+
+@pytest.mark.parametrize(("name", "tries"), [("corrupted_torch", 1), ("killed_writer", 3)])
+def test_a_scenario(name, tries):
+    command = [sys.executable, RUN, name, "--tries", str(tries), "--dry"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{tries} tries, 0 failures" in done.stdout
