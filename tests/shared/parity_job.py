@@ -108,6 +108,39 @@ def train_torch(method, settings, initial):
     return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
+def train_ddp(method, settings, initial):
+    """The same under DistributedDataParallel, whose process group is to be there already."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hvd_sparse.torch.ddp import Compression
+
+    class Terms(torch.nn.ParameterDict):
+        def forward(self, gradients):
+            return sum((self[name] * gradient).sum() for name, gradient in gradients.items())
+
+    model = Terms({name: torch.nn.Parameter(torch.tensor(value)) for name, value in initial.items()})
+    compression = getattr(Compression, method)(model.named_parameters(), **settings)
+
+    def read(payload, heard):
+        heard.append(payload.numpy().tobytes())
+        return payload
+
+    heard = listen(compression._exchange, read)
+    compression.loss_scale = LOSS_SCALE
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    compression.register(wrapped)
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        terms = gradients_of(step, dist.get_rank()).items()
+        wrapped({name: torch.tensor(gradient) for name, gradient in terms}).backward()
+        with torch.no_grad():
+            for parameter in model.values():
+                parameter -= LR / LOSS_SCALE * parameter.grad
+    return heard, {name: parameter.detach().numpy() for name, parameter in model.items()}
+
+
 def train_tensorflow(method, settings, initial):
     import horovod.tensorflow as hvd
     import tensorflow as tf
