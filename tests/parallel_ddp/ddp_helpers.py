@@ -3,41 +3,17 @@
 import torch
 import torch.distributed as dist
 from gradients import SHAPES, draw
-from torch import nn
+from terms import Terms
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
-
-
-class Terms(nn.Module):
-    """Parameters by name; the gradient of each is what `forward` is given under its name, those left out are unused."""
-
-    def __init__(self, shapes=SHAPES, dtype=torch.float32):
-        super().__init__()
-        for name, value in draw(shapes, step=0, rank=0, seed=1).items():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.tensor(value).to(dtype)))
-        self.own_names = {name: name.replace(".", "_") for name in shapes}
-
-    def forward(self, gradients):
-        terms = [
-            (self[name].double() * torch.as_tensor(gradient, dtype=torch.float64)).sum()
-            for name, gradient in gradients.items()
-        ]
-        return torch.stack(terms).sum()
-
-    def __getitem__(self, name):
-        return getattr(self, self.own_names[name])
-
-    def named(self):
-        """Return (name, parameter) pairs, by the names of the shapes."""
-        return [(name, self[name]) for name in self.own_names]
 
 
 class Trainer:
     """A model, its compression under DistributedDataParallel, and plain SGD."""
 
     def __init__(self, method="gradient_dropping", shapes=SHAPES, lr=0.1, dtype=torch.float32, ddp=None, **settings):
-        self.model, self.lr = Terms(shapes, dtype), lr
+        self.model, self.lr = Terms(draw(shapes, step=0, rank=0, seed=1), dtype), lr
         self.compression = getattr(Compression, method)(self.model.named(), **settings)
         self.ddp = DistributedDataParallel(self.model, **{"bucket_cap_mb": 0.002, **(ddp or {})})
         self.compression.register(self.ddp)

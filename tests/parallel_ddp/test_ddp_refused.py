@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_helpers import Terms, Trainer, assert_alive, assert_ranks_agree, everywhere
+from ddp_helpers import Trainer, assert_alive, assert_ranks_agree, everywhere
 from gradients import SHAPES, draw
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -133,6 +133,6 @@ def test_two_models_side_by_side():
 
 def test_before_torch_distributed_is_initialised(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    compression = Compression.dgc(Terms().named())
+    compression = Compression.dgc(linear().named_parameters())
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group\(\) first"):
         compression.state_dict()

@@ -112,16 +112,13 @@ def train_ddp(method, settings, initial):
     """The same under DistributedDataParallel, whose process group is to be there already."""
     import torch
     import torch.distributed as dist
+    from terms import Terms
     from torch.nn.parallel import DistributedDataParallel
 
     from hvd_sparse.torch.ddp import Compression
 
-    class Terms(torch.nn.ParameterDict):
-        def forward(self, gradients):
-            return sum((self[name] * gradient).sum() for name, gradient in gradients.items())
-
-    model = Terms({name: torch.nn.Parameter(torch.tensor(value)) for name, value in initial.items()})
-    compression = getattr(Compression, method)(model.named_parameters(), **settings)
+    model = Terms(initial)
+    compression = getattr(Compression, method)(model.named(), **settings)
 
     def read(payload, heard):
         heard.append(payload.numpy().tobytes())
@@ -133,12 +130,11 @@ def train_ddp(method, settings, initial):
     compression.register(wrapped)
     for step in range(STEPS):
         wrapped.zero_grad()
-        terms = gradients_of(step, dist.get_rank()).items()
-        wrapped({name: torch.tensor(gradient) for name, gradient in terms}).backward()
+        wrapped(gradients_of(step, dist.get_rank())).backward()
         with torch.no_grad():
-            for parameter in model.values():
+            for parameter in model.parameters():
                 parameter -= LR / LOSS_SCALE * parameter.grad
-    return heard, {name: parameter.detach().numpy() for name, parameter in model.items()}
+    return heard, {name: parameter.detach().numpy() for name, parameter in model.named()}
 
 
 def train_tensorflow(method, settings, initial):
