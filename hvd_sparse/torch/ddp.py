@@ -203,10 +203,10 @@ class DDPCompressor(Compressor):
                     total = total if total.dtype == torch.float16 else total.mul_(scale)
                     means = list(total.split([part.numel() for part in arrived.sums]))
                 self._put(arrived.entries, means, scale)
-        arrived, self._arrived = self._arrived, []
         self._end()
-        for one in arrived:
-            one.future.set_result(one.buffer)
+        for arrived in self._arrived:
+            arrived.future.set_result(arrived.buffer)
+        self._arrived = []
 
     def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
         """Write what was reduced where the gradients are. means: of those that are sent dense, in their order."""

@@ -1,5 +1,7 @@
 """What cannot work is refused, on every rank, with the remedy; and who may compress with whom."""
 
+import importlib
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -20,6 +22,13 @@ ALONE = pytest.mark.skipif(
 
 def linear():
     return nn.Linear(40, 30)
+
+
+def test_horovod_is_neither_there_nor_needed():
+    """This suite's conftest.py lets nobody import it."""
+    with pytest.raises(ModuleNotFoundError, match="No module named 'horovod'"):
+        importlib.import_module("horovod.torch")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
 
 
 def test_a_model_without_ddp_is_refused():

@@ -9,7 +9,7 @@ waits for one.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,8 +58,9 @@ class Postponed:
 
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it."""
-        self._owner.start_postponed()
-        return self._rest.wait()
+        if self._rest is None:
+            self._owner.start_postponed()
+        return cast(Handle, self._rest).wait()
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once; False for as long as it has not been started."""
@@ -169,7 +170,7 @@ class DistributedCollectives(Collectives):
 
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
         """Return {ranks: their collectives} of all hosts and columns; makes groups that are missing."""
-        found = {}
+        found: dict[tuple[int, ...], Collectives] = {}
         for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns)):
             incarnation, group = _subsets.get(ranks, (None, None))
             if incarnation is not self.incarnation():
