@@ -78,8 +78,11 @@ def test_a_method_is_that_of_the_paper(trial):
     ],
 )
 def test_options_of_ddp_change_nothing(options):
-    """Buckets are cut, and rebuilt, in another way: what reaches the optimizer is the same, bit for bit."""
-    settings = {"density": 0.05, "momentum": 0.9, "min_numel": 100, "bucket_bytes": 200}
+    """Buckets are cut, and rebuilt, in another way: what reaches the optimizer is the same, bit for bit.
+
+    Nothing is sent dense: on three ranks, gloo's order of a sum depends on what else is in the message.
+    """
+    settings = {"density": 0.05, "momentum": 0.9, "min_numel": 0, "dense_fallback": None, "bucket_bytes": 200}
     plain, other = Trainer("dgc", **settings), Trainer("dgc", ddp=options, **settings)
     for step in range(12):
         gradients = draw(SHAPES, step, dist.get_rank())
