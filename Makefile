@@ -54,6 +54,7 @@ test: setup lint  ## run what catches faults: a choice of every suite
 	@scripts/test.sh all
 
 test-all: setup lint  ## run every test there is, more than an hour
+	@$(RUN) pip install --quiet --disable-pip-version-check -r requirements-ddp.txt
 	@HVD_SPARSE_TESTS=all scripts/test.sh all
 
 test-native test-single test-parallel: test-%: setup

@@ -1,6 +1,7 @@
 """Time whole training steps, compressed and dense, of models of many tensors, where no slow network is to be spared.
 
     make bench-steps        or: mpirun -np 2 python benchmarks/steps.py --framework tensorflow
+    torchrun --nproc-per-node 2 benchmarks/steps.py --framework ddp
 
 A step is backward (of a sum of products, which costs next to nothing), exchange and optimizer. `many` has 160 tensors
 of 20,000 elements, `resnet50` the 161 of that network. Dense and compressed steps are taken in turns, in one run, by
@@ -16,7 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
-FRAMEWORKS = {"pytorch": "pytorch_steps", "tensorflow": "tensorflow2_steps"}
+FRAMEWORKS = {"pytorch": "pytorch_steps", "tensorflow": "tensorflow2_steps", "ddp": "ddp_steps"}
 
 
 def resnet50() -> list[tuple[int, ...]]:

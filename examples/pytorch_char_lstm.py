@@ -1,6 +1,7 @@
 """Train a character-level LSTM on the source of Python's standard library with a choice of compression.
 
     horovodrun -np 4 python examples/pytorch_char_lstm.py --method dgc
+    torchrun --nproc-per-node 4 examples/pytorch_char_lstm.py --method dgc --host ddp
 
 The text comes with the interpreter: compare perplexities of one Python version only.
 """
@@ -77,7 +78,7 @@ def evaluate(model, characters, args):
             target = window[:, 1:]  # the first character of each window is not scored
             total += F.cross_entropy(output[:, :-1].flatten(0, 1), target.flatten(), reduction="sum").item()
             count += target.numel()
-    total, count = training.sum_over_ranks([total, count], "held_out")
+    total, count = training.sum_over_ranks([total, count], "held_out", args)
     return total / count
 
 
@@ -106,7 +107,7 @@ def train(model, optimizer, traffic, train_text, held_out_text, args):
         losses.append(loss.item())
         bar.update()
         if (step + 1) % interval == 0 or step + 1 == args.steps:
-            train_loss = training.sum_over_ranks([sum(losses) / len(losses)], "train")[0] / args.size
+            train_loss = training.sum_over_ranks([sum(losses) / len(losses)], "train", args)[0] / args.size
             held_out_loss = evaluate(model, held_out_text, args)
             rows.append(
                 {
@@ -134,7 +135,7 @@ def main():
         )
     args.warmup_steps = min(args.warmup_steps, args.steps)
     model = Model(args.hidden).to(args.device)
-    optimizer, compression = training.make_optimizer(model, args, args.warmup_steps)
+    model, optimizer, compression = training.distribute(model, args, args.warmup_steps)
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """Train a small convolutional network on scikit-learn's digits with a choice of gradient compression.
 
 horovodrun -np 4 python examples/pytorch_digits.py --method dgc
+torchrun --nproc-per-node 4 examples/pytorch_digits.py --method dgc --host ddp
 """
 
 import argparse
@@ -52,7 +53,7 @@ def evaluate(model, images, labels, args):
         output = model(images)
         loss = F.cross_entropy(output, labels, reduction="sum").item()
         correct = (output.argmax(1) == labels).sum().item()
-    loss, correct, count = training.sum_over_ranks([loss, correct, len(labels)], "test")
+    loss, correct, count = training.sum_over_ranks([loss, correct, len(labels)], "test", args)
     return loss / count, 100 * correct / count
 
 
@@ -76,7 +77,7 @@ def train(model, optimizer, traffic, data, args):
                 traffic.steps += 1
                 losses += loss.item()
                 bar.update()
-            train_loss = training.sum_over_ranks([losses], "train")[0] / args.steps_per_epoch / args.size
+            train_loss = training.sum_over_ranks([losses], "train", args)[0] / args.steps_per_epoch / args.size
             test_loss, accuracy = evaluate(model, test_images, test_labels, args)
             digits_data.end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic)
     return rows
@@ -88,7 +89,7 @@ def main():
     data = digits_data.load()
     digits_data.count_steps(len(data[0]), args)
     model = Net().to(args.device)
-    optimizer, compression = training.make_optimizer(model, args, args.warmup_steps)
+    model, optimizer, compression = training.distribute(model, args, args.warmup_steps)
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()

@@ -59,6 +59,7 @@ def parse_arguments():
     parser.add_argument("--quiet", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
     hvd.init()
+    args.host = "horovod"
     args.rank, args.size, args.device, args.sequence_length = hvd.rank(), hvd.size(), "cpu", 32 + CONTEXT - 1
     args.verbose = args.rank == 0 and not args.quiet
     return args
@@ -128,7 +129,7 @@ def evaluate(model, characters, args):
                 output = model(window[:, :-1])
                 total += F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum").item()
                 count += target.numel()
-    total, count = training.sum_over_ranks([total, count], "held_out")
+    total, count = training.sum_over_ranks([total, count], "held_out", args)
     return total / count
 
 

@@ -1,9 +1,11 @@
 """Time training steps on random data with a choice of model and gradient compression.
 
 horovodrun -np 4 python examples/pytorch_synthetic_benchmark.py --model lstm --method dgc
+torchrun --nproc-per-node 4 examples/pytorch_synthetic_benchmark.py --model lstm --method dgc --host ddp
 """
 
 import argparse
+import functools
 import time
 
 import pytorch_training as training
@@ -76,7 +78,7 @@ def main():
     args = parse_arguments()
     model, sample_shape = make_model(args.model, args.width)
     model.to(args.device)
-    optimizer, compression = training.make_optimizer(model, args, warmup_steps=0)
+    model, optimizer, compression = training.distribute(model, args, warmup_steps=0)
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
     data = torch.randn(args.batch_size, *sample_shape, device=args.device)
     target = torch.randint(CLASSES, (args.batch_size,), device=args.device)
@@ -85,7 +87,8 @@ def main():
     def step(count):
         return train_batches(count, model, optimizer, traffic, data, target, args)
 
-    synthetic.report("pytorch_synthetic_benchmark", step, traffic, training.sum_over_ranks, args)
+    sum_over_ranks = functools.partial(training.sum_over_ranks, args=args)
+    synthetic.report("pytorch_synthetic_benchmark", step, traffic, sum_over_ranks, args)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""Share what every PyTorch example does with Horovod: optimizer and compression, learning rate, sums over ranks.
+"""Share what every PyTorch example does: host framework, optimizer and compression, learning rate, sums over ranks.
 
-The baselines (`none`, `fp16`) use Horovod's own compressors and run without the plugin.
+The host is Horovod, or PyTorch's DistributedDataParallel (`--host ddp`). The baselines (`none`, `fp16`) are the host's
+own and run without the plugin.
 """
 
-import horovod.torch as hvd
+import importlib
+
 import reporting
 import torch
 
+HOSTS = {"horovod": "pytorch_horovod", "ddp": "pytorch_ddp"}
+
 
 def start(parser):
-    """Parse the command line, start Horovod, choose the device."""
-    args = reporting.parse_arguments(parser, hvd)
+    """Parse the command line, start the host framework, choose the device."""
+    host = host_of(parser.parse_args())
+    args = reporting.parse_arguments(parser, host)
+    if args.powersgd and (args.host, args.method) != ("ddp", "none"):
+        parser.error("--powersgd is for --host ddp --method none")
     if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() and hvd.cuda_built() else "cpu"
+        args.device = "cuda" if host.has_cuda() else "cpu"
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(host.local_rank() % torch.cuda.device_count())
     torch.manual_seed(args.seed)
     return args
 
@@ -22,14 +29,29 @@ def start(parser):
 def add_arguments(parser, **defaults):
     """Add the switches that all PyTorch examples share."""
     reporting.add_arguments(parser, **defaults)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where Horovod was built for it)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where the host can use it)")
+    parser.add_argument(
+        "--host",
+        choices=HOSTS,
+        default="horovod",
+        help="who exchanges gradients; ddp: DistributedDataParallel, started by torchrun (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--powersgd", type=reporting.positive_integer, metavar="RANK", help="PyTorch's PowerSGD hook, to compare with"
+    )
+
+
+def host_of(args):
+    """Return the module of the host framework, which is imported only now."""
+    return importlib.import_module(HOSTS[args.host])
 
 
 def make_compression(model, args, warmup_steps):
     """Make the compressor that the arguments ask for; a single process needs none."""
+    host = host_of(args)
     method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
-    compression = reporting.choose_compression(hvd, "hvd_sparse.torch", method, model.named_parameters(), settings)
+    compression = reporting.choose_compression(host, host.PLUGIN, method, model.named_parameters(), settings)
     if args.tensorboard and args.rank == 0 and reporting.compresses(args):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -37,8 +59,8 @@ def make_compression(model, args, warmup_steps):
     return compression
 
 
-def make_optimizer(model, args, warmup_steps):
-    """Return Horovod's distributed SGD and its compressor, after broadcasting the parameters of rank 0."""
+def distribute(model, args, warmup_steps):
+    """Return the model to train, SGD for it, and its compressor; all ranks begin with the parameters of rank 0."""
     compression = make_compression(model, args, warmup_steps)
     if reporting.compresses_momentum(args):
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
@@ -50,9 +72,7 @@ def make_optimizer(model, args, warmup_steps):
             nesterov=args.nesterov,
             weight_decay=args.weight_decay,
         )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression), compression
+    return host_of(args).distribute(model, optimizer, compression, args)
 
 
 def count_parameters(model):
@@ -62,13 +82,7 @@ def count_parameters(model):
 
 def apply_gradients(model, optimizer, args):
     """Step the optimizer; clip the averaged gradient first unless the compressor clips."""
-    if not args.clip_norm or reporting.compresses_momentum(args):
-        optimizer.step()
-    else:
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+    host_of(args).step(model, optimizer, 0 if reporting.compresses_momentum(args) else args.clip_norm)
 
 
 def set_learning_rate(optimizer, peak, step, steps, warmup_steps):
@@ -77,6 +91,6 @@ def set_learning_rate(optimizer, peak, step, steps, warmup_steps):
         group["lr"] = reporting.learning_rate(peak, step, steps, warmup_steps)
 
 
-def sum_over_ranks(values, name):
+def sum_over_ranks(values, name, args):
     """Sum a list of numbers over all ranks; every rank gets the same floats."""
-    return hvd.allreduce(torch.tensor(values, dtype=torch.float64), name=name, op=hvd.Sum).tolist()
+    return host_of(args).sum_over_ranks(values, name)

@@ -12,18 +12,12 @@ different numbers of ranks, there are as many shards as the smallest host has ra
 
 import dataclasses
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from horovod.common import process_sets
 
 from hvd_sparse.algorithms import Algorithm, Scoped
-
-DYNAMIC_SETS = (
-    'hvd_sparse: exchange="hierarchical" makes process sets, which Horovod does not permit here: start Horovod with '
-    'hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1'
-)
 
 
 class Hierarchy(NamedTuple):
@@ -78,36 +72,16 @@ def by_size(sizes: int | Sequence[int], world_size: int) -> Hierarchy:
     return Hierarchy(tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)))
 
 
-def find_hierarchy(hvd, ranks_per_host: int | Sequence[int] | None) -> Hierarchy:
+def find_hierarchy(
+    ranks_per_host: int | Sequence[int] | None, world_size: int, everywhere: Callable[[str, str], Sequence[str]]
+) -> Hierarchy:
     """Return the hosts of all ranks: as given, or as their names tell. Call it on every rank.
 
-    hvd: `horovod.torch` or `horovod.tensorflow`.
+    everywhere: gathers, under a name, a text of each rank.
     """
     if ranks_per_host is not None:
-        return by_size(ranks_per_host, hvd.size())
-    return by_name(hvd.allgather_object(socket.gethostname(), name="hvd_sparse.hosts"))
-
-
-def process_sets_of(hvd, hierarchy: Hierarchy) -> dict[tuple[int, ...], object]:
-    """Return {ranks: process set} of all hosts and columns; makes those that are missing, on every rank.
-
-    Raises ValueError if Horovod does not permit that.
-    """
-    known = {tuple(ranks): number for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
-    return {ranks: _process_set(hvd, ranks, known) for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns))}
-
-
-def _process_set(hvd, ranks: tuple[int, ...], known: Mapping[tuple[int, ...], int]):
-    if len(ranks) == hvd.size():
-        return hvd.global_process_set
-    if ranks in known:
-        found = hvd.ProcessSet(list(ranks))
-        found.process_set_id = known[ranks]
-        return found
-    try:
-        return hvd.add_process_set(list(ranks))
-    except ValueError as error:
-        raise ValueError(f"{DYNAMIC_SETS}. ({error})") from error
+        return by_size(ranks_per_host, world_size)
+    return by_name(everywhere("hosts", socket.gethostname()))
 
 
 def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float], exchange: str) -> Algorithm:

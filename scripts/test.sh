@@ -40,6 +40,8 @@ ranks() {  # TITLE MARKS LAUNCHER... FOLDER
     suite "$1" timeout 1800 $run "${@:3:$#-3}" $pytest "${only[@]}" "${@: -1}"
 }
 
+torchrun="torchrun --standalone --no-python --nproc-per-node"
+
 # What goes over the network is the same whoever starts the job: in the quick tier, that ranks agree is enough.
 launcher() {  # TITLE LAUNCHER... FOLDER
     local what=${*: -1}
@@ -126,6 +128,9 @@ parallel)
     ranks "PyTorch, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel
     launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
     launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
+    ranks "DistributedDataParallel, torchrun, 3 ranks" rank_counts $torchrun 3 tests/parallel_ddp
+    ranks "DistributedDataParallel, torchrun, 2 ranks" "not rank_counts" $torchrun 2 tests/parallel_ddp
+    ranks "DistributedDataParallel, torchrun, 1 rank" rank_counts $torchrun 1 tests/parallel_ddp
     ranks "TensorFlow, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel_tensorflow

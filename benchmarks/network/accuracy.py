@@ -51,6 +51,11 @@ METHODS = {
     "fp16": ["--method", "fp16"],
     "dgc": ["--method", "dgc", "--density", "0.001"],
     "dgc_0.01": ["--method", "dgc", "--density", "0.01"],
+    "ddp": ["--host", "ddp"],
+    "ddp_fp16": ["--host", "ddp", "--method", "fp16"],
+    "powersgd": ["--host", "ddp", "--powersgd", "1"],
+    "ddp_dgc": ["--host", "ddp", "--method", "dgc", "--density", "0.001"],
+    "ddp_dgc_0.01": ["--host", "ddp", "--method", "dgc", "--density", "0.01"],
 }
 
 
@@ -74,7 +79,8 @@ def train(lab: Hosts, run: dict) -> Curve:
         steps = round(example.steps * (LONGER if "--density" in options else 1.0))
         options += ["--steps", str(steps), "--warmup-steps", str(steps // 10)]
     command = lab.mpirun([sys.executable, str(ROOT / "examples" / example.script), *options])
-    return follow(command, example.metric)
+    meeting = {"MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}  # of DDP's ranks
+    return follow(command, example.metric, meeting)
 
 
 def describe(run: dict) -> str:

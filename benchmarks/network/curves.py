@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Curve = list[tuple[float, float]]  # seconds since the first step, and a metric
 
 
-def follow(command: Sequence[str], column: str) -> Curve:
-    """Run a command that starts an example; return the curve of a column of its table."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def follow(command: Sequence[str], column: str, variables: Mapping[str, str] | None = None) -> Curve:
+    """Run a command that starts an example, with some variables; return the curve of a column of its table."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     header, curve, result = [], [], None
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:

@@ -1,4 +1,4 @@
-"""A training job of one rank in PyTorch's DistributedDataParallel, over gloo: what a user would take instead."""
+"""A training job of one rank in PyTorch's DistributedDataParallel, over gloo: its own hooks, and this package."""
 
 import os
 from time import perf_counter
@@ -10,7 +10,10 @@ from models import batches, build, train_alone
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_sparse.torch.ddp import Compression
+
 ONE_BUCKET = 1 << 14  # MiB
+SPARSE = ("dgc",)  # of this package
 
 
 class Job:
@@ -29,15 +32,20 @@ class Job:
         # PowerSGD's hook starts collectives in callbacks: those of two buckets may come in different orders on ranks.
         options = {"bucket_cap_mb": ONE_BUCKET} if method.name == "powersgd" else {}
         self.model = DistributedDataParallel(self.plain, **options)
+        self.compression = None
         self.compressed = 4 * sum(self.numels)
-        if method.name == "fp16":
+        if method.name in SPARSE:
+            self.compression = getattr(Compression, method.name)(self.plain.named_parameters(), **method.settings)
+            self.compression.register(self.model)
+        elif method.name == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
             self.compressed //= 2
         elif method.name == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **method.settings)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             self.compressed = low_rank_bytes(self.plain, **method.settings)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=0.9)
+        self.momentum = 0.0 if "momentum" in method.settings else 0.9
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=self.momentum)
 
     def run(self, steps: int) -> float:
         """Take so many steps; return the seconds that they took."""
@@ -50,11 +58,14 @@ class Job:
 
     def compute(self, steps: int) -> float:
         """Return the seconds of a step without an exchange."""
-        return train_alone(self.plain, 0.9, self.batches, steps)
+        return train_alone(self.plain, self.momentum, self.batches, steps)
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return zeros: DDP tells nothing of what its hooks take."""
-        return 0.0, 0.0
+        """Return the seconds spent in compressing, and in decompressing, until now; DDP tells nothing of its hooks."""
+        if self.compression is None:
+            return 0.0, 0.0
+        seconds = self.compression.stats()["total"]["seconds"]
+        return seconds["compress"], seconds["decompress"]
 
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
@@ -64,7 +75,9 @@ class Job:
 
     def bytes_per_step(self) -> int:
         """Return the bytes that this rank gives to the exchange in a step."""
-        return self.compressed
+        if self.compression is None:
+            return self.compressed
+        return int(self.compression.stats()["step"]["payload_bytes"])
 
     def close(self) -> None:
         """End."""

@@ -27,6 +27,8 @@ METHODS = {
     "ddp": Method("ddp", "none", {}, "DDP"),
     "ddp_fp16": Method("ddp", "fp16", {}, "DDP, fp16 hook"),
     "powersgd": Method("ddp", "powersgd", {"matrix_approximation_rank": 1}, "DDP, PowerSGD rank 1"),
+    "ddp_dgc": Method("ddp", "dgc", {**SPARSE, "density": 0.001}, "DDP, DGC 0.001"),
+    "ddp_dgc_0.01": Method("ddp", "dgc", {**SPARSE, "density": 0.01}, "DDP, DGC 0.01"),
 }
 AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # of four hosts with two ranks, and of eight
 EXCHANGES = {

@@ -8,7 +8,7 @@ from validation import validate
 
 UNLIMITED = "none"
 SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # of plots over the number of hosts, and over the models
-SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc")
+SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc", "ddp_dgc_0.01", "ddp_dgc")
 MODEL_NAMES = {
     "mlp10": "MLP\n10.5 M parameters",
     "mlp38": "MLP\n37.8 M",

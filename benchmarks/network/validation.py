@@ -68,7 +68,7 @@ def one_method(method: Method, profiled: dict) -> model.Method:
 
 def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
     """Return what a method's exchange takes."""
-    if method.package != "hvd_sparse":
+    if "density" not in method.settings:
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
     if method.settings.get("exchange") == "hierarchical":
         return model.between_hosts(method.settings["density"], method.settings["ranks_per_host"])

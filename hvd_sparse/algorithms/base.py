@@ -70,7 +70,8 @@ SHARED_ARGUMENTS = {
         what was not sent before is sent with it. "measured" times steps of both kinds besides, at first and again
         every so often, and sends what is faster. None sends payloads whatever they cost.
     seed: Seed of all random choices. The same on every rank.
-    process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
+    process_set: The optimizer's `hvd.ProcessSet`, or under DistributedDataParallel the model's
+        `torch.distributed.ProcessGroup`; None: all ranks.
 
 Returns:
     The compressor of one optimizer. Build a new one for each, in the same order on every rank.

@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy, process_sets_of, row_of
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
+from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import clip_factor
@@ -58,7 +59,7 @@ class Hosts:
         exchange.check_everyone()
         if not hvd.is_initialized():
             raise ValueError('exchange="hierarchical" needs to know the hosts: call hvd.init() first')
-        hierarchy = in_time(lambda: find_hierarchy(hvd, algorithm.ranks_per_host))
+        hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), _everywhere))
         if len(set(map(len, hierarchy.hosts))) > 1:
             sizes = list(map(len, hierarchy.hosts))
             raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
@@ -145,3 +146,8 @@ def make_hosts(
     """Return the hosts, for a method whose exchange is hierarchical; None for others, and where all is always dense."""
     is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical" and not is_always_dense(algorithm.schedule)
     return Hosts(algorithm, variables, decays, exchange) if is_hierarchical else None
+
+
+def _everywhere(name: str, own: str) -> list[str]:
+    """Return what each rank gives."""
+    return hvd.allgather_object(own, name=f"hvd_sparse.{name}")

@@ -1,18 +1,19 @@
 """What differs on a CUDA device: nothing may wait for it while gradients come in, and not every method has kernels.
 
-Buffers, messages, hints and votes lie on the device, and go to Horovod from there: it must have been built for CUDA.
+Buffers, messages, hints and votes lie on the device, and are exchanged from there: Horovod must have been built for
+CUDA.
 The token, which has nothing to do with the data, stays on the CPU. A damaged payload cannot be raised there without
 waiting for the decoder: the next step's vote tells of it.
 
 Where a method or a build cannot, gradients are copied to the CPU and back.
 """
 
-import horovod.torch as hvd
 import torch
 
 from hvd_sparse.algorithms import Algorithm, SIDCo
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
+from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.exchange import Exchange
 
 LAYOUTS = ("tensor", "model", "threshold")
@@ -23,7 +24,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_not(algorithm: Algorithm) -> str:
+def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
     """Return why a method does not work on CUDA devices here, nothing if it does."""
     if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit is NumPy's
         return (
@@ -35,22 +36,18 @@ def why_not(algorithm: Algorithm) -> str:
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
-    if not hvd.cuda_built():
-        return (
-            "Horovod was built without CUDA. To compress on the device, install it again with "
-            "HOROVOD_GPU_OPERATIONS=NCCL pip install --no-cache-dir --force-reinstall horovod"
-        )
-    return ""
+    return collectives.why_not_cuda()
 
 
-def device_of(algorithm: Algorithm, parameters: torch.device) -> torch.device:
+def device_of(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> torch.device:
     """Return where a method compresses the gradients of parameters on a device."""
-    return torch.device("cpu") if is_asynchronous(parameters) and why_not(algorithm) else parameters
+    return torch.device("cpu") if is_asynchronous(parameters) and why_not(algorithm, collectives) else parameters
 
 
-def crossing(algorithm: Algorithm) -> str:
+def crossing(algorithm: Algorithm, collectives: Collectives) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why_not(algorithm)}"
+    why = why_not(algorithm, collectives)
+    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
 
 
 def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:

@@ -1,21 +1,18 @@
-"""Named, asynchronous collectives on Horovod, unmodified.
+"""What a compressor exchanges: messages, sums and settings, on the collectives of a host framework.
 
-Names come from the compressor's ordinal and from fixed bucket numbers, never from the order of calls within a step:
-hooks run in another order on every rank.
+Names of collectives come from fixed bucket numbers, never from the order of calls within a step.
 """
 
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 
-import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_sparse.announcement import BETWEEN_STEPS, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
-from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Cut, plan_pieces
+from hvd_sparse.torch.collectives import Collectives, Handle
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
@@ -24,19 +21,10 @@ STEP_BYTES = 8  # of a step number in the configuration check
 MOST_TOLD = 3  # numbers in the sum that begins a step, besides the first: always as many, so that all ranks' match
 
 
-def incarnation() -> object:
-    """Return an object that is another one after each hvd.init(): Horovod's table of the collectives in flight.
-
-    Size and rank do not tell: an elastic job may replace another host, and this rank keeps both. Handles do not tell,
-    as Horovod counts them from 0 again.
-    """
-    return mpi_ops._handle_map
-
-
 class Pending:
     """A collective under way, or several of them. finish: makes the result of theirs."""
 
-    def __init__(self, *handles, finish: Callable[..., torch.Tensor] = lambda result: result):
+    def __init__(self, *handles: Handle, finish: Callable[..., torch.Tensor] = lambda result: result):
         self._handles = handles
         self._finish = finish
         self._result: torch.Tensor | None = None
@@ -44,12 +32,12 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it the first time."""
         if self._result is None:
-            self._result = self._finish(*map(hvd.synchronize, self._handles))
+            self._result = self._finish(*[handle.wait() for handle in self._handles])
         return self._result
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
-        return self._result is not None or all(map(hvd.poll, self._handles))
+        return self._result is not None or all(handle.is_done() for handle in self._handles)
 
     def wait_at_most(self, seconds: float) -> torch.Tensor:
         """Return the result; raise RuntimeError if the other ranks have not taken part after so long."""
@@ -61,21 +49,21 @@ class Pending:
         return self.wait()
 
 
-class Exchange(Members):
-    """The collectives of one compressor over one process set."""
+class Exchange:
+    """What one compressor exchanges with the other ranks."""
 
-    def __init__(self, process_set, traffic: Traffic):
-        super().__init__(hvd, process_set, "hvd_sparse")
+    def __init__(self, collectives: Collectives, traffic: Traffic):
+        self.collectives = collectives
         self.traffic = traffic
         self._announced: Pending | None = None  # that this rank waits for the others between two steps
 
-    def is_alone(self) -> bool:
-        """Return whether Horovod runs, with a single rank, and is not elastic."""
-        return hvd.is_initialized() and hvd.size() == 1 and not is_elastic()
+    def size(self) -> int:
+        """Return the number of ranks that exchange; RuntimeError before the host framework is initialised."""
+        return self.collectives.size()
 
-    def is_first(self) -> bool:
-        """Return whether this rank is to speak for all: the set's first, or any before Horovod runs."""
-        return not hvd.is_initialized() or (self.can_start() and self.rank() == 0)
+    def rank(self) -> int:
+        """Return this process's rank among them."""
+        return self.collectives.rank()
 
     def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
         """Start gathering uint8[bytes], a multiple of 8; the result is uint8, what all ranks gave, one after the other.
@@ -86,7 +74,8 @@ class Exchange(Members):
         ranks, words = self.size(), payload.view(torch.int64)
         cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, ranks)
         parts = [words] if cut.pieces == 1 else cut_pieces(words, cut)
-        names = [f"{self._prefix}.{name}"] if cut.pieces == 1 else _names_of_pieces(f"{self._prefix}.{name}", cut)
+        names = [name] if cut.pieces == 1 else _names_of_pieces(name, cut)
+        gather = self.collectives.gather if most_bytes is None else self.collectives.gather_varying
         handed = WORD_BYTES * sum(map(torch.numel, parts))
         self.traffic.count(payload_bytes=handed - payload.numel())
 
@@ -96,7 +85,7 @@ class Exchange(Members):
             whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, ranks, cut)
             return whole.view(torch.uint8)
 
-        return Pending(*map(self._gather, names, parts), finish=finish)
+        return Pending(*map(gather, names, parts), finish=finish)
 
     def alltoall(self, name: str, payload: torch.Tensor, splits: Sequence[int]) -> Pending:
         """Start sending each rank its part of uint8[bytes]; the result is what all ranks sent this one, in their order.
@@ -110,24 +99,19 @@ class Exchange(Members):
         handed = payload.numel() - kept
         self.traffic.count(payload_bytes=handed)
 
-        def finish(received: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        def finish(received: torch.Tensor) -> torch.Tensor:
             """Count what came."""
-            self.traffic.count(surplus_bytes=received[0].nbytes - kept - handed)
-            return received[0].view(torch.uint8)
+            self.traffic.count(surplus_bytes=received.nbytes - kept - handed)
+            return received.view(torch.uint8)
 
-        split, name = torch.tensor(words, dtype=torch.int32), f"{self._prefix}.{name}"
-        return Pending(
-            hvd.alltoall_async(payload.view(torch.int64), split, name=name, process_set=self.process_set), finish=finish
-        )
+        return Pending(self.collectives.send(name, payload.view(torch.int64), words), finish=finish)
 
     def alltoall_floats(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], finish: Callable) -> Pending:
         """Start sending each rank its part of a float32 vector, of `sizes`; the result is `finish` of what all sent."""
         kept = sizes[self.rank()]
         self.traffic.count(payload_bytes=4 * (sum(sizes) - kept))
         self.traffic.count(surplus_bytes=4 * ((self.size() - 1) * kept - (sum(sizes) - kept)))
-        split, name = torch.tensor(sizes, dtype=torch.int32), f"{self._prefix}.{name}"
-        handle = hvd.alltoall_async(tensor, split, name=name, process_set=self.process_set)
-        return Pending(handle, finish=lambda received: finish(received[0]))
+        return Pending(self.collectives.send(name, tensor, sizes, expected=kept), finish=finish)
 
     def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes], a multiple of 8, as many on all ranks; the result is that of `allgather`.
@@ -139,29 +123,12 @@ class Exchange(Members):
         rows = payload.new_zeros(self.size(), payload.numel())
         rows[self.rank()] = payload
         self.traffic.count(payload_bytes=rows.numel() - payload.numel())
-        return Pending(self._sum(name, rows.view(torch.int64)), finish=lambda total: total.view(torch.uint8).view(-1))
-
-    def _gather(self, name: str, tensor: torch.Tensor):
-        return hvd.allgather_async(tensor, name=name, process_set=self.process_set)
+        handle = self.collectives.add(name, rows.view(torch.int64))
+        return Pending(handle, finish=lambda total: total.view(torch.uint8).view(-1))
 
     def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
         """Start summing a tensor over the ranks, in place."""
-        return Pending(self._sum(name, tensor))
-
-    def _sum(self, name: str, tensor: torch.Tensor):
-        name = f"{self._prefix}.{name}"
-        return hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
-
-    def can_start(self) -> bool:
-        """Return whether Horovod runs, and this rank takes part."""
-        process_set = self.process_set
-        if not hvd.is_initialized() or process_set.process_set_id is None or not process_set.included():
-            return False
-        try:
-            process_set.size()
-        except ValueError:  # Horovod was started anew, without this process set
-            return False
-        return True
+        return Pending(self.collectives.add(name, tensor))
 
     def start_check(self, lines: list[str], step: int) -> Pending:
         """Start comparing lines with the other ranks, and tell them this rank's step."""
@@ -179,13 +146,13 @@ class Exchange(Members):
             return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], dtype=torch.int64)
-        lengths = Pending(self._gather(f"{self._prefix}.agree.length", length)).wait()
-        texts = Pending(self._gather(f"{self._prefix}.agree.text", text)).wait().split(lengths.tolist())
+        lengths = self.collectives.gather("agree.length", length).wait()
+        texts = self.collectives.gather_varying("agree.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
     def announce(self) -> None:
-        """Tell the other ranks that this one waits for them between two steps."""
-        if self._announced is None:
+        """Tell the other ranks that this one waits for them between two steps, where collectives have names."""
+        if self._announced is None and self.collectives.may_join:
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_TOLD], dtype=torch.float64)
             self._announced = self.allreduce("present", own)
 
@@ -197,6 +164,8 @@ class Exchange(Members):
 
     def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
         """Return the result of a collective of all ranks; RuntimeError if one of them is in a step instead, or late."""
+        if self._announced is None:
+            return pending.wait_at_most(seconds)
         deadline = monotonic() + seconds
         while not (pending.is_done() and self._announced.is_done()):
             if self._announced.is_done():
@@ -213,7 +182,7 @@ class Exchange(Members):
         The ranks of an elastic job speak for themselves: others may be new, or not there yet.
         """
         reasons = [reason]
-        if self.can_start() and not is_elastic():
+        if self.collectives.can_start() and not self.collectives.is_elastic():
             text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES)
             gathered = self.allgather("load", torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self.announce()

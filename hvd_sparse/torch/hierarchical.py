@@ -6,23 +6,22 @@ it, and results back. Small tensors are sent dense, by Horovod, as in any step.
 
 import itertools
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.half import rest_of
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy, process_sets_of, row_of
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
-from hvd_sparse.torch.exchange import Exchange, incarnation
+from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
-from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
+from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.vote import counted, told
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
@@ -35,7 +34,7 @@ class HierarchicalStep:
     """One optimizer step after the other, of one compressor: what `Step` is to others."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
-        exchange.check_everyone()
+        exchange.collectives.check_everyone()
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
         self.device = torch.device("cpu")
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
@@ -92,10 +91,12 @@ class HierarchicalStep:
 
     def lay_out(self) -> None:
         """Find the hosts, and cut the tensors: on every rank at once, whenever Horovod was started anew."""
-        if self._laid_out_in is incarnation():
+        collectives = self.exchange.collectives
+        if self._laid_out_in is collectives.incarnation():
             return
-        hierarchy = find_hierarchy(hvd, self.algorithm.ranks_per_host)
-        sets, rank = process_sets_of(hvd, hierarchy), self.exchange.rank()
+        rank, ranks = self.exchange.rank(), self.exchange.size()
+        hierarchy = find_hierarchy(self.algorithm.ranks_per_host, ranks, collectives.everywhere)
+        subsets = collectives.subsets(hierarchy)
         self._hand_over()
         self.hierarchy, self._shard = hierarchy, hierarchy.shard_of(rank)
         least = max(self.algorithm.min_numel, hierarchy.shards)
@@ -106,14 +107,14 @@ class HierarchicalStep:
                 self.small[name] = make_error_feedback(self.algorithm, tensor, self.device, decay)
         self.cuts = {name: hierarchy.cut(self.parameters[name].numel(), self._row(name)) for name in large}
         own = hierarchy.host_of(rank)
-        self._host = Host(own, sets[own], hierarchy.shards, self.traffic)
+        self._host = Host(own, Exchange(subsets[own], self.traffic), hierarchy.shards)
         self.inner = None
         if self._shard is not None:
-            column = Exchange(sets[hierarchy.columns[self._shard]], self.inner_traffic)
+            column = Exchange(subsets[hierarchy.columns[self._shard]], self.inner_traffic)
             shards = Shards({name: self._part(name) for name in large})
             inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large}, "auto")
             self.inner = Step(inner, shards, column, self.inner_traffic)
-        self._laid_out_in = incarnation()
+        self._laid_out_in = collectives.incarnation()
 
     def _row(self, name: str) -> int:
         return row_of(self.parameters[name].shape, self.algorithm.granularity)
@@ -360,9 +361,10 @@ class HierarchicalStep:
     def _count(self) -> None:
         """Count what Horovod alone would have sent, the tokens, and what was sent between hosts."""
         gradients = [entry.gradient for entry in self.entries.values()]
+        tokens = sum(entry.carries_token for entry in self.entries.values())
         self.traffic.count(
             elements=sum(gradient.numel() for gradient in gradients),
             dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=TOKEN_BYTES * sum(entry.carries_token for entry in self.entries.values()),
+            payload_bytes=tokens * self.exchange.collectives.token_bytes,
             sent=self.inner_traffic.sent,
         )

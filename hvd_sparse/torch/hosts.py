@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvd_sparse.torch.exchange import Exchange, Pending
-from hvd_sparse.traffic import Traffic
 
 WORD_BYTES = 8
 DENSE = -1  # in place of a number of entries
@@ -35,13 +33,13 @@ class Host:
 
     Args:
         ranks: All ranks of the host, in order.
-        process_set: Of these.
+        exchange: Of these.
         shards: How many of them keep a shard: the first ones.
     """
 
-    def __init__(self, ranks: Sequence[int], process_set: hvd.ProcessSet, shards: int, traffic: Traffic):
-        self.exchange = Exchange(process_set, traffic)
-        self.size, self.place, self.shards = len(ranks), list(ranks).index(hvd.rank()), shards
+    def __init__(self, ranks: Sequence[int], exchange: Exchange, shards: int):
+        self.exchange = exchange
+        self.size, self.place, self.shards = len(ranks), exchange.rank(), shards
 
     def scatter(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> Pending:
         """Start adding each part over the host's ranks; the result is the sum of this rank's part, float32[n].

@@ -2,7 +2,7 @@
 
 An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for ever: it
 must not be submitted before it is known that all ranks take part. A sum of ones tells; it is there before a bucket
-fills, but in the smallest of models.
+fills, but in the smallest of models. Process groups of PyTorch need none: all ranks take part, or all wait.
 
 A rank that waits for the others between two steps announces that in the same sum: `hvd_sparse.announcement`.
 """
@@ -20,13 +20,16 @@ class Presence:
 
     def __init__(self, exchange: Exchange, freezes: bool, told: Sequence[float] = ()):
         exchange.end_announcement()
-        own = [1.0 + MOST_RANKS * freezes, *told, *[0.0] * (MOST_TOLD - len(told))]
-        self.bytes = 8 * len(own)
-        self.pending: Pending = exchange.allreduce("present", torch.tensor(own, dtype=torch.float64))
+        numbers = [1.0 + MOST_RANKS * freezes, *told, *[0.0] * (MOST_TOLD - len(told))]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        self._may_miss = exchange.collectives.may_join  # otherwise all ranks take part in every step, and freeze alike
+        is_asked = self._may_miss or bool(told)
+        self.bytes = own.nbytes if is_asked else 0
+        self.pending = exchange.allreduce("present", own) if is_asked else Pending(finish=lambda: own)
 
     def is_known(self) -> bool:
-        """Return whether all ranks have answered."""
-        return self.pending.is_done()
+        """Return whether it is known who takes part: all ranks have answered, or all always do."""
+        return not self._may_miss or self.pending.is_done()
 
     def sums(self) -> list[float]:
         """Return the sums of what the ranks told besides; waits for them."""
@@ -41,6 +44,8 @@ class Presence:
 
     def check(self, ranks: int) -> None:
         """Wait for the ranks; RuntimeError on those that take part unless all of them do."""
+        if not self._may_miss:
+            return
         total = int(self.pending.wait()[0])
         if total >= BETWEEN_STEPS:
             raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), ranks))

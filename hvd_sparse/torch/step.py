@@ -26,7 +26,7 @@ from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
-from hvd_sparse.torch.tokens import TOKEN_BYTES, Tokens
+from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.vote import counted, told
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
@@ -40,7 +40,7 @@ class Step:
         self.parameters = parameters
         self.exchange = exchange
         self.traffic = traffic
-        self.device = device_of(algorithm, parameters.device)  # where it works, and keeps its buffers
+        self.device = device_of(algorithm, parameters.device, exchange.collectives)  # where it keeps its buffers
         weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self.feedback: dict[str, ErrorFeedback] = {
             name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
@@ -364,10 +364,11 @@ class Step:
     def _count(self) -> None:
         """Count what Horovod alone would have sent, and the tokens."""
         gradients = [entry.gradient for entry in self.entries.values()]
+        tokens = sum(entry.carries_token for entry in self.entries.values())
         self.traffic.count(
             elements=sum(gradient.numel() for gradient in gradients),
             dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=TOKEN_BYTES * sum(entry.carries_token for entry in self.entries.values()),
+            payload_bytes=tokens * self.exchange.collectives.token_bytes,
         )
 
     def _release(self, wait: bool) -> None:

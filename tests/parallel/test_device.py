@@ -9,6 +9,7 @@ from helpers import drive, make_parameters, memory_of
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.torch import Compression, device, ops, step
+from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 STEPS = 5
@@ -131,18 +132,18 @@ def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, d
 def test_what_there_is_not_on_a_device_yet_falls_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda framework: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
-    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    cuda, cpu, ranks = torch.device("cuda", 0), torch.device("cpu"), HorovodCollectives(None)
     there = [Settings.dgc(None), Settings.topk(None), Settings.dgc(None, values="int1")]
     for settings in (*there, Settings.hard_threshold(None, 1.0), Settings.dct(None)):
-        assert device.device_of(settings, cuda) == cuda
-        assert device.device_of(settings, cpu) == cpu
+        assert device.device_of(settings, cuda, ranks) == cuda
+        assert device.device_of(settings, cpu, ranks) == cpu
     for settings in (Settings.sidco(None), Settings.micro(None), Settings.cltk(None), Settings.random_k(None)):
-        assert device.device_of(settings, cuda) == cpu
+        assert device.device_of(settings, cuda, ranks) == cpu
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
-    assert device.device_of(Settings.dgc(None), cuda) == cpu
+    assert device.device_of(Settings.dgc(None), cuda, ranks) == cpu
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(device, "has_cuda", lambda framework: False)
-    assert device.device_of(Settings.dgc(None), cuda) == cpu
+    assert device.device_of(Settings.dgc(None), cuda, ranks) == cpu
 
 
 def test_parameters_on_two_devices_are_refused():

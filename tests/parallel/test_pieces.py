@@ -9,6 +9,7 @@ from helpers import drive, make_parameters
 
 from hvd_sparse import pieces
 from hvd_sparse.torch import Compression
+from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.traffic import Traffic
 
@@ -48,7 +49,7 @@ def test_what_all_ranks_gave_comes_in_rank_order(monkeypatch, gathered_words, wo
         sizes
     ]
     monkeypatch.setattr(pieces, "MOST_WORDS", words * hvd.size())
-    exchange = Exchange(None, Traffic())
+    exchange = Exchange(HorovodCollectives(None), Traffic())
     payload = torch.from_numpy(message_of(hvd.rank(), own(hvd.rank())))
     found = exchange.allgather("pieces", payload, None if sizes == "equal" else 320).wait()
     expected = np.concatenate([message_of(rank, own(rank)) for rank in range(hvd.size())])
@@ -60,7 +61,7 @@ def test_what_all_ranks_gave_comes_in_rank_order(monkeypatch, gathered_words, wo
 def test_a_message_that_breaks_its_bound_is_refused(monkeypatch):
     monkeypatch.setattr(pieces, "MOST_WORDS", 5 * hvd.size())
     with pytest.raises(RuntimeError, match="100 words do not fit into 9 pieces of 5"):
-        Exchange(None, Traffic()).allgather("pieces", torch.zeros(800, dtype=torch.uint8), 320)
+        Exchange(HorovodCollectives(None), Traffic()).allgather("pieces", torch.zeros(800, dtype=torch.uint8), 320)
 
 
 def run(method, settings):

@@ -30,9 +30,11 @@ def scripts():
 
 
 def kind(code):
-    """Return what a script needs: "pipeline" (ranks as stages), "torch" or "tensorflow" (Horovod), or "alone"."""
+    """Return what a script needs: "pipeline" (ranks as stages), "ddp", "torch", "tensorflow" (Horovod), or "alone"."""
     if "Pipeline(" in code:
         return "pipeline"
+    if "hvd_sparse.torch.ddp" in code:
+        return "ddp"
     return next((framework for framework in ("torch", "tensorflow") if f"import horovod.{framework}" in code), "alone")
 
 

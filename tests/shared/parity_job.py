@@ -108,6 +108,35 @@ def train_torch(method, settings, initial):
     return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
+def train_ddp(method, settings, initial):
+    """The same under DistributedDataParallel, whose process group is to be there already."""
+    import torch
+    import torch.distributed as dist
+    from terms import Terms
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hvd_sparse.torch.ddp import Compression
+
+    model = Terms(initial)
+    compression = getattr(Compression, method)(model.named(), **settings)
+
+    def read(payload, heard):
+        heard.append(payload.numpy().tobytes())
+        return payload
+
+    heard = listen(compression._exchange, read)
+    compression.loss_scale = LOSS_SCALE
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    compression.register(wrapped)
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        wrapped(gradients_of(step, dist.get_rank())).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR / LOSS_SCALE * parameter.grad
+    return heard, {name: parameter.detach().numpy() for name, parameter in model.named()}
+
+
 def train_tensorflow(method, settings, initial):
     import horovod.tensorflow as hvd
     import tensorflow as tf

@@ -25,7 +25,7 @@ def commands():
     for page in PAGES:
         for line in "".join(fenced(page, "")).splitlines():
             command = line.split(" #")[0].strip()
-            if re.match(r"(make|python|mpirun|horovodrun|pip) |([A-Z]+=\S+ )*scripts/", command):
+            if re.match(r"(make|python|mpirun|horovodrun|torchrun|pip) |([A-Z]+=\S+ )*scripts/", command):
                 found.append((page.name, re.sub(r"^([A-Z]+=\S+ )*", "", command)))
     return found
 
@@ -33,6 +33,7 @@ def commands():
 def test_every_script_is_run_somewhere():
     kinds = [kind(code) for code in scripts().values()]
     assert kinds.count("torch") >= 8 and kinds.count("tensorflow") >= 3 and kinds.count("pipeline") == 3
+    assert kinds.count("ddp") == 3
 
 
 @pytest.mark.parametrize("script", ALONE)
@@ -56,6 +57,8 @@ def test_pipelines_run(script, tmp_path):
 def test_commands_exist(page, command):
     """Targets of make, scripts and their options, modules. `train.py` is the reader's own."""
     words = shlex.split(command)
+    if words[0] == "torchrun":  # it starts a script without python before it
+        words.insert(next(place for place, word in enumerate(words) if word.endswith(".py")), "python")
     if words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
     elif words[0].startswith("scripts/"):

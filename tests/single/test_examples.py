@@ -41,6 +41,27 @@ def test_training_tells_what_was_sent(example, options, tmp_path):
     assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 20
 
 
+SYNTHETIC = ["--num-warmup-batches", "0", "--num-batches-per-iter", "2", "--num-iters", "2", "--width", "64"]
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        ("pytorch_digits.py", [*FEW_EPOCHS, *LOW_BIT, "--plot", ""]),
+        pytest.param("pytorch_char_lstm.py", [*FEW_STEPS, *LOW_BIT, "--plot", ""], marks=pytest.mark.exhaustive),
+        pytest.param("pytorch_synthetic_benchmark.py", [*SYNTHETIC, *LOW_BIT], marks=pytest.mark.exhaustive),
+        pytest.param("pytorch_digits.py", [*FEW_EPOCHS, "--powersgd", "1", "--plot", ""], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_example_under_ddp(example, options):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, output = launch([*torchrun, str(EXAMPLES / example), "--host", "ddp", *options, "--quiet"])
+    assert code == 0, output
+    result = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+    assert result["world_size"] == 2 and result["steps"] >= 4
+    assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 10
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_the_comparison_writes_table_steps_and_plots(framework, tmp_path):

@@ -1,0 +1,89 @@
+"""What the PyTorch examples ask of DistributedDataParallel: torchrun --nproc-per-node 4 EXAMPLE --host ddp.
+
+Horovod is not needed. The baselines `none` and `fp16`, and PowerSGD, are PyTorch's own.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+PLUGIN = "hvd_sparse.torch.ddp"
+ONE_BUCKET = 1 << 14  # MiB: PowerSGD starts collectives in callbacks, those of two buckets in any order
+VARIABLES = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
+VARIABLES |= {"LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
+
+
+class Compression:
+    """The names of PyTorch's own ways."""
+
+    none, fp16 = "none", "fp16"
+
+
+def init(**options):
+    """Start torch.distributed, as torchrun says, or mpirun with MASTER_ADDR and MASTER_PORT; alone without both."""
+    for name, theirs in VARIABLES.items():
+        os.environ.setdefault(name, os.environ.get(theirs, "1" if name == "WORLD_SIZE" else "0"))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda() else "gloo")
+
+
+rank, size = dist.get_rank, dist.get_world_size
+
+
+def local_rank():
+    """Return this rank's number on its machine."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+def has_cuda():
+    """Tell whether gradients may lie on a GPU."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+class PowerSGDStats:
+    """What `stats()` of a compressor says, for PyTorch's PowerSGD."""
+
+    def __init__(self, state, parameters):
+        self._state, self._dense_bytes = state, 4 * parameters
+
+    def stats(self):
+        """Return {"step": ..., "total": ...}; bytes are those of the factors, and of what is no matrix."""
+        ratio, before, after = self._state.compression_stats()
+        total = {"dense_bytes": 4 * before, "payload_bytes": 4 * after, "ratio": ratio}
+        step = {"dense_bytes": self._dense_bytes, "payload_bytes": int(self._dense_bytes / max(ratio, 1.0))}
+        rest = {"density": 1.0, "seconds": {}}
+        return {"step": {**step, "ratio": ratio, **rest}, "total": {**total, **rest}, "residual_norm": 0.0}
+
+
+def distribute(model, optimizer, compression, args):
+    """Return model, optimizer, and what tells of the traffic; rank 0's parameters are broadcast."""
+    devices = [torch.cuda.current_device()] if args.device == "cuda" else None
+    buckets = {"bucket_cap_mb": ONE_BUCKET} if args.powersgd else {}
+    wrapped = DistributedDataParallel(model, device_ids=devices, **buckets)
+    if args.powersgd:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        compression = PowerSGDStats(state, sum(parameter.numel() for parameter in model.parameters()))
+    elif compression == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compression != "none":
+        compression.register(wrapped)
+    return wrapped, optimizer, compression
+
+
+def step(model, optimizer, clip_norm):
+    """Step the optimizer; clip the averaged gradient first unless clip_norm is 0."""
+    if clip_norm:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+
+
+def sum_over_ranks(values, name):
+    """Sum a list of numbers over all ranks; every rank gets the same floats."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()

@@ -1,0 +1,241 @@
+"""What calls a step, whatever the host framework: the settings of a run, its reports, and its checkpoints."""
+
+import threading
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.log import Log
+from hvd_sparse.torch import exchange
+from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.collectives import Collectives
+from hvd_sparse.torch.device import crossing
+from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.hierarchical import HierarchicalStep
+from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.state import gather_state, restore_state
+from hvd_sparse.torch.step import Step
+from hvd_sparse.traffic import Traffic
+from hvd_sparse.units import Units, checked_loss_scale
+
+_checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
+
+
+class Compressor:
+    """A compressor with error feedback, for one optimizer: what those of all host frameworks share."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        collectives: Collectives,
+    ):
+        self.algorithm = algorithm
+        self._parameters = Parameters(named_parameters)
+        self._traffic = Traffic()
+        self._exchange = Exchange(collectives, self._traffic)
+        make = HierarchicalStep if getattr(algorithm, "exchange", "") == "hierarchical" else Step
+        self._step = make(algorithm, self._parameters, self._exchange, self._traffic)
+        self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
+        self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
+        self._number = 0  # of the step
+        self._loss_scale = 1.0
+        self._log: Log | None = None
+        self._under_way = self._finished = self._overflowed = False
+        self._agreed_in: object | None = None  # the incarnation in which all ranks had the same settings
+        self._reset_in: object | None = None  # the incarnation in which `reset` forgot that they had
+        self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
+        if self._crosses and collectives.is_first() and not collectives.is_alone():
+            warnings.warn(crossing(algorithm, collectives), stacklevel=6)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale, 1.0 at first: a number above 0, the same on every rank.
+
+        Set it to `scaler.get_scale()` after each `scaler.update()`, before the next backward: a step reads it at its
+        first gradient. clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so
+        are residuals and thresholds: they stay as they are. See docs/mixed-precision.md.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        """Take the loss scale of the next step, a finite number above 0; TypeError or ValueError for anything else."""
+        self._loss_scale = checked_loss_scale(value)
+
+    def stats(self) -> dict:
+        """Return what this rank has sent.
+
+        Returns:
+            {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
+            total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
+            payloads, dense tensors, tokens, votes; of a small step, whose payloads are rows of an all-reduce, the other
+            ranks' rows of zeros, too), received_bytes (what came from other ranks), ratio, density
+            (elements sent over all), and seconds {"compress", "exchange", "decompress"}. "dense_fallback" is what was
+            chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense because of
+            it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way;
+            with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+        """
+        norms = [
+            float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
+            for feedback in self._step.feedback.values()
+            if "residual" in feedback.buffers
+        ]
+        norm = sum(norms) ** 0.5
+        return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
+
+    def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
+        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm, seconds.
+
+        Args:
+            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
+                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
+            every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
+            prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
+
+        Each rank reports its own numbers: call it on rank 0 alone, or on all with a writer each.
+
+        Raises:
+            TypeError: The writer is none of these.
+            ValueError: `every` is below 1.
+        """
+        self._log = None if writer is None else Log(writer, every, prefix)
+
+    def state_dict(self, summed: bool = False) -> dict:
+        """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.
+
+        Args:
+            summed: False: this rank's own state. With the same world size, and each rank from its own file, training
+                continues bit for bit as if it had not been interrupted. True: the sum over all ranks, the same on each
+                (call it on every rank). Any world size continues from that one file; thresholds start anew.
+
+        Returns:
+            A dictionary of copies, for `torch.save`.
+        """
+        return gather_state(self._step, self._number, self._exchange, summed)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict()`; call it on every rank, between optimizer steps.
+
+        Args:
+            state: What `state_dict` returned. A summed one is divided among the ranks.
+
+        Raises:
+            ValueError: On any rank the state belongs to other parameters or another method, has NaN or infinity in a
+                buffer, or is one rank's own and the world size has changed. Raised on every rank (but in an elastic
+                job), before anything has changed.
+        """
+        with self._lock:
+            self._number = restore_state(self._step, state, self._exchange)
+            self._drop()
+
+    def reset(self) -> None:
+        """Start anew, on every rank: no residual, step 0, nothing pending, settings unchecked. The loss scale stays."""
+        with self._lock:
+            for feedback in self._step.feedback.values():
+                for buffer in feedback.buffers.values():
+                    buffer.zero_()
+            self._number = 0
+            self._traffic.restart()
+            self._drop()
+            self._step.forget()
+            self._reset_in, self._agreed_in = self._agreed_in or self._reset_in, None
+
+    def _agree(self) -> None:
+        """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
+
+        Ranks that a reset has added expect nothing of their first step, and start at step 0: the others expect nothing
+        either, and all go on from the furthest step. Residuals stay.
+        """
+        self._exchange.size()  # raises if the host framework is not initialised
+        self._start_checks()
+        if self._check is None:
+            raise RuntimeError("hvd_sparse: this rank is not in the process_set of the compression that it calls")
+        now, pending = self._check
+        if pending is None:
+            raise RuntimeError(
+                "hvd_sparse: hvd.init() was called again, without hvd.shutdown(), while ranks compared the settings of "
+                "this compression, and Horovod lost the answer. Call it once, before compressions are built"
+            )
+        if self._reset_in is now:
+            self._exchange.announce()
+            gathered = self._exchange.wait_between_steps(pending, exchange.AGREE_SECONDS)
+        else:
+            gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
+        self._reset_in = None
+        if self._agreed_in is not None:
+            self._drop()
+            self._step.forget()
+        with _checks_lock:
+            self._check, self._agreed_in = None, now
+        try:
+            furthest = self._exchange.agree(gathered, self._description())
+        except ValueError:
+            self._agreed_in = None
+            raise
+        if self._exchange.collectives.is_elastic():
+            self._number = max(self._number, furthest)
+
+    def _start_checks(self) -> None:
+        """Start comparing settings, of this compressor at least."""
+        self._start_check()
+
+    def _start_check(self) -> None:
+        """Start comparing settings with all ranks, unless that is in flight, or done in this incarnation."""
+        with _checks_lock:
+            collectives = self._exchange.collectives
+            now = collectives.incarnation()
+            is_started = self._check is not None and self._check[0] is now
+            if is_started or self._agreed_in is now or not collectives.can_start():
+                return
+            try:
+                self._check = now, self._exchange.start_check(self._description(), self._number)
+            except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight
+                if self._check is None:
+                    raise
+                self._check = now, None
+
+    def _description(self) -> list[str]:
+        return [*self.algorithm.describe(), *self._parameters.describe(), *self._step.describe()]
+
+    def _entry(self, name: str, gradient: torch.Tensor, frozen: bool) -> Entry:
+        """Return a gradient as the step takes it: on the device where it works."""
+        if not self._crosses:
+            return Entry(name, gradient, frozen)
+        return Entry(name, gradient.to(self._step.device), frozen, origin=gradient)
+
+    def _begin(self) -> None:
+        """Begin a step."""
+        self._drop()
+        self._parameters.restart()
+        self._step.begin(self._number, self._units())
+        self._under_way, self._finished = True, False
+
+    def _units(self) -> Units:
+        """Return the units of the step that begins."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        with self._traffic.timed("compress"):
+            self._step.finish()
+        with self._traffic.timed("exchange"):
+            self._overflowed = self._step.overflowed()
+        self._finished = True
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._step.end()
+        self._traffic.end_step()
+        self._number += 1
+        self._under_way = False
+        if self._log is not None:
+            self._log.report(self.stats, self._number)
+
+    def _drop(self) -> None:
+        """Give up the step under way."""
+        self._step.entries = {}
+        self._traffic.drop_step()
+        self._under_way = self._finished = False

@@ -1,0 +1,268 @@
+"""The compressors in PyTorch's DistributedDataParallel; Horovod is not needed.
+
+    compression = Compression.dgc(model.named_parameters(), density=0.001, momentum=0.9)
+    model = DistributedDataParallel(model)
+    compression.register(model)
+
+DDP hands over its buckets as they become complete, in the same order on every rank. Their gradients go into the step
+one by one; messages leave during the backward pass, and the last bucket finishes the step.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.collectives.distributed import DistributedCollectives
+from hvd_sparse.torch.compressor import Compressor
+from hvd_sparse.torch.exchange import Pending
+from hvd_sparse.units import Units
+
+MOST_NAMES = 3  # in an error
+
+
+class Arrived(NamedTuple):
+    """A bucket of DDP whose gradients are in the step."""
+
+    buffer: torch.Tensor
+    future: Future[torch.Tensor]
+    entries: list[Entry]
+    sums: list[torch.Tensor]  # what is sent dense, [n] each, in the order of the entries that carry no token
+    pending: Pending | None  # the sum of these
+
+
+class DDPCompressor(Compressor):
+    """A compressor with error feedback, for one DistributedDataParallel; made by the methods of `Compression`.
+
+    A gradient that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a loss scaler
+    then skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
+
+    A parameter that a step does not use (`find_unused_parameters=True`, `static_graph=True`) sends nothing in it, on
+    the ranks that do not use it; its residual and velocity stay as they are.
+
+    Args:
+        algorithm: The settings of a method, from `hvd_sparse.algorithms`.
+        named_parameters: (name, parameter) pairs, those of the model.
+        process_group: The model's `torch.distributed.ProcessGroup`; None: all ranks.
+
+    Raises:
+        ValueError: Wrong arguments; and in the first step, on every rank, settings that differ between ranks.
+        TypeError: Arguments of another type.
+        RuntimeError: In a step: ranks at different steps, damaged payloads.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        self._collectives = DistributedCollectives(process_group)
+        super().__init__(algorithm, named_parameters, self._collectives)
+        self._names = {id(self._parameters[name]): name for name in self._parameters}
+        self._is_registered = False
+        self._leaves_out = False  # whether a step may leave out parameters
+        self._arrived: list[Arrived] = []
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Compress the gradients of a model from now on; call it once, on every rank, before the first backward pass.
+
+        Args:
+            model: A DistributedDataParallel, of the parameters that this compression was built with.
+
+        Raises:
+            TypeError: It is no DistributedDataParallel.
+            ValueError: It has other parameters or another process group, has a communication hook already, or was built
+                with an option that a hook cannot serve; or this compression serves another model already.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "register takes the model that DistributedDataParallel returned, got "
+                f"{type(model).__name__}: model = DistributedDataParallel(model); compression.register(model)"
+            )
+        if self._is_registered:
+            raise ValueError(
+                "this compression is registered already: build a new one for each model, "
+                f"Compression.{self.algorithm.name}(model.named_parameters(), ...)"
+            )
+        _check_options(model)
+        self._check_group(model)
+        self._check_parameters(model)
+        self._leaves_out = bool(model.find_unused_parameters or model.static_graph)
+        model.register_comm_hook(None, self._reduce)
+        self._is_registered = True
+
+    def _check_group(self, model: DistributedDataParallel) -> None:
+        group = self._collectives.group
+        if model.process_group is not group:
+            raise ValueError(
+                f"the model exchanges over a process group of {model.process_group.size()} ranks, its compression over "
+                f"another one of {group.size()}: give both the same, process_group=group and process_set=group"
+            )
+
+    def _check_parameters(self, model: DistributedDataParallel) -> None:
+        """Raise ValueError unless the model trains the parameters of this compression, and no others."""
+        theirs = {
+            id(parameter): name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
+        unknown = [name for identity, name in theirs.items() if identity not in self._names]
+        if unknown:
+            raise ValueError(
+                f"the model trains parameters that this compression was not built with: {_some(unknown)}. Build it "
+                "from the model's own named_parameters()"
+            )
+        own = {identity: name for identity, name in self._names.items() if self._parameters[name].requires_grad}
+        foreign = [name for identity, name in own.items() if identity not in theirs]
+        if foreign:
+            raise ValueError(
+                f"this compression was built with parameters that the model does not train: {_some(foreign)}. Build "
+                "it from the model's own named_parameters()"
+            )
+
+    @torch.no_grad()
+    def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """Compress the gradients of a bucket; with the last one, finish the step: a communication hook."""
+        with self._lock:
+            with self._traffic.timed("compress"):
+                if bucket.index() == 0:
+                    self._open_step()
+                elif not self._under_way:
+                    raise RuntimeError(
+                        "hvd_sparse: reset() or load_state_dict() was called during a backward pass; call these "
+                        "between optimizer steps"
+                    )
+                future = self._take(bucket)
+            if bucket.is_last():
+                self._deliver()
+            return future
+
+    def _open_step(self) -> None:
+        """Begin a step; give up the one before, if its backward pass ended early."""
+        if self._agreed_in is not self._collectives.incarnation():
+            self._agree()
+        self._arrived = []
+        self._begin()
+
+    def _take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """Bring a bucket's gradients into the step; start summing what is sent dense."""
+        buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        if buffer.is_sparse:
+            raise ValueError(
+                "hvd_sparse does not compress sparse gradients under DistributedDataParallel: use embeddings with "
+                "sparse=False"
+            )
+        used = self._used(gradients)
+        entries, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
+        for gradient, parameter, is_used in zip(gradients, parameters, used, strict=True):
+            entry = self._entry(self._names[id(parameter)], gradient, not is_used)
+            carried = self._step.add(entry)
+            entries.append(entry)
+            if not entry.carries_token:
+                sums.append(carried.view(-1))
+        pending = self._start_sum(f"ddp.{bucket.index()}", buffer, sums) if sums else None
+        self._arrived.append(Arrived(buffer, future, entries, sums, pending))
+        return future
+
+    def _used(self, gradients: list[torch.Tensor]) -> list[bool]:
+        """Return which parameters of a bucket took part on this rank: DDP hands over zeros for those that did not.
+
+        If no rank used one, DDP does not look at what the hook returns for it, and would lose what was sent.
+        """
+        if not self._leaves_out:
+            return [True] * len(gradients)
+        return torch.stack([gradient.any() for gradient in gradients]).tolist()
+
+    def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
+        """Start summing tensors over the ranks, in one all-reduce: in the bucket itself, where they are all of it."""
+        whole = torch.cat(sums) if not _fills(buffer, sums) else buffer
+        if whole.dtype == torch.float16:  # the sum may be too large for it
+            whole.mul_(1.0 / self._exchange.size())
+        return self._exchange.allreduce(name, whole)
+
+    def _deliver(self) -> None:
+        """Finish the step: put the mean of all ranks into the buckets."""
+        self._finish()
+        scale = 1.0 / self._exchange.size()
+        for arrived in self._arrived:
+            if arrived.pending is not None:
+                with self._traffic.timed("exchange"):
+                    total = arrived.pending.wait()
+            with self._traffic.timed("decompress"):
+                if self._overflowed:
+                    arrived.buffer.fill_(float("nan"))
+                    continue
+                means = []
+                if arrived.pending is not None:
+                    total = total if total.dtype == torch.float16 else total.mul_(scale)
+                    means = list(total.split([part.numel() for part in arrived.sums]))
+                self._put(arrived.entries, means, scale)
+        self._end()
+        for arrived in self._arrived:
+            arrived.future.set_result(arrived.buffer)
+        self._arrived = []
+
+    def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
+        """Write what was reduced where the gradients are. means: of those that are sent dense, in their order."""
+        dense = iter(means)
+        for entry in entries:
+            carried = entry.gradient if entry.carries_token else next(dense)
+            place = entry.gradient if entry.origin is None else entry.origin
+            result = self._step.result(entry, carried, scale)
+            if result.data_ptr() != place.data_ptr():
+                place.copy_(result.view(place.shape))
+
+    def _units(self) -> Units:
+        """Return the units of the step that begins: DDP's gradients are means."""
+        size = self._exchange.size()
+        return Units(size, 1.0 / size, self._loss_scale)
+
+    def _description(self) -> list[str]:
+        return [*super()._description(), f"parameters may be left out = {self._leaves_out}"]
+
+
+class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):
+    """The compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
+
+    Methods and arguments are those of `hvd_sparse.torch.Compression`; `process_set` takes the model's process group.
+    Build a compressor of its own for each model, in the same order on every rank, and `register` it.
+    """
+
+    @classmethod
+    def _build(cls, algorithm: Algorithm, parameters, process_set) -> DDPCompressor:
+        return DDPCompressor(algorithm, parameters, process_set)
+
+
+def _check_options(model: DistributedDataParallel) -> None:
+    """Raise ValueError for models whose gradients do not all come to a single hook, bucket by bucket."""
+    options = {
+        "mixed_precision": "use torch.autocast, see docs/mixed-precision.md",
+        "skip_all_reduce_unused_params": "leave it out: a parameter that no rank uses costs next to nothing",
+        "_use_python_reducer": 'set torch._dynamo.config.optimize_ddp = "ddp_optimizer"',
+    }
+    for option, remedy in options.items():
+        if getattr(model, option, None):
+            raise ValueError(f"hvd_sparse does not work with {option.lstrip('_')} of DistributedDataParallel: {remedy}")
+    if model._comm_hooks:
+        raise ValueError("the model has a communication hook already: register a compression on a new one")
+
+
+def _fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Return whether tensors lie in a buffer one after the other, and fill it."""
+    at = buffer.data_ptr()
+    for part in parts:
+        if part.dtype != buffer.dtype or part.data_ptr() != at:
+            return False
+        at += part.nbytes
+    return at == buffer.data_ptr() + buffer.nbytes
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

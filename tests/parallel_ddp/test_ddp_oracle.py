@@ -1,0 +1,91 @@
+"""Under DDP, over many steps, the same as the papers' algorithms: parameters, residual and velocity."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_helpers import Trainer, assert_ranks_agree
+from gradients import SHAPES, draw
+from oracle import Method, train_without_ties
+
+pytestmark = pytest.mark.rank_counts
+
+LR = 0.1
+JOINT = {"momentum": 0.7, "density": 0.05, "scope": "model", "clip_norm": 10.0, "clip_scope": "model"}
+DGC = {"density": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "clip_norm": 8.0, "min_numel": 100}
+TRIALS = {
+    "dgc": ("dgc", Method(**DGC), DGC, 30),
+    "dgc, joint": ("dgc", Method(**JOINT), {**JOINT, "min_numel": 100}, 30),
+    "samomentum": (
+        "samomentum",
+        Method(samomentum=True, momentum=0.7, density=0.05),
+        {"momentum": 0.7, "density": 0.05, "min_numel": 100},
+        30,
+    ),
+    "cltk": (
+        "cltk",
+        Method(density=0.05, scope="model", cyclic=True),
+        {"density": 0.05, "min_numel": 100, "dense_fallback": None},
+        20,
+    ),
+    "hard_threshold": ("hard_threshold", Method(value=3.0), {"value": 3.0, "min_numel": 100}, 20),
+    "int2": (
+        "gradient_dropping",
+        Method(density=0.05, values="int2"),
+        {"density": 0.05, "values": "int2", "min_numel": 100},
+        20,
+    ),
+    "reduce-scatter": (
+        "gradient_dropping",
+        Method(density=0.05, owned=True),
+        {"density": 0.05, "exchange": "reduce_scatter", "min_numel": 100, "dense_fallback": None},
+        20,
+    ),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_a_method_is_that_of_the_paper(trial):
+    name, method, settings, steps = TRIALS[trial]
+    trainer, rank, ranks = Trainer(name, lr=LR, **settings), dist.get_rank(), dist.get_world_size()
+    start = {key: parameter.detach().double().numpy().copy() for key, parameter in trainer.model.named()}
+    expected, seed = train_without_ties(
+        method, start, lambda step, k, seed: draw(SHAPES, step, k, seed), ranks, steps, LR
+    )
+    for step in range(steps):
+        trainer.step(draw(SHAPES, step, rank, seed))
+    tolerance = 2e-5 if method.values == "float32" else 2e-4
+    close = {"rtol": tolerance, "atol": tolerance}
+    for key, parameter in trainer.model.named():
+        np.testing.assert_allclose(parameter.detach(), expected.parameters[key], err_msg=key, **close)
+        residual = expected.v[rank][key].reshape(-1) * (method.momentum if method.samomentum else 1.0)
+        np.testing.assert_allclose(trainer.buffer(key), residual, err_msg=key, **close)
+        if method.momentum and not method.samomentum:
+            velocity = expected.u[rank][key].reshape(-1)
+            np.testing.assert_allclose(trainer.buffer(key, "velocity"), velocity, err_msg=key, **close)
+    assert any(np.any(value) for value in expected.v[rank].values()), "all must be sparse"
+    assert_ranks_agree(trainer.model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 25},
+    ],
+)
+def test_options_of_ddp_change_nothing(options):
+    """Buckets are cut, and rebuilt, in another way: what reaches the optimizer is the same, bit for bit.
+
+    Nothing is sent dense: on three ranks, gloo's order of a sum depends on what else is in the message.
+    """
+    settings = {"density": 0.05, "momentum": 0.9, "min_numel": 0, "dense_fallback": None, "bucket_bytes": 200}
+    plain, other = Trainer("dgc", **settings), Trainer("dgc", ddp=options, **settings)
+    for step in range(12):
+        gradients = draw(SHAPES, step, dist.get_rank())
+        expected, found = plain.step(gradients), other.step(gradients)
+        assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+    assert any(bool(plain.buffer(name).any()) for name in SHAPES)

@@ -1,0 +1,147 @@
+"""What cannot work is refused, on every rank, with the remedy; and who may compress with whom."""
+
+import importlib
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_helpers import Trainer, assert_alive, assert_ranks_agree, everywhere
+from gradients import SHAPES, draw
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.torch.ddp import Compression
+
+ALONE = pytest.mark.skipif(
+    "int(__import__('os').environ.get('WORLD_SIZE', '1')) < 2", reason="needs two ranks that differ"
+)
+
+
+def linear():
+    return nn.Linear(40, 30)
+
+
+def test_horovod_is_neither_there_nor_needed():
+    """This suite's conftest.py lets nobody import it."""
+    with pytest.raises(ModuleNotFoundError, match="No module named 'horovod'"):
+        importlib.import_module("horovod.torch")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
+
+
+def test_a_model_without_ddp_is_refused():
+    model = linear()
+    with pytest.raises(TypeError, match=r"got Linear: model = DistributedDataParallel\(model\)"):
+        Compression.dgc(model.named_parameters()).register(model)
+
+
+def test_a_second_registration_is_refused():
+    model = linear()
+    compression = Compression.dgc(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    compression.register(wrapped)
+    with pytest.raises(ValueError, match=r"registered already: build a new one .* Compression\.dgc"):
+        compression.register(wrapped)
+    with pytest.raises(ValueError, match="the model has a communication hook already"):
+        Compression.topk(model.named_parameters()).register(wrapped)
+
+
+def test_a_model_with_another_hook_is_refused():
+    wrapped = DistributedDataParallel(linear())
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(ValueError, match="the model has a communication hook already"):
+        Compression.dgc(wrapped.module.named_parameters()).register(wrapped)
+
+
+def test_parameters_of_another_model_are_refused():
+    model, other = linear(), linear()
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"was not built with: weight, bias\. Build it from the model's own"):
+        Compression.dgc(other.named_parameters()).register(wrapped)
+    with pytest.raises(ValueError, match=r"was not built with: bias\."):
+        Compression.dgc([("weight", model.weight)]).register(wrapped)
+    both = [*model.named_parameters("model"), *other.named_parameters("other")]
+    with pytest.raises(ValueError, match=r"the model does not train: other\.weight, other\.bias"):
+        Compression.dgc(both).register(wrapped)
+
+
+def test_frozen_and_ignored_parameters_are_left_alone():
+    model = nn.Sequential(OrderedDict(trained=nn.Linear(40, 30), frozen=nn.Linear(30, 20), ignored=nn.Linear(20, 10)))
+    model.frozen.requires_grad_(False)
+    ignored = [f"ignored.{name}" for name, _ in model.ignored.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if name not in ignored]
+    compression = Compression.dgc(named, density=0.01)
+    wrapped = DistributedDataParallel(model)
+    compression.register(wrapped)
+    wrapped(torch.full((3, 40), 1.0 + dist.get_rank())).sum().backward()
+    mean = torch.stack(everywhere(model.trained.weight.grad)).mean(0)
+    assert torch.equal(mean, model.trained.weight.grad) and bool(mean.any())
+    assert model.frozen.weight.grad is None and bool(model.ignored.weight.grad.any())
+
+
+@pytest.mark.parametrize(("value", "got"), [(3, "int"), ("all", "str"), ([0, 1], "list")])
+def test_what_is_no_process_group_is_refused(value, got):
+    with pytest.raises(TypeError, match=rf"process_set must be a torch\.distributed\.ProcessGroup .*, got {got}"):
+        Compression.dgc(linear().named_parameters(), process_set=value)
+
+
+def test_another_process_group_is_refused():
+    group = dist.new_group()
+    model = linear()
+    with pytest.raises(ValueError, match="process_group=group and process_set=group"):
+        Compression.dgc(model.named_parameters(), process_set=group).register(DistributedDataParallel(model))
+    with pytest.raises(ValueError, match="process_group=group and process_set=group"):
+        Compression.dgc(model.named_parameters()).register(DistributedDataParallel(model, process_group=group))
+
+
+def test_a_part_of_the_ranks():
+    """The others do something else meanwhile."""
+    ranks = max(1, dist.get_world_size() - 1)
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() < ranks:
+        trainer = Trainer("dgc", density=0.05, momentum=0.9, process_set=group, ddp={"process_group": group})
+        for step in range(3):
+            trainer.step(draw(SHAPES, step, dist.get_rank()))
+        assert trainer.compression.stats()["steps"] == 3
+        if ranks < dist.get_world_size():
+            with pytest.raises(ValueError, match=f"works on all ranks, got a process group of {ranks} of the"):
+                Compression.dgc(trainer.model.named(), exchange="hierarchical", process_set=group)
+    assert_alive()
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(50, 8, sparse=True)
+    compression = Compression.dgc(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    compression.register(wrapped)
+    with pytest.raises(ValueError, match="use embeddings with sparse=False"):
+        wrapped(torch.tensor([1, 2])).sum().backward()
+    assert_alive()
+
+
+@ALONE
+def test_settings_that_differ_are_refused_on_every_rank():
+    trainer = Trainer(density=0.01 * (1 + dist.get_rank()))
+    with pytest.raises(ValueError, match=r"the ranks do not agree .*density"):
+        trainer.reduced(draw(SHAPES, 0, dist.get_rank()))
+    assert_alive()
+
+
+def test_two_models_side_by_side():
+    """Their steps interleave: collectives start in the same order on all ranks."""
+    trainers = [Trainer("dgc", density=0.05, momentum=0.9), Trainer("dct", density=0.05)]
+    for step in range(4):
+        for trainer in trainers:
+            trainer.step(draw(SHAPES, step, dist.get_rank()))
+    for trainer in trainers:
+        assert_ranks_agree(trainer.model)
+
+
+def test_before_torch_distributed_is_initialised(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    compression = Compression.dgc(linear().named_parameters())
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group\(\) first"):
+        compression.state_dict()

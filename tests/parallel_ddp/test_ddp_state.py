@@ -1,0 +1,140 @@
+"""Checkpoints under DistributedDataParallel, skipped steps, loss scales, types of 16 bits."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_helpers import Trainer, assert_alive, assert_ranks_agree, everywhere
+from gradients import SHAPES, draw, whole_numbers
+
+SETTINGS = {"density": 0.03, "min_numel": 100}
+# Nothing is sent dense: on three ranks, gloo's order of a sum depends on what else is in the message.
+SPARSE = {"density": 0.03, "min_numel": 0, "dense_fallback": None}
+METHODS = {
+    "dgc": ("dgc", {**SPARSE, "momentum": 0.9}),
+    "dct": ("dct", {**SPARSE, "lifespan": 3}),
+    "reduce-scatter": ("gradient_dropping", {**SPARSE, "exchange": "reduce_scatter"}),
+    "hierarchical": ("dgc", {**SPARSE, "momentum": 0.9, "exchange": "hierarchical", "ranks_per_host": 2}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_continues_bit_for_bit(method):
+    name, settings = METHODS[method]
+    trainer, rank = Trainer(name, **settings), dist.get_rank()
+    for step in range(4):
+        trainer.step(draw(SHAPES, step, rank))
+    state = trainer.compression.state_dict()
+    other = Trainer(name, **settings)
+    other.model.load_state_dict(trainer.model.state_dict())
+    other.compression.load_state_dict(state)
+    for step in range(4, 8):
+        expected, found = (one.step(draw(SHAPES, step, rank)) for one in (trainer, other))
+        assert all(torch.equal(expected[key], found[key]) for key in SHAPES)
+    waits = any(bool(buffer.any()) for buffers in state["memory"].values() for buffer in buffers.values())
+    assert any(bool(one) for one in everywhere(torch.tensor([waits])))  # a rank that keeps no shard has nothing
+
+
+def test_a_summed_state_has_all_residuals():
+    trainer, rank, ranks = Trainer(**SETTINGS), dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        trainer.step(whole_numbers(SHAPES, step, rank))
+    own = {name: trainer.buffer(name) for name in SHAPES}
+    summed = trainer.compression.state_dict(summed=True)
+    for name in SHAPES:
+        assert torch.equal(summed["memory"][name]["residual"], torch.stack(everywhere(own[name])).sum(0))
+    other = Trainer(**SETTINGS)
+    other.compression.load_state_dict(summed)
+    for name in SHAPES:
+        torch.testing.assert_close(other.buffer(name) * ranks, summed["memory"][name]["residual"])
+
+
+def test_a_state_that_one_rank_cannot_load_is_refused_on_all():
+    trainer = Trainer(**SETTINGS)
+    trainer.step(draw(SHAPES, 0, dist.get_rank()))
+    state = trainer.compression.state_dict()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        del state["memory"]["head.weight"]
+    before = trainer.buffer("head.weight")
+    with pytest.raises(ValueError, match=r"head\.weight"):
+        trainer.compression.load_state_dict(state)
+    assert torch.equal(trainer.buffer("head.weight"), before)
+    assert_alive()
+
+
+def test_reset_begins_anew():
+    trainer, fresh = Trainer(**SPARSE), Trainer(**SPARSE)
+    for step in range(3):
+        trainer.step(draw(SHAPES, step, dist.get_rank()))
+    trainer.compression.reset()
+    expected, found = (one.reduced(draw(SHAPES, 7, dist.get_rank())) for one in (fresh, trainer))
+    assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+    assert trainer.compression.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("density", [0.03, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(value, density):
+    trainer, rank, ranks = Trainer(**{**SETTINGS, "density": density}), dist.get_rank(), dist.get_world_size()
+    given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    delivered = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(6):
+        gradients = {name: array * ranks for name, array in whole_numbers(SHAPES, step, rank).items()}
+        is_bad = step in (0, 3)
+        if is_bad and rank == ranks - 1:
+            gradients["head.weight"][7] = value
+        reduced = trainer.reduced(gradients)
+        if is_bad:
+            assert all(bool(reduced[name].isnan().all()) for name in SHAPES)
+            if density == 1.0:  # what is sent dense has no residual: a step that is skipped is lost whole
+                continue
+        for name, gradient in gradients.items():
+            is_dense = given[name].numel() < SETTINGS["min_numel"]
+            if not (is_bad and is_dense):
+                given[name] += torch.as_tensor(gradient, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+            if not is_bad:
+                delivered[name] += reduced[name].double()
+    summed = trainer.compression.state_dict(summed=True)["memory"]
+    for name in SHAPES:
+        total = torch.stack(everywhere(given[name].reshape(-1))).sum(0)
+        waits = summed[name]["residual"].double()
+        assert torch.equal(ranks * delivered[name].reshape(-1) + waits, total), name
+
+
+def test_a_loss_scale_changes_nothing_but_the_gradients():
+    plain, scaled = (
+        Trainer("dgc", momentum=0.9, clip_norm=5.0, **SETTINGS),
+        Trainer("dgc", momentum=0.9, clip_norm=5.0, **SETTINGS),
+    )
+    for step, scale in enumerate([1024.0, 512.0, 4096.0]):
+        scaled.compression.loss_scale = scale
+        gradients = draw(SHAPES, step, dist.get_rank())
+        expected = plain.reduced(gradients)
+        found = scaled.reduced({name: scale * gradient for name, gradient in gradients.items()})
+        for name in SHAPES:
+            torch.testing.assert_close(found[name] / scale, expected[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif("int(__import__('os').environ.get('WORLD_SIZE', '1')) < 2", reason="needs two ranks that differ")
+def test_loss_scales_that_differ_are_refused():
+    trainer = Trainer(**SETTINGS)
+    trainer.compression.loss_scale = 1.0 + dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"loss_scale is .* on this rank, the mean over the ranks is"):
+        trainer.reduced(draw(SHAPES, 0, dist.get_rank()))
+    assert_alive()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types(dtype):
+    trainer = Trainer("dgc", momentum=0.9, dtype=dtype, **SETTINGS)
+    for step in range(6):
+        reduced = trainer.step(draw(SHAPES, step, dist.get_rank()))
+        assert all(gradient.dtype == dtype and bool(gradient.isfinite().all()) for gradient in reduced.values())
+    assert_ranks_agree(trainer.model)
+
+
+def test_a_mean_that_float16_holds_is_delivered_though_it_does_not_hold_the_sum():
+    trainer = Trainer(density=1.0, dtype=torch.float16)
+    reduced = trainer.reduced({name: torch.full(shape, 60000.0) for name, shape in SHAPES.items()})
+    assert all(bool((gradient == 60000.0).all()) for gradient in reduced.values())

@@ -1,0 +1,30 @@
+"""A PyTorch model whose gradients a test chooses."""
+
+import torch
+
+
+class Terms(torch.nn.Module):
+    """Parameters by name; the gradient of each is what `forward` is given under its name, those left out are unused.
+
+    values: {name: array}.
+    """
+
+    def __init__(self, values, dtype=torch.float32):
+        super().__init__()
+        self.names = {name: name.replace(".", "_") for name in values}
+        for name, own_name in self.names.items():
+            self.register_parameter(own_name, torch.nn.Parameter(torch.tensor(values[name]).to(dtype)))
+
+    def forward(self, gradients):
+        terms = [
+            (self[name].double() * torch.as_tensor(gradient, dtype=torch.float64)).sum()
+            for name, gradient in gradients.items()
+        ]
+        return torch.stack(terms).sum()
+
+    def __getitem__(self, name):
+        return getattr(self, self.names[name])
+
+    def named(self):
+        """Return (name, parameter) pairs, by the names of the values."""
+        return [(name, self[name]) for name in self.names]
