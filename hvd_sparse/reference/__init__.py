@@ -46,6 +46,7 @@ from hvd_sparse.reference.low_bit import (
     group_of,
     quantize_low_bit,
 )
+from hvd_sparse.reference.partition import accumulate_partition
 from hvd_sparse.reference.positions import (
     decode_bitmap,
     decode_elias_fano,
