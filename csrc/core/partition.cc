@@ -145,7 +145,8 @@ class Selecting {
       }
     };
     const double scale = Sample(add);
-    const double exact = static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, reached));
+    const double exact =
+        static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, reached));
     for (size_t bin = 0; bin < result->sketch.size(); ++bin) {
       const double reaching = static_cast<double>(above[bin]) * (fits ? exact : scale);
       result->sketch[bin] = static_cast<float>(reaching + static_cast<double>(below[bin]) * scale);
@@ -196,8 +197,8 @@ Status Check(const std::vector<Part>& parts, const PartitionParams& params) {
   int64_t end = 0;
   for (const Part& part : parts) {
     if (part.begin < end) {
-      return Status::InvalidArgument("parts must ascend and not overlap: one begins at " +
-                                     std::to_string(part.begin) + ", before " + std::to_string(end));
+      return Status::InvalidArgument("parts must ascend and not overlap: one begins at " + std::to_string(part.begin) +
+                                     ", before " + std::to_string(end));
     }
     end = part.begin + part.gradient.size;
   }

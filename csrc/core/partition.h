@@ -10,10 +10,10 @@
 
 namespace hvd_sparse {
 
-constexpr int kMagnitudeShift = 19;     // from the bits of a magnitude to its bin: 1/16 of an octave
-constexpr int32_t kSketchBins = 64;     // of the magnitudes around the threshold
-constexpr int32_t kSketchBelow = 48;    // of these, how many are below the threshold's own
-constexpr int64_t kSketchRun = 16;      // elements that are sampled together: a line of the cache
+constexpr int kMagnitudeShift = 19;   // from the bits of a magnitude to its bin: 1/16 of an octave
+constexpr int32_t kSketchBins = 64;   // of the magnitudes around the threshold
+constexpr int32_t kSketchBelow = 48;  // of these, how many are below the threshold's own
+constexpr int64_t kSketchRun = 16;    // elements that are sampled together: a line of the cache
 
 struct PartitionParams {
   int64_t begin = 0;  // the partition: elements [begin, end) of all parts joined

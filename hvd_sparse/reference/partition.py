@@ -36,7 +36,7 @@ def accumulate_partition(
         low, high = max(begin, first), min(end, first + residual.size)
         if low < high:
             part[low - begin : high - begin] = residual[low - first : high - first]
-    named = filter_threshold(part, threshold)[0]
+    named = filter_threshold(part, threshold if share < 0.0 else max(threshold, SMALLEST))[0]  # zeros: of no share
     sketch = np.zeros(1 + SKETCH_BINS, np.float32)
     if share >= 0.0:
         share = min(share, part.size)
@@ -53,7 +53,7 @@ def accumulate_partition(
 
 
 def make_sketch(part: np.ndarray, threshold: float, count: int | None, sample: int, seed: int) -> np.ndarray:
-    """Return the counts, float32[65], of a sample of float32[m] around a threshold; count: what reaches it, if known."""
+    """Return the counts, float32[65], of a sample around a threshold; count: what reaches it, if known."""
     smallest = np.float32(max(threshold, SMALLEST))
     if float(smallest) < threshold:
         smallest = np.nextafter(smallest, np.float32(math.inf))

@@ -278,8 +278,9 @@ def accumulate_partition(
     each gradient was finite, bool[members]. Unless active nothing is accumulated, nor selected.
     """
     numbers = (*map(_integer, (begin, end)), *(_number(one, tf.float64) for one in (threshold, share)))
-    given = (list(gradients), [one.handle for one in residuals], [], [], factors, is_active)
-    return tuple(_ops.hvd_sparse_accumulate_partition(*given, *numbers, _integer(sample), _seed(seed)))
+    lists = (list(gradients), [one.handle for one in residuals])
+    numbers += (_integer(sample), _seed(seed))
+    return tuple(_ops.hvd_sparse_accumulate_partition(*lists, [], [], factors, is_active, *numbers))
 
 
 def reduce_located_bucket(

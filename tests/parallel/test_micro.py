@@ -24,17 +24,19 @@ def gradients_of(shapes, step, rank, scale):
     return {name: value * scale.reshape(value.shape) for name, value in draw(shapes, step, rank).items()}
 
 
-SCHEDULES = {"flat": lambda t: 1.0, "drop": lambda t: 0.1 if t >= 50 else 1.0, "rise": lambda t: 10.0**(t // 40)}
+SCHEDULES = {"flat": lambda t: 1.0, "drop": lambda t: 0.1 if t >= 50 else 1.0, "rise": lambda t: 10.0 ** (t // 40)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("even", "flat"), ("layers", "drop"), ("heavy", "rise"), ("layers", "rise"), ("even", "drop")],
+)
 def test_every_step_is_that_of_the_paper_and_the_density_is_right(kind, schedule):
     """Within 10 % of k = 1000 in each step from the tenth on, with layers of different scales, when gradients jump."""
     shapes = {"only": (N,)}
     parameters = make_parameters(shapes)
     compression = Compression.micro(parameters.items(), density=0.01, min_numel=0)
-    oracle, counts, by_threshold = MicroOracle(N, hvd.size(), 1000), [], 0
+    oracle, counts = MicroOracle(N, hvd.size(), 1000), []
     for t in range(100):
         scale = SCALES[kind] * SCHEDULES[schedule](t)
         everyone = [gradients_of(shapes, t, rank, scale) for rank in range(hvd.size())]

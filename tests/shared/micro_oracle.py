@@ -1,4 +1,4 @@
-"""MiCRO's Algorithm 1, and where its threshold comes from, for all ranks at once, in NumPy, written from the documents."""
+"""MiCRO's Algorithm 1, and where its threshold comes from, for all ranks at once, in NumPy."""
 
 import math
 
@@ -37,7 +37,11 @@ class MicroOracle:
         accumulated = self.errors + gradients.astype(np.float32)
         sent = reduced != 0
         np.testing.assert_allclose(
-            reduced[sent], accumulated.astype(np.float64).sum(0)[sent], rtol=1e-5, atol=1e-4, err_msg=f"step {self.step}"
+            reduced[sent],
+            accumulated.astype(np.float64).sum(0)[sent],
+            rtol=1e-5,
+            atol=1e-4,
+            err_msg=f"step {self.step}",
         )
         self.errors = np.where(sent, np.float32(0.0), accumulated)
         self.step += 1
@@ -46,7 +50,8 @@ class MicroOracle:
     def expect(self, gradients):
         """Return which elements are named, bool[n], by the threshold of the last step's histograms; learn from these.
 
-        Line 9. A rank that finds other than 0.92 to 1.08 times its share of k, give or take 4, or none, names its share.
+        Line 9. A rank that finds less than 0.92 times its share of k, - 4, or more than 1.08 times it, + 4, or none,
+        names its share.
         """
         accumulated = self.errors + gradients.astype(np.float32)
         threshold = math.inf if self.reached is None else self.reached * math.exp(self.growth)
@@ -67,7 +72,7 @@ class MicroOracle:
         return named
 
     def histogram(self, magnitude, bar):
-        """Return {lower bound of a bin: count} of 48 bins below that of the bar and 16 from it on; the last has all above.
+        """Return {bin: count} of 48 bins below that of the bar, and 16 from it on; the last has all above.
 
         A bin is 1/16 of the way from a power of two to the next.
         """

@@ -8,7 +8,6 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.granularity import by_group
@@ -61,7 +60,9 @@ class SharedIndices(Codec):
         k = tf.maximum(count, 1)[None]
         packed = ops.pack(indices, total, n, k[0])
         if is_exact:
-            done.append(ops.clear_bucket(packed, k, now.void, [entry.feedback.residual for entry in entries], joint=True))
+            done.append(
+                ops.clear_bucket(packed, k, now.void, [entry.feedback.residual for entry in entries], joint=True)
+            )
         else:
             done += self._clear_parts(entries, indices, values, values - sent, now)
         sizes = [entry.feedback.size for entry in entries]
@@ -230,7 +231,10 @@ class Random(Selection):
         n = sum(entry.feedback.size for entry in named.entries)
         with tf.control_dependencies(residuals):
             indices = tf.numpy_function(
-                lambda k, seed: stratified_sample(n, int(k), int(seed)), [named.ks[0], now.seed], tf.int64, stateful=False
+                lambda k, seed: stratified_sample(n, int(k), int(seed)),
+                [named.ks[0], now.seed],
+                tf.int64,
+                stateful=False,
             )
         named.indices = tf.ensure_shape(indices, [None])
 

@@ -193,7 +193,7 @@ class Selection(abc.ABC):
         """Accumulate the entries; return ascending indices into the residual of the whole model."""
 
     def sketches(self, name: str) -> torch.Tensor | None:
-        """Return what is summed with the values of a bucket, float32[ranks, 65], or None: this rank's row, and zeros."""
+        """Return what is summed with the values of a bucket, or None: float32[ranks, 65], this rank's row, zeros."""
         return None
 
     def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027
