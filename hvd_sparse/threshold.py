@@ -15,7 +15,8 @@ HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent an
 HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
 HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
 SKETCH_BINS = 64  # of a histogram, around a threshold
-SAMPLED = 2048  # of the k largest: how many samples of all ranks together have
+SAMPLED = 512  # of the k largest: how many samples of all ranks together have
+FEWEST_SAMPLED = 1 << 16  # elements of a partition, if it has so many: they cost next to nothing
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 LARGEST_GROWTH = 0.22  # of a threshold's logarithm in a step
 LOWEST_MARGIN = 0.5
@@ -268,8 +269,8 @@ def widen(sketch: np.ndarray) -> np.ndarray:
 
 
 def sketch_sample(n: int, k: int) -> int:
-    """Return how many of n elements of a partition to count, so that about 2048 of the k largest of all are."""
-    return min(n, -(-n * SAMPLED // k))
+    """Return how many of n elements of a partition to count, so that about 512 of the k largest of all are."""
+    return min(n, max(FEWEST_SAMPLED, -(-n * SAMPLED // k)))
 
 
 class ScaledThreshold:

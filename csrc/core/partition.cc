@@ -18,7 +18,8 @@ namespace {
 constexpr double kLowest = 0.92;  // of the share
 constexpr double kHighest = 1.08;
 constexpr double kLeeway = 4;    // elements: a small share is left to chance
-constexpr double kMargin = 0.9;  // of the threshold: what is gathered, in case that too few reach it
+constexpr double kMargin = 0.98;  // of the threshold: what is gathered, in case that too few reach it
+constexpr double kAgain = 0.9;    // of it, where the partition is read again
 
 // What of a part lies in [begin, end) of all, counted from `begin`.
 Part Cut(const Part& part, int64_t begin, int64_t end) {
@@ -113,7 +114,8 @@ class Selecting {
     Selection largest;
     const float* values = JoinResiduals(parts_, size_, &copy);
     HVD_SPARSE_RETURN_IF_ERROR(
-        SelectTopK({values, size_, DType::kFloat32}, {m, 0, params_.seed}, parallel_for_, &largest));
+        SelectTopK({values, size_, DType::kFloat32}, {m, kAgain * params_.threshold, params_.seed},
+                                          parallel_for_, &largest));
     uint32_t smallest = 0;  // of those that are not zero
     for (const int64_t index : largest.indices) {
       const uint32_t bits = MagnitudeBits(values[index]);

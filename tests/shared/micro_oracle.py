@@ -8,7 +8,7 @@ from hvd_sparse.sampling import hash_index
 
 
 class MicroOracle:
-    """The error e_i of every rank, and what a step must do to them. One flat vector of n elements, k at most 2048."""
+    """The error e_i of every rank, and what a step must do to them. n elements, 65,536 a rank at most."""
 
     def __init__(self, n, ranks, k):
         self.n, self.ranks, self.k = n, ranks, k

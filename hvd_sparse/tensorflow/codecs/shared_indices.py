@@ -15,7 +15,7 @@ from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
 from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
-from hvd_sparse.threshold import SAMPLED, SKETCH_BINS
+from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -208,7 +208,7 @@ class Partition(Selection):
             end=end,
             threshold=threshold,
             share=share,
-            sample=tf.minimum(end - begin, -(-(end - begin) * SAMPLED // k)),  # `hvd_sparse.threshold.sketch_sample`
+            sample=tf.maximum(-(-(end - begin) * SAMPLED // k), FEWEST_SAMPLED),  # `hvd_sparse.threshold.sketch_sample`
             seed=now.seed,
             is_active=now.is_active,
         )
