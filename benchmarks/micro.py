@@ -3,9 +3,9 @@
     make bench-micro        or: python benchmarks/micro.py --output benchmarks/results/micro.md
 
 Selection: what a rank of N does beyond accumulating, in one process, in CPU time; the other ranks are taken to be
-alike. Whole steps: of ResNet-50's tensors, beside `topk` and `dgc`, in turns, in one run. Density: of 4 ranks, whose gradients
-become ten times smaller in one step, with the authors' controller beside. All figures of a row are of one run, and
-ratios: milliseconds depend on the machine.
+alike. Whole steps: of ResNet-50's tensors, beside `topk` and `dgc`, in turns, in one run. Density: of 4 ranks, whose
+gradients become ten times smaller in one step, with the authors' controller beside. All figures of a row are of one
+run, and ratios: milliseconds depend on the machine.
 """
 
 import argparse

@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kLowest = 0.92;  // of the share
 constexpr double kHighest = 1.08;
-constexpr double kLeeway = 4;    // elements: a small share is left to chance
+constexpr double kLeeway = 4;     // elements: a small share is left to chance
 constexpr double kMargin = 0.98;  // of the threshold: what is gathered, in case that too few reach it
 constexpr double kAgain = 0.9;    // of it, where the partition is read again
 
@@ -113,9 +113,8 @@ class Selecting {
     std::vector<float> copy;
     Selection largest;
     const float* values = JoinResiduals(parts_, size_, &copy);
-    HVD_SPARSE_RETURN_IF_ERROR(
-        SelectTopK({values, size_, DType::kFloat32}, {m, kAgain * params_.threshold, params_.seed},
-                                          parallel_for_, &largest));
+    HVD_SPARSE_RETURN_IF_ERROR(SelectTopK({values, size_, DType::kFloat32},
+                                          {m, kAgain * params_.threshold, params_.seed}, parallel_for_, &largest));
     uint32_t smallest = 0;  // of those that are not zero
     for (const int64_t index : largest.indices) {
       const uint32_t bits = MagnitudeBits(values[index]);
