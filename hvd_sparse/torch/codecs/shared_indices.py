@@ -230,6 +230,9 @@ class Partition(Selection):
 
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return those of the partition, in one pass over the gradients."""
+        if not entries:  # all are frozen
+            self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS)
+            return torch.empty(0, dtype=torch.int64)
         now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
         begin, end = partition(now.step, now.rank, now.world_size, len(residual))
         threshold, share = self.thresholds["model"].plan(k, now.world_size)
