@@ -8,13 +8,17 @@ import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
-from hvd_sparse.sampling import hash_index, stratified_sample
+from hvd_sparse.sampling import hash_index
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
 HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more
 HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
 HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
-SURE = 8.0  # that none is found where so many are expected is no chance
+SKETCH_BINS = 64  # of a histogram, around a threshold
+SAMPLED = 512  # of the k largest: how many samples of all ranks together have
+FEWEST_SAMPLED = 1 << 16  # elements of a partition, if it has so many: they cost next to nothing
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+LARGEST_GROWTH = 0.22  # of a threshold's logarithm in a step
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
@@ -199,6 +203,76 @@ class FittedThreshold:
             self._achieved, self._steps = 0.0, 0
 
 
+class PredictedThreshold:
+    """MiCRO's threshold from the histograms of the step before, of all ranks: known before a step's gradients are.
+
+    It is the one that k elements reached in that step, times how much it grew of late. With it goes how many of this
+    rank's next partition should reach it: a rank that finds far fewer or more names that many, so that a jump of the
+    gradients' scale does not change how much is sent.
+    """
+
+    NUMBERS = 6
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew."""
+        self.restore([0.0] * self.NUMBERS)
+
+    def numbers(self) -> list[float]:
+        """Return what a checkpoint keeps: zeros at first.
+
+        The threshold that k elements reached, k, the logarithm of its growth a step, its elasticity with respect to k,
+        the next share of this rank, and of how many ranks.
+        """
+        return [self._value, float(self._k), self._growth, self._elasticity, self._share, float(self._ranks)]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Continue from `numbers()`."""
+        self._value, k, self._growth, self._elasticity, self._share, ranks = map(float, numbers)
+        self._k, self._ranks = int(k), int(ranks)
+
+    def plan(self, k: int, ranks: int) -> tuple[float, float]:
+        """Return a step's threshold, infinite where none is known, and this rank's share of k."""
+        if self._k == 0 or self._ranks != ranks:
+            return math.inf, k / ranks
+        scale = math.exp(self._growth + self._elasticity * math.log(k / self._k))
+        return min(max(self._value * scale, SMALLEST), LARGEST_FLOAT), self._share * k / self._k
+
+    def learn(self, k: int, rank: int, sketches: np.ndarray) -> None:
+        """Learn from what the ranks counted in their partitions: float32[ranks, 65], a bin and the counts from there.
+
+        Partition p of a step is that of the rank before in the next one: `partition`.
+        """
+        histograms = np.stack([widen(sketch) for sketch in sketches])
+        total = histograms.sum(0)
+        cut, more = histogram_cut(total, k), histogram_cut(total, 2 * k)
+        value = min(cut.threshold, LARGEST_FLOAT)
+        is_tail = SMALLEST < more.threshold < value
+        self._elasticity = math.log(more.threshold / value) / math.log(2.0) if is_tail else 0.0
+        grows = SMALLEST < self._value and SMALLEST < value and self._k == k and self._ranks == len(sketches)
+        growth = min(max(math.log(value / self._value), -LARGEST_GROWTH), LARGEST_GROWTH) if grows else 0.0
+        self._growth = 0.5 * (self._growth + growth) if grows else 0.0
+        wanted = [cut.wanted(histogram) for histogram in histograms]
+        found, ranks = sum(wanted), len(sketches)
+        self._share = k * wanted[(rank + 1) % ranks] / found if found > 0.0 else k / ranks
+        self._value, self._k, self._ranks = value, k, ranks
+
+
+def widen(sketch: np.ndarray) -> np.ndarray:
+    """Return the histogram, float64[HISTOGRAM_BINS], that a sketch is the known part of."""
+    histogram = np.zeros(HISTOGRAM_BINS)
+    begin = int(sketch[0])
+    histogram[begin : begin + SKETCH_BINS] = sketch[1:]
+    return histogram
+
+
+def sketch_sample(n: int, k: int) -> int:
+    """Return how many of n elements of a partition to count, so that about 512 of the k largest of all are."""
+    return min(n, max(FEWEST_SAMPLED, -(-n * SAMPLED // k)))
+
+
 class ScaledThreshold:
     """MiCRO's own: started at 1 / (2 sqrt(k)), and scaled by how many were sent (section IV-C)."""
 
@@ -217,11 +291,11 @@ class ScaledThreshold:
         """Continue from `numbers()`."""
         self._value, self._k = float(numbers[0]), int(numbers[1])
 
-    def at(self, step: int, k: int) -> float:
-        """Return the threshold of a step, started anew if k is another one."""
+    def plan(self, k: int, ranks: int) -> tuple[float, float]:
+        """Return a step's threshold, started anew if k is another one, and -1: as many are sent as reach it."""
         if k != self._k:
             self._value, self._k = 0.5 / math.sqrt(k), k
-        return self._value
+        return self._value, -1.0
 
     def learn(self, k: int, count: int) -> None:
         """Scale by how many were sent, of all ranks together."""
@@ -253,20 +327,6 @@ def partition(step: int, rank: int, ranks: int, n: int) -> tuple[int, int]:
     return number * n // ranks, (number + 1) * n // ranks
 
 
-def sampled_histogram(values: np.ndarray, k: int, seed: int) -> np.ndarray:
-    """Return how many of float32[m] values have each magnitude, estimated from a sample: float32[HISTOGRAM_BINS].
-
-    Bins are 1/16 of an octave. The sample has about 2048 of the k largest of all ranks together, if all sample alike.
-    """
-    m = len(values)
-    if m == 0:
-        return np.zeros(HISTOGRAM_BINS, np.float32)
-    size = min(m, -(-m * 2048 // k))
-    sample = values if size == m else values[stratified_sample(m, size, seed)]
-    bins = (sample.view(np.uint32) & 0x7FFFFFFF) >> HISTOGRAM_SHIFT
-    return (np.bincount(bins, minlength=HISTOGRAM_BINS) * (m / size)).astype(np.float32)
-
-
 @dataclass(frozen=True)
 class Cut:
     """Where a histogram of magnitudes is cut, so that about k are above."""
@@ -276,7 +336,7 @@ class Cut:
     part: float = 0.0  # how much of that bin is to be above
 
     def wanted(self, histogram: np.ndarray) -> float:
-        """Return how many of those that a histogram, float32[HISTOGRAM_BINS], counts are to be above."""
+        """Return how many of those that a histogram, [HISTOGRAM_BINS], counts are to be above."""
         return float(histogram[self.bin + 1 :].sum() + self.part * histogram[self.bin])
 
 
@@ -299,21 +359,3 @@ def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
     low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     part = math.log(k / above) / math.log(reaching[bin_] / above) if above > 0 else k / counts[bin_]
     return Cut(max(SMALLEST, high * (low / high) ** part), bin_, within)
-
-
-def exact_count(cut: Cut, histogram: np.ndarray, part: np.ndarray, count: int, draw: int) -> int:
-    """Return how many of its largest a rank names where a threshold cannot tell its values apart; 0 where it can.
-
-    histogram: of its own values, `part`, of which `count` reach the threshold. Where most of a bin is one magnitude,
-    none of these reach a threshold above it, and all reach one below: then the rank names its share of k, equal
-    magnitudes in the order of a hash. A fraction counts now and then, as `draw`, a uint64, has it.
-    """
-    wanted = cut.wanted(histogram)
-    if count == 0 and wanted > 0.0:
-        magnitudes = np.abs(part)
-        largest = magnitudes.max()
-        if largest == 0.0 or (wanted < SURE and np.count_nonzero(magnitudes == largest) == 1):
-            return 0  # nothing to send, or none by chance
-    elif count <= 2.0 * wanted + 16.0 or cut.bin == 0:
-        return 0
-    return min(int(wanted + draw / 2.0**64), len(part))

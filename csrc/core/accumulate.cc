@@ -189,6 +189,16 @@ const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vecto
   return copy->data();
 }
 
+Candidates<float> AccumulateCandidates(const std::vector<Part>& parts, int64_t n, const Candidates<float>& none,
+                                       const ParallelFor& parallel_for, bool* finite) {
+  std::vector<std::atomic<bool>> spoilt(parts.size());
+  auto gathered = Gather(n, none, parallel_for, [&](Candidates<float>* candidates, int64_t begin, int64_t end) {
+    AccumulateSpan(parts, begin, end, spoilt.data(), candidates);
+  });
+  for (size_t i = 0; i < parts.size(); ++i) finite[i] = !spoilt[i].load();
+  return gathered;
+}
+
 Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
                       const ParallelFor& parallel_for, bool* finite, Selection* selection) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckCount(select.k, n));
@@ -199,12 +209,8 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
     residual.data = JoinResiduals(parts, n, &copy);
     return SelectTopK(residual, select, parallel_for, selection);
   }
-  std::vector<std::atomic<bool>> spoilt(parts.size());
   const Candidates<float> none(select.k, CandidateBar<float>(select.threshold_hint), select.seed);
-  auto gathered = Gather(n, none, parallel_for, [&](Candidates<float>* candidates, int64_t begin, int64_t end) {
-    AccumulateSpan(parts, begin, end, spoilt.data(), candidates);
-  });
-  for (size_t i = 0; i < parts.size(); ++i) finite[i] = !spoilt[i].load();
+  auto gathered = AccumulateCandidates(parts, n, none, parallel_for, finite);
   const bool is_miss = static_cast<int64_t>(gathered.entries().size()) < select.k;  // only then is anything read again
   if (is_miss) residual.data = JoinResiduals(parts, n, &copy);
   return SelectTopKAmong(std::move(gathered), residual, select, parallel_for, selection);

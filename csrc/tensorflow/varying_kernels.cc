@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "../core/bucket.h"
+#include "../core/finite.h"
+#include "../core/partition.h"
 #include "../core/reduce.h"
 #include "memory.h"
 
@@ -69,6 +71,61 @@ class FilterBucketKernel : public AccumulatingKernel {
   Level level_ = Level::kMean;
 };
 
+class AccumulatePartitionKernel : public AccumulatingKernel {
+ public:
+  explicit AccumulatePartitionKernel(OpKernelConstruction* construction)
+      : AccumulatingKernel(construction, "accumulate_partition") {
+    OP_REQUIRES_OK(construction, ReadRule(construction));
+  }
+
+ protected:
+  absl::Status Run(const Call& call) const override {
+    Lists lists;
+    const float* factors = nullptr;
+    int64_t count = 0;
+    bool* finite = nullptr;
+    PartitionParams params;
+    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
+    TF_RETURN_IF_ERROR(call.Vector("factors", &factors, &count));
+    TF_RETURN_IF_ERROR(CheckMembers(call, lists, {count}));
+    TF_RETURN_IF_ERROR(call.Number("begin", &params.begin));
+    TF_RETURN_IF_ERROR(call.Number("end", &params.end));
+    TF_RETURN_IF_ERROR(call.Number("threshold", &params.threshold));
+    TF_RETURN_IF_ERROR(call.Number("share", &params.share));
+    TF_RETURN_IF_ERROR(call.Number("sample", &params.sample));
+    TF_RETURN_IF_ERROR(call.Seed(&params.seed));
+    TF_RETURN_IF_ERROR(call.Output("finite", {count}, &finite));
+    std::vector<Job> jobs(static_cast<size_t>(count));  // what locks the variables
+    std::vector<Part> parts;
+    int64_t begin = 0;
+    for (int i = 0; i < count; ++i) {
+      Job& job = jobs[static_cast<size_t>(i)];
+      TF_RETURN_IF_ERROR(OpenMember(call, lists, i, factors[i], &job));
+      parts.push_back({job.gradient, job.params, job.memory, begin});
+      begin += job.gradient.size;
+    }
+    Partitioned found;
+    if (lists.is_active) {
+      TF_RETURN_IF_ERROR(call.Report(AccumulatePartition(parts, params, call.Pool(), finite, &found)));
+    } else {
+      for (const Part& part : parts) *finite++ = AllFinite(part.gradient, call.Pool());
+    }
+    return Give(call, found);
+  }
+
+ private:
+  static absl::Status Give(const Call& call, const Partitioned& found) {
+    int64_t* indices = nullptr;
+    float* sketch = nullptr;
+    TF_RETURN_IF_ERROR(call.Output("indices", {static_cast<int64_t>(found.indices.size())}, &indices));
+    TF_RETURN_IF_ERROR(call.Output("sketch", {1 + kSketchBins}, &sketch));
+    std::copy(found.indices.begin(), found.indices.end(), indices);
+    *sketch++ = static_cast<float>(found.base);
+    std::copy(found.sketch.begin(), found.sketch.end(), sketch);
+    return absl::OkStatus();
+  }
+};
+
 class ReduceLocatedBucketKernel : public Kernel {
  public:
   explicit ReduceLocatedBucketKernel(OpKernelConstruction* construction)
@@ -104,6 +161,7 @@ class ReduceLocatedBucketKernel : public Kernel {
 };
 
 HVD_SPARSE_REGISTER(FilterBucket);
+HVD_SPARSE_REGISTER(AccumulatePartition);
 HVD_SPARSE_REGISTER(ReduceLocatedBucket);
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The TensorFlow ops of buckets whose numbers of entries vary. n of each member is known to the graph.
 #include <vector>
 
+#include "../core/partition.h"
 #include "attributes.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -18,6 +19,15 @@ absl::Status FilterBucketShape(InferenceContext* c) {
   c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
   c->set_output(1, c->Vector(members));
   c->set_output(2, c->Matrix(members, 2));
+  return absl::OkStatus();
+}
+
+absl::Status AccumulatePartitionShape(InferenceContext* c) {
+  std::vector<tensorflow::DataType> types;
+  TF_RETURN_IF_ERROR(c->GetAttr("T", &types));
+  c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+  c->set_output(1, c->Vector(1 + kSketchBins));
+  c->set_output(2, c->Vector(static_cast<int64_t>(types.size())));
   return absl::OkStatus();
 }
 
@@ -57,6 +67,33 @@ REGISTER_OP("HvdSparseFilterBucket")
     .SetIsStateful()
     .SetShapeFn(FilterBucketShape)
     .Doc("HvdSparseAccumulate, HvdSparseFilterThreshold, HvdSparseQuantize and HvdSparsePack of each member.");
+
+REGISTER_OP("HvdSparseAccumulatePartition")
+    .Input("gradient: T")
+    .Input("residual: M * resource")
+    .Input("velocity: V * resource")
+    .Input("parameter: P * float")
+    .Input("factors: float")
+    .Input("is_active: bool")
+    .Input("begin: int64")
+    .Input("end: int64")
+    .Input("threshold: double")
+    .Input("share: double")
+    .Input("sample: int64")
+    .Input("seed: int64")
+    .Output("indices: int64")
+    .Output("sketch: float")
+    .Output("finite: bool")
+    .Attr("T: list({float, double, half, bfloat16}) >= 1")
+    .Attr("M: int >= 1")
+    .Attr("V: int >= 0 = 0")
+    .Attr("P: int >= 0 = 0")
+    .Attr("momentum: float = 0.0")
+    .Attr("nesterov: bool = false")
+    .Attr("weight_decays: list(float) = []")
+    .SetIsStateful()
+    .SetShapeFn(AccumulatePartitionShape)
+    .Doc("HvdSparseAccumulate of each member; what MiCRO names of a partition, and a sketch of its magnitudes.");
 
 REGISTER_OP("HvdSparseReduceLocatedBucket")
     .Input("gathered: uint8")

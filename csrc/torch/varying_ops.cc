@@ -1,6 +1,7 @@
 // A bucket of tensors whose numbers of entries vary, in one call.
 #include <torch/library.h>
 
+#include "../core/partition.h"
 #include "../core/reduce.h"
 #include "bucket.h"
 
@@ -63,6 +64,32 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
                           gathered.numel(), static_cast<float>(scale), TorchParallelFor, sums));
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList gradients, TensorList residuals,
+                                                                 at::ArrayRef<double> factors, IntArrayRef begins,
+                                                                 int64_t begin, int64_t end, double threshold,
+                                                                 double share, int64_t sample, int64_t seed) {
+  const char* op = "accumulate_partition";
+  const size_t members = gradients.size();
+  const std::vector<double> decays(members, 0.0);
+  const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
+  in.Check(op, members);
+  CheckCounts(op, "member", members, {begins.size()});
+  std::vector<Tensor> flat;
+  std::vector<Part> parts;
+  for (size_t i = 0; i < members; ++i) parts.push_back(in.PartOf(op, i, begins[i], at::kCPU, &flat));
+  Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
+  Partitioned found;
+  Raise(op, AccumulatePartition(parts, {begin, end, threshold, share, sample, static_cast<uint64_t>(seed)},
+                                TorchParallelFor, finite.mutable_data_ptr<bool>(), &found));
+  Tensor indices = at::empty({static_cast<int64_t>(found.indices.size())}, at::kLong);
+  std::copy(found.indices.begin(), found.indices.end(), indices.mutable_data_ptr<int64_t>());
+  Tensor sketch = at::empty({1 + kSketchBins}, at::kFloat);
+  auto* row = sketch.mutable_data_ptr<float>();
+  *row++ = static_cast<float>(found.base);
+  std::copy(found.sketch.begin(), found.sketch.end(), row);
+  return {indices, sketch, at::scalar_tensor(found.threshold, at::kDouble), finite};
+}
+
 }  // namespace
 }  // namespace hvd_sparse
 
@@ -72,11 +99,15 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
       "float[] factors, float momentum, bool nesterov, float[] weight_decays, bool is_active, float[] thresholds, "
       "int[] ks, str coding, str value_dtype, str level, int[] channels) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "accumulate_partition(Tensor[] gradients, Tensor(a!)[] residuals, float[] factors, int[] begins, int begin, "
+      "int end, float threshold, float share, int sample, int seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "reduce_located_bucket(Tensor gathered, int[] ns, int ranks, Tensor(a!)[] outs, int[] places, float scale, "
       "str coding, str value_dtype, int[] channels) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("filter_bucket", &hvd_sparse::FilterBucketOp);
+  m.impl("accumulate_partition", &hvd_sparse::AccumulatePartitionOp);
   m.impl("reduce_located_bucket", &hvd_sparse::ReduceLocatedBucketOp);
 }

@@ -49,9 +49,10 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         Args:
             parameters: The model's; `Compression` says in which form.
             DENSITY
-            controller: Where the threshold comes from. "histogram": read off a histogram of sampled magnitudes
-                (16 KiB), summed over the ranks before the selection. It is right from the first step, at any world
-                size, and keeps no state. "scaling": the authors'. It starts at 1 / (2 sqrt(k)), and is scaled after
+            controller: Where the threshold comes from. "histogram": from histograms of magnitudes that ranks sent with
+                the values of the step before (260 bytes each). A rank that finds far fewer or more than expected in its
+                partition names as many as expected, the largest: the density is right from the first step, and when
+                gradients jump. "scaling": the authors'. It starts at 1 / (2 sqrt(k)), and is scaled after
                 each step by how many elements were sent (section IV-C; the factors are those of their published code).
                 It takes hundreds of steps to settle, and lags behind a growing residual: for comparison.
             HOSTS

@@ -53,6 +53,7 @@ from hvd_sparse.reference.marks import (
     pack_marked,
     select_marked,
 )
+from hvd_sparse.reference.partition import accumulate_partition
 from hvd_sparse.reference.positions import (
     decode_bitmap,
     decode_elias_fano,

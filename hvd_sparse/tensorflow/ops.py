@@ -255,6 +255,34 @@ def filter_bucket(
     return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
 
+def accumulate_partition(
+    gradients: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Variable],
+    *,
+    factors: tf.Tensor,
+    begin: Integer,
+    end: Integer,
+    threshold: Real,
+    share: Real = -1.0,
+    sample: Integer = 0,
+    seed: Integer = 0,
+    is_active: bool | tf.Tensor = True,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Do `accumulate` for variables that are one vector, and select in elements [begin, end) of it.
+
+    What reaches the threshold is selected. share: how many should; if fewer than 0.92 share - 4 do, or more than 1.08
+    share + 4, or none, that many of the largest are, but for zeros; of a fraction, one now and then; below 0: as many
+    as do. sample: the elements of the partition that are counted, in runs of 16. Returns ascending indices into the
+    vector, int64[m]; a sketch, float32[65]: of a histogram whose bins are 1/16 of an octave, the number of a bin, and
+    how many elements are in it and the next ones, the last with all above, zeros where share is below 0; and whether
+    each gradient was finite, bool[members]. Unless active nothing is accumulated, nor selected.
+    """
+    numbers = (*map(_integer, (begin, end)), *(_number(one, tf.float64) for one in (threshold, share)))
+    lists = (list(gradients), [one.handle for one in residuals])
+    numbers += (_integer(sample), _seed(seed))
+    return tuple(_ops.hvd_sparse_accumulate_partition(*lists, [], [], factors, is_active, *numbers))
+
+
 def reduce_located_bucket(
     gathered: tf.Tensor,
     ns: Sequence[int],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
+import hvd_sparse.threshold
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
 from hvd_sparse.tensorflow.error_feedback import make_variable
@@ -197,19 +198,64 @@ class ScaledThreshold:
             make_variable([1], f"hvd_sparse/threshold/scaled_{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def at(self, k: tf.Tensor) -> tf.Tensor:
-        """Return the threshold of a step, float64, started anew if k is another one."""
+    def plan(self, k: tf.Tensor, ranks: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the threshold of a step, float64, started anew if k is another one; and -1: no share."""
         value, known = self._value.read_value()[0], self._k.read_value()[0]
         k = tf.cast(k, tf.float64)
-        return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k))
+        return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k)), tf.constant(-1.0, tf.float64)
 
-    def learn(self, k: tf.Tensor, count: tf.Tensor, void: tf.Tensor) -> list[tf.Operation]:
+    def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
         """Scale by how many were sent, of all ranks together, unless the step is skipped."""
-        value, wanted = self.at(k), tf.cast(k, tf.float64)
+        value, wanted = self.plan(k, now.units.world_size)[0], tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
         changes = ((self._value, value * tf.ensure_shape(scale, [])), (self._k, wanted))
-        return [old.assign(tf.where(void, old.read_value(), new[None])) for old, new in changes]
+        return [old.assign(tf.where(now.void, old.read_value(), new[None])) for old, new in changes]
+
+
+class PredictedThreshold:
+    """The threshold of MiCRO from the step before: `hvd_sparse.threshold.PredictedThreshold`, in variables."""
+
+    rows: Mapping[str, int] = {"model": 0}
+
+    def __init__(self):
+        self.variables = [
+            make_variable([1], f"hvd_sparse/threshold/predicted_{kind}", tf.float64)
+            for kind in ("value", "k", "growth", "elasticity", "share", "ranks")
+        ]
+
+    def plan(self, k: tf.Tensor, ranks: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return a step's threshold and this rank's share of k, float64."""
+
+        def plan(numbers: np.ndarray, k: np.ndarray) -> np.ndarray:
+            """Return both."""
+            return np.array(_restored(numbers).plan(int(k), ranks))
+
+        planned = tf.numpy_function(plan, [self._numbers(), k], tf.float64, stateful=False)
+        return tuple(tf.unstack(tf.ensure_shape(planned, [2])))
+
+    def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
+        """Learn from what the ranks counted, float32[ranks * 65], unless the step is skipped."""
+
+        def learn(numbers: np.ndarray, k: np.ndarray, sketches: np.ndarray) -> np.ndarray:
+            """Return the numbers of the next step."""
+            threshold = _restored(numbers)
+            threshold.learn(int(k), rank, sketches.reshape(now.units.world_size, -1))
+            return np.array(threshold.numbers())
+
+        old = self._numbers()
+        learnt = tf.numpy_function(learn, [old, k, sketches], tf.float64, stateful=False)
+        new = tf.unstack(tf.where(now.void, old, tf.ensure_shape(learnt, [len(self.variables)])))
+        return [variable.assign(value[None]) for variable, value in zip(self.variables, new, strict=True)]
+
+    def _numbers(self) -> tf.Tensor:
+        return tf.concat([variable.read_value() for variable in self.variables], 0)
+
+
+def _restored(numbers: np.ndarray) -> hvd_sparse.threshold.PredictedThreshold:
+    threshold = hvd_sparse.threshold.PredictedThreshold()
+    threshold.restore(numbers.tolist())
+    return threshold
 
 
 def make_thresholds(

@@ -2,6 +2,8 @@
 
 import torch
 
+from hvd_sparse.threshold import SKETCH_BINS
+
 
 def register(with_cuda: bool) -> None:
     """Tell torch of all operators, once their library is loaded; some are there only if it was built with CUDA."""
@@ -107,6 +109,12 @@ def _register_bucket_fakes() -> None:
         count, like, members = torch.library.get_ctx().new_dynamic_size(), gradients[0], len(gradients)
         info, finite = _empty(like, (members, 3), torch.float64), _empty(like, (members,), torch.bool)
         return _empty(like, (count,), torch.uint8), info, finite
+
+    @fake("hvd_sparse::accumulate_partition")
+    def _(gradients, *arguments):
+        count, like = torch.library.get_ctx().new_dynamic_size(), gradients[0]
+        sketch, threshold = _empty(like, (1 + SKETCH_BINS,), torch.float32), _empty(like, (), torch.float64)
+        return _empty(like, (count,), torch.int64), sketch, threshold, _empty(like, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::reduce_located_bucket")
     def _(gathered, *arguments):

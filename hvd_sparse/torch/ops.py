@@ -271,6 +271,33 @@ def filter_bucket(
     return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels)
 
 
+def accumulate_partition(
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    *,
+    factors: Sequence[float],
+    begins: Sequence[int],
+    begin: int,
+    end: int,
+    threshold: float,
+    share: float = -1.0,
+    sample: int = 0,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do `accumulate` for tensors that are one vector, and select in elements [begin, end) of it; on the CPU.
+
+    begins: where each begins, ascending; what lies between them counts as zeros. What reaches the threshold is
+    selected. share: how many should; if fewer than 0.92 share - 4 do, or more than 1.08 share + 4, or none, that many
+    of the largest are, but for zeros; of a fraction, one now and then; below 0: as many as do. sample: the elements of
+    the partition that are counted, in runs of 16. Returns ascending indices into the vector, int64[m]; a sketch,
+    float32[65]: of a histogram whose bins are 1/16 of an octave, the number of a bin, and how many elements are in it
+    and the next ones, the last with all above, zeros where share is below 0; a float64 scalar, what all selected reach;
+    and bool[members], was each gradient finite everywhere?
+    """
+    numbers = (begin, end, threshold, share, sample, _signed(seed))
+    return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
+
+
 def reduce_located_bucket(
     gathered: torch.Tensor,
     ns: Sequence[int],

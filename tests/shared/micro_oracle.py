@@ -1,35 +1,117 @@
-"""What MiCRO's Algorithm 1 demands of a step, for all ranks at once, in NumPy and float64, for any threshold."""
+"""MiCRO's Algorithm 1, and where its threshold comes from, for all ranks at once, in NumPy."""
+
+import math
 
 import numpy as np
 
+from hvd_sparse.sampling import hash_index
+
 
 class MicroOracle:
-    """The error e_i of every rank, and what a step must have done to them. One flat vector of n elements."""
+    """The error e_i of every rank, and what a step must do to them. n elements, 65,536 a rank at most."""
 
-    def __init__(self, n, ranks):
-        self.n, self.ranks = n, ranks
-        self.errors = np.zeros((ranks, n))
-        self.step = 0
+    def __init__(self, n, ranks, k):
+        self.n, self.ranks, self.k = n, ranks, k
+        self.errors = np.zeros((ranks, n), np.float32)
+        self.step, self.growth, self.reached = 0, 0.0, None
+        self.shares = [k / ranks] * ranks  # of partitions
+
+    def span(self, rank):
+        """Line 7: the partition of a rank, contiguous and cyclic."""
+        p = (self.step + rank) % self.ranks
+        return p, p * self.n // self.ranks, (p + 1) * self.n // self.ranks
 
     def owners(self):
-        """Line 7: the rank that selects at each element, partitions contiguous and cyclic."""
+        """Return the rank that selects at each element."""
         owner = np.empty(self.n, int)
         for rank in range(self.ranks):
-            p = (self.step + rank) % self.ranks
-            owner[p * self.n // self.ranks : (p + 1) * self.n // self.ranks] = rank
+            _, begin, end = self.span(rank)
+            owner[begin:end] = rank
         return owner
 
     def check(self, gradients, reduced):
         """Check one step: gradients[ranks, n] went in, the sum `reduced`[n] came out. Return how many were sent.
 
-        Lines 6 and 9 to 16: a_i = e_i + g_i; what its owner has at or above one threshold is sent, with the values of
-        all ranks; e_i is a_i without it.
+        Lines 6 and 10 to 16: a_i = e_i + g_i; what is sent comes with the values of all ranks; e_i is a_i without it.
         """
-        accumulated = self.errors + gradients
-        seen = np.abs(accumulated[self.owners(), np.arange(self.n)])
+        accumulated = self.errors + gradients.astype(np.float32)
         sent = reduced != 0
-        np.testing.assert_allclose(reduced[sent], accumulated.sum(0)[sent], rtol=1e-5, atol=1e-4)
-        assert sent.any() and seen[sent].min() >= seen[~sent].max() * (1 - 1e-6), "one threshold for all partitions"
-        self.errors = np.where(sent, 0.0, accumulated)
+        np.testing.assert_allclose(
+            reduced[sent],
+            accumulated.astype(np.float64).sum(0)[sent],
+            rtol=1e-5,
+            atol=1e-4,
+            err_msg=f"step {self.step}",
+        )
+        self.errors = np.where(sent, np.float32(0.0), accumulated)
         self.step += 1
         return int(sent.sum())
+
+    def expect(self, gradients):
+        """Return which elements are named, bool[n], by the threshold of the last step's histograms; learn from these.
+
+        Line 9. A rank that finds less than 0.92 times its share of k, - 4, or more than 1.08 times it, + 4, or none,
+        names its share.
+        """
+        accumulated = self.errors + gradients.astype(np.float32)
+        threshold = math.inf if self.reached is None else self.reached * math.exp(self.growth)
+        named, histograms = np.zeros(self.n, bool), {}
+        for rank in range(self.ranks):
+            p, begin, end = self.span(rank)
+            magnitude, share = np.abs(accumulated[rank, begin:end]), self.shares[p]
+            taken, bar = magnitude >= threshold, threshold
+            if not taken.any() or not 0.92 * share - 4 <= taken.sum() <= 1.08 * share + 4:
+                wanted = int(share + int(hash_index(self.step, begin)) / 2.0**64)
+                order = np.argsort(-magnitude, kind="stable")
+                taken[:] = False
+                taken[order[:wanted]] = True
+                bar = magnitude[order[: max(1, wanted)]].min()
+            named[begin:end] = taken & (magnitude > 0)
+            histograms[p] = self.histogram(magnitude, bar)
+        self.learn(histograms)
+        return named
+
+    def histogram(self, magnitude, bar):
+        """Return {bin: count} of 48 bins below that of the bar, and 16 from it on; the last has all above.
+
+        A bin is 1/16 of the way from a power of two to the next.
+        """
+        bins, own = bin_of(magnitude[magnitude > 0].astype(np.float64)), int(bin_of(float(np.float32(bar))))
+        bins = np.minimum(bins[bins >= own - 48], own + 15)
+        places, counts = np.unique(bins, return_counts=True)
+        return dict(zip(places.tolist(), counts.tolist(), strict=True))
+
+    def learn(self, histograms):
+        """Find what k elements reached, of all ranks, and how many of these are in each partition."""
+        total = {}
+        for histogram in histograms.values():
+            for place, count in histogram.items():
+                total[place] = total.get(place, 0) + count
+        above, place = 0, max(total) + 1
+        while above < self.k:
+            place -= 1
+            last, above = above, above + total.get(place, 0)
+        low, high = bound(place), bound(place + 1)
+        inside = math.log(self.k / last) / math.log(above / last) if last else self.k / above
+        reached = high * (low / high) ** inside
+        part = (self.k - last) / (above - last)
+        self.shares = []
+        for p in range(self.ranks):
+            counts = histograms[p]
+            self.shares.append(sum(c for at, c in counts.items() if at > place) + part * counts.get(place, 0))
+        if self.reached is not None:
+            step = min(max(math.log(reached / self.reached), -0.22), 0.22)
+            self.growth = 0.5 * (self.growth + step)
+        self.reached = reached
+
+
+def bin_of(value):
+    """Return the number of a value's bin, or of each one's."""
+    fraction, exponent = np.frexp(value)
+    return 16 * exponent + ((2 * fraction - 1) * 16).astype(int)
+
+
+def bound(place):
+    """Return where a bin begins."""
+    exponent, part = divmod(place, 16)
+    return math.ldexp((1 + part / 16) / 2, exponent)

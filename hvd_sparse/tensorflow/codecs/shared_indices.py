@@ -8,15 +8,14 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.granularity import by_group
-from hvd_sparse.sampling import hash_index, stratified_sample
+from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
-from hvd_sparse.tensorflow.threshold import ScaledThreshold, ThresholdHints
-from hvd_sparse.threshold import HISTOGRAM_BINS, exact_count, histogram_cut, sampled_histogram
+from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
+from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -24,8 +23,8 @@ from hvd_sparse.wire import LOW_BITS, largest_payload
 class Named(Bucket):
     """What this rank names."""
 
-    residual: tf.Tensor | None = None  # of the whole model, accumulated
     indices: tf.Tensor | None = None
+    sketch: tf.Tensor | None = None  # of its partition, float32[65]: all ranks' are summed with the values
 
 
 class SharedIndices(Codec):
@@ -38,46 +37,68 @@ class SharedIndices(Codec):
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
         """Accumulate; name elements, in a message without values, where the others cannot know them."""
-        residual = tf.concat(self._accumulate(entries, now), 0)
-        n, coding, payload = residual.shape[0], self.algorithm.coding, None
+        n, coding = sum(entry.feedback.size for entry in entries), self.algorithm.coding
         k = self._counts([n], now)
-        indices, info = self._selection.indices(residual, k[0], now)
+        named = Named("model", entries, None, largest_payload(n, n, coding, "none"), k)
+        self._selection.name(named, now)
         if self._selection.is_named:
-            count = tf.maximum(tf.size(indices, tf.int64), 1)
-            payload = ops.pack(indices, tf.zeros(tf.shape(indices)), n, count, coding, "none")
-        most = largest_payload(n, n, coding, "none")
-        return [Named("model", entries, payload, most, k, info, residual=residual, indices=indices)]
+            count = tf.maximum(tf.size(named.indices, tf.int64), 1)
+            named.message = ops.pack(named.indices, tf.zeros(tf.shape(named.indices)), n, count, coding, "none")
+        return [named]
 
     def decode(self, named: Named, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the values of all ranks at what was named, and clear these."""
-        residual, entries = named.residual, named.entries
-        indices = named.indices if gathered is None else self._union(gathered, residual.shape[0])
-        values = tf.gather(residual, indices)
-        count = tf.size(indices)
-        done = self._selection.learn(named, count, now)
-        now.counted.add(sent=count if now.is_dense is None else tf.where(now.is_dense, 0, count))
-        sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
-        total, sent = sum_values(entries, indices, values, now)
-        done += self._clear_parts(entries, indices, values, values - sent, now)
-        whole = tf.scatter_nd(indices[:, None], total, tf.shape(residual, tf.int64))
-        return done + self._give_parts(entries, whole, now, list(done))
+        entries, n = named.entries, sum(entry.feedback.size for entry in named.entries)
+        indices = named.indices if gathered is None else self._union(gathered, n)
+        values = tf.concat([entry.feedback.residual.sparse_read(own) for entry, own in self._cut(entries, indices)], 0)
+        count = tf.size(indices, tf.int64)
+        now.counted.add(sent=count if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(count), count))
+        is_exact = self.algorithm.values == "float32"
+        sum_values = self._sum_values if is_exact else self._sum_quantized
+        total, sent, sketches = sum_values(entries, indices, values, self._rows(named.sketch, now), now)
+        done = self._selection.learn(named, count, sketches, now)
+        k = tf.maximum(count, 1)[None]
+        packed = ops.pack(indices, total, n, k[0])
+        if is_exact:
+            done.append(
+                ops.clear_bucket(packed, k, now.void, [entry.feedback.residual for entry in entries], joint=True)
+            )
+        else:
+            done += self._clear_parts(entries, indices, values, values - sent, now)
+        sizes = [entry.feedback.size for entry in entries]
+        parts = ops.reduce_bucket(packed, sizes, 1, k, joint=True)
+        return done + self._give_parts(entries, parts, now, list(done))
 
-    def _give_parts(self, entries: list[Entry], whole: tf.Tensor, now: Round, cleared: list) -> list[tf.Operation]:
+    def accumulated(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
+        """Accumulate each gradient, and return the residuals."""
+        return self._accumulate(entries, now)
+
+    def _rows(self, sketch: tf.Tensor | None, now: Round) -> tf.Tensor:
+        """Return what is summed with the values, flat: this rank's row of all ranks' sketches, zeros; or nothing."""
+        if sketch is None:
+            return tf.zeros([0])
+        rank, size = self.exchange.rank(), 1 + SKETCH_BINS
+        return tf.pad(sketch, [[rank * size, (now.units.world_size - 1 - rank) * size]])
+
+    def _give_parts(
+        self, entries: list[Entry], parts: list[tf.Tensor], now: Round, cleared: list
+    ) -> list[tf.Operation]:
         """Give each entry its part of the sum; return what that changes in their error feedback."""
-        parts = tf.split(whole, [entry.feedback.size for entry in entries])
         return [
             change
             for entry, part in zip(entries, parts, strict=True)
             for change in self._held(entry, part, now, cleared)
         ]
 
-    def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, now: Round) -> tuple:
-        """Return the sum of all ranks' values, and these as they were sent."""
-        now.counted.add(payload_bytes=4 * tf.size(indices))
-        scaled = once(now.present, values * tf.cast(now.units.outgoing(), tf.float32))  # the sum might overflow
-        return self.exchange.allreduce(f"values{now.suffix}", scaled), values
+    def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
+        """Return the sum of all ranks' values, these as they were sent, and the sum of rows."""
+        scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # the sum might overflow
+        sent = once(now.present, tf.concat([scaled, rows], 0))
+        now.counted.add(payload_bytes=4 * tf.size(sent))
+        total, told = tf.split(self.exchange.allreduce(f"values{now.suffix}", sent), [tf.size(values), tf.size(rows)])
+        return total, values, told
 
-    def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, now: Round) -> tuple:
+    def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
         """Do the same in a payload of fewer bits, in which all that shares a level lies together."""
         dtype, layout, segments = self.algorithm.values, self._segments(entries), None
         n, count = sum(entry.feedback.size for entry in entries), tf.size(indices, tf.int64)
@@ -89,13 +110,19 @@ class SharedIndices(Codec):
             order, segments = tf.ensure_shape(grouped[0], [None]), tf.ensure_shape(grouped[1], [None, 2])
         sent = ops.quantize(tf.gather(values, order), dtype, self.algorithm.level, places, segments)
         k = tf.maximum(count, 1)  # no elements at all: an empty contribution
-        form = ("dense", dtype, segments)
+        form, ranks = ("dense", dtype, segments), now.units.world_size
         payload = ops.pack(places, sent, k, k, *form)
-        most_bytes = largest_payload(n, n, "dense", dtype, layout)
-        gathered = tf.reshape(gather(self.exchange, "values", payload, most_bytes, now), [now.units.world_size, -1])
+        own = tf.reshape(rows, [ranks, -1])[self.exchange.rank()]
+        own = tf.pad(own, [[0, own.shape[0] % 2]])  # messages are of 8 bytes each
+        size, told = tf.size(payload), tf.reshape(tf.bitcast(own, tf.uint8), [-1])
+        most_bytes = largest_payload(n, n, "dense", dtype, layout) + told.shape[0]
+        gathered = gather(self.exchange, "values", tf.concat([payload, told], 0), most_bytes, now)
+        gathered = tf.reshape(gathered, [ranks, -1])
         total = ops.reduce_payloads(gathered, 0, k, k, now.units.outgoing(), *form)[:count]
+        told = tf.bitcast(tf.reshape(gathered[:, size:], [ranks, -1, 4]), tf.float32)[:, : rows.shape[0] // ranks]
         back = order[:, None]
-        return tuple(tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
+        total, sent = (tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
+        return total, sent, tf.reshape(told, [-1])
 
     def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
         """Return what all ranks named, ascending."""
@@ -120,11 +147,11 @@ class Selection(abc.ABC):
         self.threshold_rows: Mapping[str, int] = {}
 
     @abc.abstractmethod
-    def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return ascending indices into the residual of the whole model, and what the next step's hint learns from."""
+    def name(self, named: Named, now: Round) -> None:
+        """Accumulate the entries; set ascending indices into them as one, and what the next step learns from."""
 
-    def learn(self, named: Named, count: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Keep what the next step starts from. count: how many elements all ranks named."""
+    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
+        """Keep what the next step starts from. count: how many elements all ranks named. sketches: of all, flat."""
         return []
 
 
@@ -135,9 +162,10 @@ class Leader(Selection):
         super().__init__(codec)
         self._hints = ThresholdHints(["model"])
 
-    def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step's hint learns from."""
-        hint = self._hints.values(["model"], k[None])[0]
+    def name(self, named: Named, now: Round) -> None:
+        """Set those, and what the next step's hint learns from."""
+        residual, k = tf.concat(self._codec.accumulated(named.entries, now), 0), named.ks[0]
+        hint = self._hints.values(["model"], named.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
 
         def lead() -> tuple[tf.Tensor, tf.Tensor]:
@@ -149,9 +177,9 @@ class Leader(Selection):
             """Name nothing, and forget the hint."""
             return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
 
-        return tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
+        named.indices, named.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
 
-    def learn(self, named: Named, count: tf.Tensor, now: Round) -> list[tf.Operation]:
+    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Keep the threshold as the next step's hint."""
         return self._hints.update(["model"], named.ks, named.info[None])
 
@@ -161,56 +189,35 @@ class Partition(Selection):
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
-        self._scaled = ScaledThreshold() if codec.algorithm.controller == "scaling" else None
-        if self._scaled is not None:
-            self.thresholds, self.threshold_rows = self._scaled.variables, self._scaled.rows
+        self._predicts = codec.algorithm.controller == "histogram"
+        self._threshold = PredictedThreshold() if self._predicts else ScaledThreshold()
+        self.thresholds, self.threshold_rows = self._threshold.variables, self._threshold.rows
 
-    def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step's hint learns from."""
-        n, rank, ranks = residual.shape[0], self._codec.exchange.rank(), now.units.world_size
+    def name(self, named: Named, now: Round) -> None:
+        """Set those, in one pass over the gradients."""
+        entries, k, n = named.entries, named.ks[0], sum(entry.feedback.size for entry in named.entries)
+        rank, ranks = self._codec.exchange.rank(), now.units.world_size
         number = (now.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
-        part = residual[begin:end]
-        if self._scaled is not None:
-            return ops.filter_threshold(part, self._scaled.at(k))[0] + begin, None
-        return self._above_cut(part, k, now) + begin, None
-
-    def learn(self, named: Named, count: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Scale the threshold, if it is scaled."""
-        return [] if self._scaled is None else self._scaled.learn(named.ks[0], count, now.void)
-
-    def _above_cut(self, part: tf.Tensor, k: tf.Tensor, now: Round) -> tf.Tensor:
-        """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
-        histogram = tf.numpy_function(
-            lambda part, k, seed: sampled_histogram(part, int(k), int(seed)),
-            [part, k, now.seed],
-            tf.float32,
-            stateful=False,
+        threshold, share = self._threshold.plan(k, ranks)
+        named.indices, sketch, finite = ops.accumulate_partition(
+            [entry.gradient for entry in entries],
+            [entry.feedback.residual for entry in entries],
+            factors=tf.stack([entry.factor for entry in entries]),
+            begin=begin,
+            end=end,
+            threshold=threshold,
+            share=share,
+            sample=tf.maximum(-(-(end - begin) * SAMPLED // k), FEWEST_SAMPLED),  # `hvd_sparse.threshold.sketch_sample`
+            seed=now.seed,
+            is_active=now.is_active,
         )
-        histogram = tf.ensure_shape(histogram, [HISTOGRAM_BINS])
-        now.counted.add(payload_bytes=4 * HISTOGRAM_BINS)
-        total = self._codec.exchange.allreduce(f"histogram{now.suffix}", once(now.present, histogram))
-        threshold = tf.numpy_function(
-            lambda total, k: np.float64(histogram_cut(total, int(k)).threshold), [total, k], tf.float64, stateful=False
-        )
-        indices = ops.filter_threshold(part, tf.ensure_shape(threshold, []))[0]
-        rank = self._codec.exchange.rank()
+        named.sketch = sketch if self._predicts else None
+        now.finite.append(finite)
 
-        def count(total, own, part, k, count, seed) -> np.int64:
-            """Return how many of the largest to name in place of these, or 0."""
-            return np.int64(
-                exact_count(histogram_cut(total, int(k)), own, part, int(count), int(hash_index(seed, rank)))
-            )
-
-        given = [total, histogram, part, k, tf.size(indices), now.seed]
-        largest = tf.ensure_shape(tf.numpy_function(count, given, tf.int64, stateful=False), [])
-
-        def select() -> tf.Tensor:
-            """Name exactly so many, but no zeros."""
-            selected, values, _ = ops.select_top_k(part, largest, now.seed)
-            return tf.boolean_mask(selected, tf.not_equal(values, 0.0))
-
-        return tf.cond(largest > 0, select, lambda: indices)
+    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
+        """Learn from the sketches, or scale the threshold."""
+        return self._threshold.learn(named.ks[0], count, sketches, self._codec.exchange.rank(), now)
 
 
 class Random(Selection):
@@ -218,13 +225,18 @@ class Random(Selection):
 
     is_named = False
 
-    def indices(self, residual: tf.Tensor, k: tf.Tensor, now: Round) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return those, and what the next step's hint learns from."""
-        n = residual.shape[0]
-        indices = tf.numpy_function(
-            lambda k, seed: stratified_sample(n, int(k), int(seed)), [k, now.seed], tf.int64, stateful=False
-        )
-        return tf.ensure_shape(indices, [None]), None
+    def name(self, named: Named, now: Round) -> None:
+        """Set those that all ranks draw."""
+        residuals = self._codec.accumulated(named.entries, now)
+        n = sum(entry.feedback.size for entry in named.entries)
+        with tf.control_dependencies(residuals):
+            indices = tf.numpy_function(
+                lambda k, seed: stratified_sample(n, int(k), int(seed)),
+                [named.ks[0], now.seed],
+                tf.int64,
+                stateful=False,
+            )
+        named.indices = tf.ensure_shape(indices, [None])
 
 
 SELECTIONS: dict[str, type[Selection]] = {"leader": Leader, "partition": Partition, "random": Random}

@@ -156,7 +156,7 @@ class Codec(abc.ABC):
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Clear what was sent; put the sums of all ranks, times a scale, in the bucket, for all of `entries`."""
 
-    def _accumulate(self, entries: Mapping[str, Entry]) -> None:
+    def accumulate(self, entries: Mapping[str, Entry]) -> None:
         """Bring gradients into their error feedback."""
         for name, entry in entries.items():
             self.finite.append(self.feedback[name].accumulate(entry.gradient, entry.factor, self.now.units))

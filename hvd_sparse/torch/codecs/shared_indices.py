@@ -5,22 +5,24 @@ then is in a residual. These sums depend on what was gathered, so this codec ask
 """
 
 import abc
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.granularity import by_group
-from hvd_sparse.sampling import hash_index, stratified_sample
+from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.threshold import (
+    SKETCH_BINS,
+    PredictedThreshold,
     ScaledThreshold,
     ThresholdHint,
-    exact_count,
-    histogram_cut,
     partition,
-    sampled_histogram,
+    sketch_sample,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Round, in_training
+from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Round, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
@@ -67,11 +69,10 @@ class SharedIndices(Codec):
         """Accumulate; name elements, in a message without values, where the others cannot know them."""
         whole = self._whole_of(bucket)
         self._hold([name for name, entry in entries.items() if entry.frozen])
-        self._accumulate(in_training(entries))
+        indices = self.selection.indices(whole.residual, bucket, in_training(entries))
         if not self.selection.is_named:
             return
-        indices, n = self.selection.indices(whole.residual, bucket.payloads[0].k, bucket.name), bucket.payloads[0].n
-        k, coding = max(1, len(indices)), self.algorithm.coding
+        n, k, coding = bucket.payloads[0].n, max(1, len(indices)), self.algorithm.coding
         bucket.message = torch.empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, torch.zeros(len(indices)), n, k, bucket.message, coding, "none")
 
@@ -79,26 +80,47 @@ class SharedIndices(Codec):
         """Sum the values of all ranks at what was named, and clear these."""
         whole, payload = self._whole_of(bucket), bucket.payloads[0]
         if gathered is None:
-            indices = self.selection.indices(whole.residual, payload.k, bucket.name)
+            indices = self.selection.indices(whole.residual, bucket, {})
         else:
             indices = self._union(gathered, payload.n)
-        self.selection.learn(payload.k, len(indices))
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
-        indices, total, left = sum_values(bucket, whole.residual, indices, scale)
-        summed = torch.zeros(payload.n).index_copy_(0, indices, total)
-        bucket.sums = dict(zip(bucket.members, summed.split(bucket.layout.sizes), strict=True))
-        whole.clear(indices, left)
+        sketches = self.selection.sketches(bucket.name)
+        sent, total, left = sum_values(bucket, whole.residual, indices, scale, sketches)
+        self.selection.learn(bucket.name, payload.k, len(indices))
+        bucket.sums = self._spread(bucket, sent, total, entries)
+        whole.clear(sent, left)
 
-    def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float) -> tuple:
-        """Return the indices, the sum of all ranks' values there, and None: nothing is left."""
+    def _spread(
+        self, bucket: Bucket, indices: torch.Tensor, total: torch.Tensor, entries: Mapping[str, Entry]
+    ) -> dict[str, torch.Tensor]:
+        """Return the sums of `entries`: `total` at these elements of the bucket, zeros elsewhere."""
+        n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in entries]
+        if k == 0:
+            return {name: place_of(entries[name].gradient).zero_() for name in names}
+        order = indices.argsort() if self.algorithm.values in LOW_BITS else slice(None)
+        packed = torch.empty(payload_size(n, k), dtype=torch.uint8)
+        ops.pack(indices[order], total[order], n, k, packed)
+        sums = {name: place_of(entries[name].gradient) for name in names}
+        layout = BucketLayout(bucket.layout.sizes, [k], [], True)
+        ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
+        return sums
+
+    def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told) -> tuple:
+        """Return the indices, the sum of all ranks' values there, and None: nothing is left. Sum what is told, too."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow
-        self.traffic.count(payload_bytes=4 * len(indices))
+        if told is not None:
+            values = torch.cat([values, told.view(-1)])
+        self.traffic.count(payload_bytes=4 * len(values))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{bucket.name}.values", values).wait()
-        return indices, total, None
+        if told is not None:
+            told.copy_(total[len(indices) :].view_as(told))
+        return indices, total[: len(indices)], None
 
-    def _sum_quantized(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float) -> tuple:
+    def _sum_quantized(
+        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told
+    ) -> tuple:
         """Return the indices in another order, the sum of all ranks' values there, and what rounding left of them."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
         if dtype in LOW_BITS:
@@ -110,11 +132,17 @@ class SharedIndices(Codec):
         form = ("dense", dtype, segments)
         packed = torch.empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
         ops.pack(places, sent, k, k, packed, *form)
+        size = packed.numel()
+        if told is not None:
+            row = torch.nn.functional.pad(told[self.now.rank], (0, told.shape[1] % 2))  # messages are of 8 bytes each
+            packed = torch.cat([packed, row.view(torch.uint8)])
         self.traffic.count(payload_bytes=packed.numel())
         with self.traffic.timed("exchange"):
-            gathered = self.exchange.allgather(f"{bucket.name}.values", packed).wait()
+            gathered = self.exchange.allgather(f"{bucket.name}.values", packed).wait().view(self.now.world_size, -1)
+        if told is not None:
+            told.copy_(gathered[:, size:].contiguous().view(torch.float32)[:, : told.shape[1]])
         total = torch.empty(k)
-        ops.reduce_payloads(gathered.view(self.now.world_size, -1), 0, k, k, total, scale, *form)
+        ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
         return indices, total[: len(indices)], values - sent
 
     def _union(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
@@ -155,17 +183,21 @@ class Selection(abc.ABC):
     """Which elements a rank names."""
 
     is_named = True  # whether the others have to be told
-    thresholds: Mapping[str, ScaledThreshold] = {}
+    thresholds: Mapping[str, ScaledThreshold | PredictedThreshold] = {}
 
     def __init__(self, codec: SharedIndices):
         self._codec = codec
 
     @abc.abstractmethod
-    def indices(self, residual: torch.Tensor, k: int, name: str) -> torch.Tensor:
-        """Return ascending indices into the residual of the whole model. name: of the bucket."""
+    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+        """Accumulate the entries; return ascending indices into the residual of the whole model."""
 
-    def learn(self, k: int, count: int) -> None:  # noqa: B027
-        """Learn from how many elements all ranks named."""
+    def sketches(self, name: str) -> torch.Tensor | None:
+        """Return what is summed with the values of a bucket, or None: float32[ranks, 65], this rank's row, zeros."""
+        return None
+
+    def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027
+        """Learn from how many elements all ranks named, and from the sum of sketches."""
 
 
 class Leader(Selection):
@@ -175,9 +207,10 @@ class Leader(Selection):
         super().__init__(codec)
         self._hint = ThresholdHint()
 
-    def indices(self, residual: torch.Tensor, k: int, name: str) -> torch.Tensor:
+    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return the k largest, or none."""
-        now = self._codec.now
+        now, k = self._codec.now, bucket.payloads[0].k
+        self._codec.accumulate(entries)
         if now.step % now.world_size != now.rank:
             return torch.empty(0, dtype=torch.int64)
         indices, _, info = ops.select_top_k(residual, k, now.seed, self._hint.value(k))
@@ -191,38 +224,52 @@ class Partition(Selection):
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
-        self.thresholds = {"model": ScaledThreshold()} if codec.algorithm.controller == "scaling" else {}
+        self._predicts = codec.algorithm.controller == "histogram"
+        self.thresholds = {"model": PredictedThreshold() if self._predicts else ScaledThreshold()}
+        self._sketches: dict[str, torch.Tensor] = {}  # by bucket
 
-    def indices(self, residual: torch.Tensor, k: int, name: str) -> torch.Tensor:
-        """Return those of the partition."""
-        now = self._codec.now
+    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+        """Return those of the partition, in one pass over the gradients."""
+        if not entries:  # all are frozen
+            self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS)
+            return torch.empty(0, dtype=torch.int64)
+        now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
         begin, end = partition(now.step, now.rank, now.world_size, len(residual))
-        part = residual[begin:end]
-        scaled = self.thresholds.get("model")
-        if scaled is not None:
-            return ops.filter_threshold(part, scaled.at(now.step, k))[0] + begin
-        return self._above_cut(part, k, name) + begin
-
-    def learn(self, k: int, count: int) -> None:
-        """Scale the threshold, if it is scaled."""
-        for threshold in self.thresholds.values():
-            threshold.learn(k, count)
-
-    def _above_cut(self, part: torch.Tensor, k: int, name: str) -> torch.Tensor:
-        """Return which of a partition's elements are above the threshold that all ranks read off their histograms."""
-        codec, now = self._codec, self._codec.now
-        own = sampled_histogram(part.numpy(), k, now.seed)
-        codec.traffic.count(payload_bytes=own.nbytes)
-        with codec.traffic.timed("exchange"):
-            total = codec.exchange.allreduce(f"{name}.histogram", torch.from_numpy(own.copy())).wait()
-        cut = histogram_cut(total.numpy(), k)
-        indices = ops.filter_threshold(part, cut.threshold)[0]
-        draw = int(hash_index(now.seed, now.rank))
-        largest = exact_count(cut, own, part.numpy(), len(indices), draw)
-        if largest > 0:
-            indices = ops.select_top_k(part, largest, now.seed)[0]
-            indices = indices[part[indices] != 0.0]
+        threshold, share = self.thresholds["model"].plan(k, now.world_size)
+        starts = dict(zip(bucket.members, itertools.accumulate(sizes, initial=0), strict=False))
+        indices, sketch, _, finite = ops.accumulate_partition(
+            [entry.gradient for entry in entries.values()],
+            [self._codec.feedback[name].residual for name in entries],
+            factors=[entry.factor for entry in entries.values()],
+            begins=[starts[name] for name in entries],
+            begin=begin,
+            end=end,
+            threshold=threshold,
+            share=share,
+            sample=sketch_sample(end - begin, k),
+            seed=now.seed,
+        )
+        self._codec.finite.append(finite)
+        self._sketches[bucket.name] = sketch
         return indices
+
+    def sketches(self, name: str) -> torch.Tensor | None:
+        """Return this rank's row, and zeros."""
+        if not self._predicts:
+            return None
+        now, own = self._codec.now, self._sketches[name]
+        rows = torch.zeros(now.world_size, 1 + SKETCH_BINS)
+        rows[now.rank] = own
+        self._sketches[name] = rows
+        return rows
+
+    def learn(self, name: str, k: int, count: int) -> None:
+        """Learn from the sketches, or scale the threshold."""
+        threshold = self.thresholds["model"]
+        if isinstance(threshold, PredictedThreshold):
+            threshold.learn(k, self._codec.now.rank, self._sketches.pop(name).numpy())
+        else:
+            threshold.learn(k, count)
 
 
 class Random(Selection):
@@ -230,9 +277,10 @@ class Random(Selection):
 
     is_named = False
 
-    def indices(self, residual: torch.Tensor, k: int, name: str) -> torch.Tensor:
+    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return those that all ranks draw."""
-        return torch.from_numpy(stratified_sample(len(residual), k, self._codec.now.seed))
+        self._codec.accumulate(entries)
+        return torch.from_numpy(stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed))
 
 
 SELECTIONS: dict[str, type[Selection]] = {"leader": Leader, "partition": Partition, "random": Random}

@@ -1,0 +1,236 @@
+#include "partition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "candidates.h"
+#include "random.h"
+#include "threshold.h"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr double kLowest = 0.92;  // of the share
+constexpr double kHighest = 1.08;
+constexpr double kLeeway = 4;     // elements: a small share is left to chance
+constexpr double kMargin = 0.98;  // of the threshold: what is gathered, in case that too few reach it
+constexpr double kAgain = 0.9;    // of it, where the partition is read again
+
+// What of a part lies in [begin, end) of all, counted from `begin`.
+Part Cut(const Part& part, int64_t begin, int64_t end) {
+  Part cut = part;
+  const int64_t first = std::clamp<int64_t>(begin - part.begin, 0, part.gradient.size);
+  const int64_t last = std::clamp<int64_t>(end - part.begin, first, part.gradient.size);
+  cut.gradient.data = static_cast<const char*>(part.gradient.data) + first * ItemSize(part.gradient.dtype);
+  cut.gradient.size = last - first;
+  cut.memory.residual += first;
+  if (cut.memory.velocity != nullptr) cut.memory.velocity += first;
+  if (cut.params.parameter != nullptr) cut.params.parameter += first;
+  cut.begin = part.begin + first - begin;
+  return cut;
+}
+
+// Of those gathered, in index order, the m largest, in the order of SelectTopK.
+std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Entry> entries, size_t m, uint64_t seed) {
+  using Entry = Candidates<float>::Entry;
+  if (m >= entries.size()) return entries;
+  std::nth_element(entries.begin(), entries.begin() + static_cast<int64_t>(m), entries.end(),
+                   [seed](const Entry& a, const Entry& b) {
+                     if (a.magnitude != b.magnitude) return a.magnitude > b.magnitude;
+                     return Hash(seed, static_cast<uint64_t>(a.index)) < Hash(seed, static_cast<uint64_t>(b.index));
+                   });
+  entries.resize(m);
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.index < b.index; });
+  return entries;
+}
+
+class Selecting {
+ public:
+  Selecting(const PartitionParams& params, std::vector<Part> parts, const ParallelFor& parallel_for)
+      : params_(params), size_(params.end - params.begin), parts_(std::move(parts)), parallel_for_(parallel_for) {}
+
+  // All that reaches the threshold.
+  Status RunFilter(bool* finite, Partitioned* result) const {
+    result->threshold = params_.threshold;
+    for (const Part& part : parts_) {
+      std::vector<int64_t> found;
+      HVD_SPARSE_RETURN_IF_ERROR(AccumulateFilter(part.gradient, part.params, params_.threshold, parallel_for_,
+                                                  part.memory, finite++, &found));
+      for (const int64_t index : found) result->indices.push_back(params_.begin + part.begin + index);
+    }
+    return Status::Ok();
+  }
+
+  // The same, or the share.
+  Status RunShared(bool* finite, Partitioned* result) const {
+    const double share = std::min(params_.share, static_cast<double>(size_));
+    const double most = kHighest * share + kLeeway;
+    const uint32_t lowest = CandidateBar<float>(kMargin * params_.threshold);
+    const uint32_t bar = CandidateBar<float>(params_.threshold);
+    const Candidates<float> none(static_cast<int64_t>(most) + 1, lowest, params_.seed);
+    const Candidates<float> gathered = AccumulateCandidates(parts_, size_, none, parallel_for_, finite);
+    Entries reaching;
+    std::copy_if(gathered.entries().begin(), gathered.entries().end(), std::back_inserter(reaching),
+                 [bar](const auto& entry) { return entry.magnitude >= bar; });
+    const auto count = static_cast<double>(reaching.size());
+    const bool fits = count > 0 && count >= kLowest * share - kLeeway && count <= most;
+    result->threshold = params_.threshold;
+    if (fits) {
+      Name(reaching, result);
+    } else if (size_ > 0) {
+      const double draw = static_cast<double>(Hash(params_.seed, static_cast<uint64_t>(params_.begin))) * 0x1p-64;
+      HVD_SPARSE_RETURN_IF_ERROR(
+          NameLargest(gathered.entries(), std::min(static_cast<int64_t>(share + draw), size_), lowest == 1, result));
+    }
+    Sketch(fits, result);
+    return Status::Ok();
+  }
+
+ private:
+  using Entries = std::vector<Candidates<float>::Entry>;
+
+  void Name(const Entries& entries, Partitioned* result) const {
+    for (const auto& entry : entries) result->indices.push_back(params_.begin + entry.index);
+  }
+
+  // complete: whether all that is not zero was gathered, or the largest of it. Where none is wanted, the threshold is
+  // that of one.
+  Status NameLargest(const Entries& entries, int64_t wanted, bool complete, Partitioned* result) const {
+    const int64_t m = std::max<int64_t>(1, wanted);
+    if (complete || static_cast<int64_t>(entries.size()) >= m) {
+      const Entries largest = Largest(entries, static_cast<size_t>(m), params_.seed);
+      uint32_t smallest = largest.empty() ? 0 : kInfinityBits<float>;
+      for (const auto& entry : largest) smallest = std::min(smallest, entry.magnitude);
+      result->threshold = MagnitudeFromBits(float{}, smallest);
+      if (wanted > 0) Name(largest, result);
+      return Status::Ok();
+    }
+    std::vector<float> copy;
+    Selection largest;
+    const float* values = JoinResiduals(parts_, size_, &copy);
+    HVD_SPARSE_RETURN_IF_ERROR(SelectTopK({values, size_, DType::kFloat32},
+                                          {m, kAgain * params_.threshold, params_.seed}, parallel_for_, &largest));
+    uint32_t smallest = 0;  // of those that are not zero
+    for (const int64_t index : largest.indices) {
+      const uint32_t bits = MagnitudeBits(values[index]);
+      if (bits == 0) continue;
+      if (smallest == 0 || bits < smallest) smallest = bits;
+      if (wanted > 0) result->indices.push_back(params_.begin + index);
+    }
+    result->threshold = MagnitudeFromBits(float{}, smallest);
+    return Status::Ok();
+  }
+
+  // Counts a sample. What reaches the threshold is known to be as many as were named, if the threshold fits: its bins
+  // are scaled to that.
+  void Sketch(bool fits, Partitioned* result) const {
+    const uint32_t bar = CandidateBar<float>(result->threshold);
+    result->base = std::max(0, static_cast<int32_t>(bar >> kMagnitudeShift) - kSketchBelow);
+    const auto lowest = static_cast<uint32_t>(result->base) << kMagnitudeShift;
+    std::array<int64_t, kSketchBins> above{}, below{};
+    int64_t reached = 0;
+    const auto add = [&](const float* values, int64_t n) {
+      if (!AnyReaches(values, n, std::max(1u, lowest))) return;
+      for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = MagnitudeBits(values[i]);
+        if (!Reaches<float>(bits, std::max(1u, lowest))) continue;
+        const auto bin = std::min<uint32_t>((bits - lowest) >> kMagnitudeShift, kSketchBins - 1);
+        const bool is_above = bits >= bar;
+        ++(is_above ? above : below)[bin];
+        reached += is_above;
+      }
+    };
+    const double scale = Sample(add);
+    const double exact =
+        static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, reached));
+    for (size_t bin = 0; bin < result->sketch.size(); ++bin) {
+      const double reaching = static_cast<double>(above[bin]) * (fits ? exact : scale);
+      result->sketch[bin] = static_cast<float>(reaching + static_cast<double>(below[bin]) * scale);
+    }
+  }
+
+  // Calls add(values, n) on runs of the partition, one of each of as many strata, or on all of it; returns how many
+  // elements one that was sampled stands for.
+  template <typename Add>
+  double Sample(const Add& add) const {
+    const int64_t runs = size_ / kSketchRun;
+    const int64_t wanted = std::max<int64_t>(1, params_.sample / kSketchRun);
+    if (params_.sample >= size_ || wanted >= runs) {
+      for (const Part& part : parts_) {
+        for (int64_t i = 0; i < part.gradient.size; i += kChunk) {
+          add(part.memory.residual + i, std::min(kChunk, part.gradient.size - i));
+        }
+      }
+      return 1;
+    }
+    auto part = parts_.begin();
+    for (int64_t j = 0; j < wanted; ++j) {
+      const int64_t begin = SamplePosition(runs, wanted, params_.seed, j) * kSketchRun;
+      const int64_t end = begin + kSketchRun;
+      while (part != parts_.end() && part->begin + part->gradient.size <= begin) ++part;
+      for (auto at = part; at != parts_.end() && at->begin < end; ++at) {
+        const int64_t first = std::max(begin, at->begin);
+        const int64_t last = std::min(end, at->begin + at->gradient.size);
+        add(at->memory.residual + (first - at->begin), last - first);
+      }
+    }
+    return static_cast<double>(size_) / static_cast<double>(wanted * kSketchRun);
+  }
+
+  const PartitionParams& params_;
+  int64_t size_;
+  std::vector<Part> parts_;
+  const ParallelFor& parallel_for_;
+};
+
+Status Check(const std::vector<Part>& parts, const PartitionParams& params) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(params.threshold));
+  if (params.begin < 0 || params.end < params.begin) {
+    return Status::InvalidArgument("a partition must be 0 <= begin <= end, got " + std::to_string(params.begin) +
+                                   " and " + std::to_string(params.end));
+  }
+  if (std::isnan(params.share)) return Status::InvalidArgument("share must be a number");
+  int64_t end = 0;
+  for (const Part& part : parts) {
+    if (part.begin < end) {
+      return Status::InvalidArgument("parts must ascend and not overlap: one begins at " + std::to_string(part.begin) +
+                                     ", before " + std::to_string(end));
+    }
+    end = part.begin + part.gradient.size;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams& params,
+                           const ParallelFor& parallel_for, bool* finite, Partitioned* result) {
+  HVD_SPARSE_RETURN_IF_ERROR(Check(parts, params));
+  constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();
+  std::vector<Part> inside;
+  std::vector<size_t> numbers;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    finite[i] = true;
+    for (const Part& outside : {Cut(parts[i], 0, params.begin), Cut(parts[i], params.end, kEnd)}) {
+      if (outside.gradient.size == 0) continue;
+      finite[i] &= Accumulate(outside.gradient, outside.params, parallel_for, outside.memory);
+    }
+    const Part cut = Cut(parts[i], params.begin, params.end);
+    if (cut.gradient.size == 0) continue;
+    inside.push_back(cut);
+    numbers.push_back(i);
+  }
+  const std::unique_ptr<bool[]> own(new bool[inside.size() + 1]);
+  const Selecting selecting(params, std::move(inside), parallel_for);
+  HVD_SPARSE_RETURN_IF_ERROR(params.share < 0 ? selecting.RunFilter(own.get(), result)
+                                              : selecting.RunShared(own.get(), result));
+  for (size_t i = 0; i < numbers.size(); ++i) finite[numbers[i]] &= own[i];
+  return Status::Ok();
+}
+
+}  // namespace hvd_sparse
