@@ -53,7 +53,9 @@ class SmallTensors:
     """
 
     def __init__(self, algorithm: Algorithm, feedback: Mapping[str, ErrorFeedback], device: torch.device):
-        self._algorithm, self._feedback, self._device = algorithm, feedback, device
+        self._algorithm, self._device = algorithm, device
+        self._feedback = {name: one for name, one in feedback.items() if one.parameter.numel() <= MOST_TOGETHER}
+        self.names = frozenset(self._feedback)
         self._plan([])
 
     def _plan(self, names: Sequence[str]) -> None:
@@ -62,19 +64,22 @@ class SmallTensors:
         self._numels = [one.parameter.numel() for one in self._members]
         self._parts: dict[str, tuple[torch.Tensor, ...]] = {}  # of each buffer, the members'
         decays = {one.weight_decay for one in self._members}
-        self._are_alike = len(decays) == 1 and max(self._numels) <= MOST_TOGETHER
+        self._decay_alike = len(decays) == 1
         whole = Joined([one.parameter for one in self._members])
         self._all = make_error_feedback(self._algorithm, whole, self._device, max(decays, default=0.0))
 
     def take_all(self, entries: Sequence[Entry], units: Units) -> Dense | None:
         """Return what they send, one after the other; None where they have to be taken one by one.
 
+        Among them are larger ones, whose buffers may be parts of others; or they differ in what they are scaled with.
         What becomes of the error feedback is for the first to commit.
         """
         names, first = [entry.name for entry in entries], entries[0]
+        if not self.names.issuperset(names):
+            return None
         if names != self._names:
             self._plan(names)
-        if not self._are_alike or any(
+        if not self._decay_alike or any(
             entry.frozen or entry.factor != first.factor or entry.gradient.dtype != torch.float32 for entry in entries
         ):
             return None

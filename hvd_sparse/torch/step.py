@@ -3,8 +3,8 @@
 A step is a list of buckets. A codec turns the gradients of a bucket into a message, the exchange sends it, and the
 codec turns the messages of all ranks into sums. The step before tells which tensors to expect: a bucket is sent when
 its last member is there, or with a joint selection, when all tensors are. Tensors that come unexpectedly (all in the
-first step) go in late buckets at the step's first decompress: by then every compress of the step has happened, on every
-rank. Small tensors, and all while the density is 1, are sent dense.
+first step) go in late buckets at the step's first decompress, when every compress has happened, on every rank. Small
+tensors, and all while the density is 1, are sent dense.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
-from hvd_sparse.torch.dense_bucket import MOST_TOGETHER, DenseBucket, SmallTensors, take_dense
+from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
@@ -49,8 +49,7 @@ class Step:
         self.codec = CODECS[algorithm.layout](algorithm, parameters, self.feedback, exchange, traffic, self.device)
         least = max(algorithm.min_numel, 1)
         self._small = [name for name in parameters if parameters[name].numel() < least]
-        self._shared = frozenset(name for name in self._small if parameters[name].numel() <= MOST_TOGETHER)
-        self._together = SmallTensors(algorithm, self.feedback, self.device)
+        self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
         self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
         self._nowhere: frozenset[str] = frozenset()  # the same of this step
@@ -136,7 +135,7 @@ class Step:
         self._awaited = set(self.expected)
         self._deferred, self._votes, self._is_sealed = [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
-        shared = self._dense if self.codec.is_joint else self._shared if density < 1.0 else frozenset()
+        shared = self._dense if self.codec.is_joint else self._together.names if density < 1.0 else frozenset()
         self._alone = self._dense - self._idle - shared
         self._tokens.begin(self.rank, len(self.expected))
         self._scatter.begin((self.algorithm.seed << 32) + number)
@@ -304,7 +303,7 @@ class Step:
             self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), together))
 
     def _take_together(self, entries: Sequence[Entry]) -> torch.Tensor:
-        """Return what dense tensors send in one all-reduce, one after the other; they are the same on all ranks."""
+        """Return what dense tensors send in one all-reduce, one after the other: the same ones on all ranks."""
         for entry in entries:
             self._scale(entry)
         taken = self._together.take_all(entries, self.units)
