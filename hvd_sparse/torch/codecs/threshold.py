@@ -109,7 +109,7 @@ class Threshold(FixedCount):
     def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
         """Do the same tensor by tensor: how much is sent, the host has to know, and waits for it."""
         payloads, thresholds, counts = [], [], []
-        self._accumulate(entries)
+        self.accumulate(entries)
         for name, entry in entries.items():
             residual = self.feedback[name].residual
             sample = functools.partial(self.feedback[name].preview, entry.gradient, 0.0)  # it is accumulated already
