@@ -34,16 +34,16 @@ class DenseBucket:
 class Joined:
     """Parameters one after the other, as error feedback knows a parameter."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]):
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device):
+        self._parameters, self._device = parameters, device
 
     def numel(self) -> int:
         """Return the number of elements of all."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     def detach(self) -> torch.Tensor:
-        """Return their elements, in one vector."""
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+        """Return their elements, float32[n] on the device."""
+        return torch.cat([one.detach().reshape(-1).to(self._device, torch.float32) for one in self._parameters])
 
 
 class SmallTensors:
@@ -65,7 +65,7 @@ class SmallTensors:
         self._parts: dict[str, tuple[torch.Tensor, ...]] = {}  # of each buffer, the members'
         decays = {one.weight_decay for one in self._members}
         self._decay_alike = len(decays) == 1
-        whole = Joined([one.parameter for one in self._members])
+        whole = Joined([one.parameter for one in self._members], self._device)
         self._all = make_error_feedback(self._algorithm, whole, self._device, max(decays, default=0.0))
 
     def take_all(self, entries: Sequence[Entry], units: Units) -> Dense | None:
