@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "accumulate_candidates.h"
 #include "candidates.h"
 #include "multiversion.h"
 #include "threshold.h"

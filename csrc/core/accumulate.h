@@ -12,9 +12,6 @@
 
 namespace hvd_sparse {
 
-template <typename T>
-class Candidates;
-
 // g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
 // parameter; where that overflows, or the parameter is not finite, g is zero, and the gradient counts as not finite:
 // no such thing enters a memory. Where the update of an element overflows, its residual and velocity stay as they are,
@@ -51,10 +48,6 @@ struct Part {
 // The residuals of parts, which ascend and do not overlap, as one array of n, zero where there is no part: where they
 // lie, if that is already one, or in `copy`.
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy);
-
-// Updates the memory of the parts, and gathers what reaches the bar of `none` in their residuals, joined: n elements.
-Candidates<float> AccumulateCandidates(const std::vector<Part>& parts, int64_t n, const Candidates<float>& none,
-                                       const ParallelFor& parallel_for, bool* finite);
 
 // Updates the memory of the parts, then selects the top k of their residuals, joined; equal to Accumulate followed by
 // SelectTopK, in one pass over memory where the threshold hint is good. finite[parts]: of each gradient.

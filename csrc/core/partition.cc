@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "accumulate_candidates.h"
 #include "candidates.h"
 #include "random.h"
 #include "threshold.h"
