@@ -59,7 +59,6 @@ class Step:
         self._bucket_of: dict[str, Bucket | DenseBucket] = {}
         self._deferred: list[Bucket] = []
         self._collectives: list[Pending] = []
-        self._votes: list[Pending] = []
         self._tokens = Tokens()
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
