@@ -128,7 +128,9 @@ class DenseFallback:
         if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size, self._numels):
             selections = [tensors] if algorithm.layout == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
-            return 2 * (size + self.world_size * HEADER_BYTES)  # to the owners, and what they keep
+            kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)
+            completing = 2 * VALUE_BYTES * kept if algorithm.complete else 0  # an all-reduce
+            return 2 * (size + self.world_size * HEADER_BYTES) + completing  # to the owners, and what they keep
         if algorithm.layout in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
         if algorithm.layout == "model":

@@ -123,14 +123,21 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
     return seconds
 
 
-def scattered(density: float, coding: str = "run_length", values: str = "float32") -> Exchange:
-    """Return the exchange of methods whose payloads are reduced by owners of regions (`hvd_sparse.reduce_scatter`)."""
+def scattered(density: float, coding: str = "run_length", values: str = "float32", complete: bool = False) -> Exchange:
+    """Return the exchange of methods whose payloads are reduced by owners of regions (`hvd_sparse.reduce_scatter`).
+
+    complete: All ranks then add their residuals where owners have kept a sum.
+    """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
         headers = HEADER_BYTES * world_size  # a payload of each region
         size = payload_bytes(profile.numels, density, coding, values) + headers
-        return network.all_to_all(size, world_size) + network.all_gather(size / world_size, world_size)
+        spent = network.all_to_all(size, world_size) + network.all_gather(size / world_size, world_size)
+        if complete:
+            kept = sum(top_k_count(n, density) for n in profile.numels)
+            spent += network.all_reduce(FLOAT32 * kept, world_size)
+        return spent
 
     return seconds
 
@@ -154,15 +161,22 @@ def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length
 
 @functools.lru_cache
 def favours_scattered(
-    numels: tuple[int, ...], density: float, world_size: int, coding: str = "run_length", values: str = "float32"
+    numels: tuple[int, ...],
+    density: float,
+    world_size: int,
+    coding: str = "run_length",
+    values: str = "float32",
+    complete: bool = False,
 ) -> bool:
     """Return whether a reduce-scatter takes at most half as long as a gather, on an ordinary network.
 
     Half, since it changes fewer elements in a step, and since its second collective waits for Horovod once more.
     """
     profile = Profile(numels, compute=0.0)
-    one, other = (make(density, coding, values)(ORDINARY, profile, world_size) for make in (scattered, gathered))
-    return world_size > 1 and bool(numels) and 2 * (one + CYCLE) <= other
+    form = (density, coding, values)
+    one, other = (made(ORDINARY, profile, world_size) for made in (scattered(*form, complete), gathered(*form)))
+    waits = 2 if complete else 1  # for one more collective, or two, that start when the one before has ended
+    return world_size > 1 and bool(numels) and 2 * (one + waits * CYCLE) <= other
 
 
 def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:

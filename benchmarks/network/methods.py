@@ -12,6 +12,11 @@ class Method(NamedTuple):
     label: str
     settles_in: int = 3  # steps before anything is timed
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether hvd_sparse compresses, under whatever host."""
+        return self.package == "hvd_sparse" or self.name == "dgc"
+
 
 SPARSE = {"momentum": 0.9}
 METHODS = {

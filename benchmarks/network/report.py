@@ -131,7 +131,7 @@ def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path:
             own: Iterable[dict] = sorted((run for run in runs if run["method"] == method), key=lambda run: run["x"])
             points = [(run["x"], height(run)) for run in own]
             if points and method != "dgc_measured":
-                ours = spec.package == "hvd_sparse"
+                ours = spec.is_ours
                 style = {"marker": "o", "linestyle": "-" if ours else "--", "linewidth": 2 if ours else 1}
                 axis.plot(*zip(*points, strict=True), label=spec.label, color=f"C{number}", **style)
         axis.set(title=title, ylabel=label, yscale="log")
@@ -156,8 +156,8 @@ def plot_speedups(results: list[dict], path: Path) -> None:
     for number, method in enumerate(SHOWN_METHODS):
         found = [(place, point) for place, point in enumerate(points) if (*point, method) in speeds]
         heights = [speeds[(*point, method)] / speeds[(*point, "dense")] for _, point in found]
-        ours = METHODS[method].package == "hvd_sparse"
-        color = f"C{2 + (method == 'dgc')}" if ours else str(0.85 - 0.15 * number)
+        ours = METHODS[method].is_ours
+        color = f"C{number}" if ours else str(0.85 - 0.15 * number)
         places = [place - 0.4 + width * (number + 0.5) for place, _ in found]
         bars = axis.bar(places, heights, width, label=METHODS[method].label, color=color)
         if ours:

@@ -45,6 +45,8 @@ SHARED_ARGUMENTS = {
         host, each of its ranks keeps and compresses a part of the sum, and the parts are exchanged between hosts;
         Horovod must permit process sets. "auto": "reduce_scatter" where that takes at most half as long as "gather" on
         a network of 1 Gbit/s, by `hvd_sparse.performance_model`: on five ranks and more, in large models.
+    complete: In a reduce-scatter, once it is known which elements the owners keep, all ranks add their whole residuals
+        there, in one more all-reduce of at most k float32: residuals stay smaller, about twice as much is received.
     ranks_per_host: With `exchange="hierarchical"`, how many ranks follow one another on a host, or a list of how many
         on each. None: as the hosts' names tell.""",
     "HOSTS": """\

@@ -40,6 +40,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
@@ -76,6 +77,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
@@ -116,6 +118,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
@@ -160,6 +163,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         granularity: str = "tensor",
         bucket_bytes: int = 1 << 17,
         exchange: str = "gather",
+        complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
         dense_fallback: str | None = "bytes",
         seed: int = 0,
@@ -191,6 +195,7 @@ class Scoped(AtDensity):
 
     scope: str
     exchange: str
+    complete: bool
     ranks_per_host: int | Sequence[int] | None
 
     def __post_init__(self):
@@ -198,6 +203,13 @@ class Scoped(AtDensity):
         check_choice("scope", self.scope, SCOPES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_hosts(self.exchange, self.ranks_per_host)
+        if not isinstance(self.complete, bool):
+            raise TypeError(f"complete must be True or False, got {self.complete!r}")
+        if self.complete and self.exchange not in ("reduce_scatter", "auto"):
+            raise ValueError(
+                'complete=True needs exchange="reduce_scatter" or "auto", where owners keep a part of the selections; '
+                f"got exchange={self.exchange!r}"
+            )
 
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
         """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered.
@@ -208,7 +220,8 @@ class Scoped(AtDensity):
             return self.exchange == "reduce_scatter" and world_size > 1
         large = [n for n in numels if n >= max(1, self.min_numel)]
         selections = (sum(large),) if self.layout == "model" and large else tuple(large)
-        return favours_scattered(selections, self.schedule.settled, world_size, self.coding, self.values)
+        form = (self.coding, self.values, self.complete)
+        return favours_scattered(selections, self.schedule.settled, world_size, *form)
 
     @property
     def layout(self) -> str:

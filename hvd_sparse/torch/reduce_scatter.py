@@ -1,6 +1,6 @@
 """The collectives of `hvd_sparse.reduce_scatter`: an all-to-all to the owners of regions, an all-gather of sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ class ReduceScatter:
             name, most = f"{bucket.name}.kept", bucket.regions.most_kept_bytes
             self.exchange.traffic.count(payload_bytes=payload.size)
             bucket.pending = self.exchange.allgather(name, torch.from_numpy(payload), most)
+            collectives.append(bucket.pending)
+        for bucket in started:
+            if bucket.residuals_at is not None:
+                self._complete(bucket, bucket.residuals_at, collectives)
+
+    def _complete(self, bucket: Bucket, residuals_at: Callable, collectives: list[Pending]) -> None:
+        """Start adding all ranks' residuals where the owners have kept a sum; note the collective."""
+        bucket.kept = bucket.regions.join(bucket.pending.wait().numpy())
+        bucket.pending = None
+        if bucket.kept.indices.size:
+            own = residuals_at(bucket.kept.indices)
+            self.exchange.traffic.count(payload_bytes=own.nbytes)
+            bucket.pending = self.exchange.allreduce(f"{bucket.name}.completed", own)
             collectives.append(bucket.pending)
 
     def _agree(self, buckets: Sequence[Bucket]) -> None:

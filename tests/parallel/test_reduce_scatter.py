@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
-from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, step
+from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, memory_of, step
 from oracle import Method
 from test_conservation import Ledger, Wave
 from test_oracle import Trial, run
@@ -17,11 +17,13 @@ from hvd_sparse.torch import Compression
 pytestmark = pytest.mark.rank_counts
 
 SCATTER = {"exchange": "reduce_scatter", "dense_fallback": None}
+COMPLETE = pytest.mark.parametrize("complete", [False, True], ids=["", "complete"])
 METHODS = ["gradient_dropping", "topk", "dgc", "samomentum"]
 
 
+@COMPLETE
 @pytest.mark.parametrize("scope", SCOPES)
-def test_every_method_is_its_transcription(scope):
+def test_every_method_is_its_transcription(scope, complete):
     """Over 100 steps: regions are agreed on in steps 0 and 64."""
     trials = []
     variants = {
@@ -32,7 +34,7 @@ def test_every_method_is_its_transcription(scope):
         "samomentum": {"momentum": 0.7},
     }
     for title, variant in variants.items():
-        settings = {"density": 0.05, "scope": scope, "min_numel": 100, **variant}
+        settings = {"density": 0.05, "scope": scope, "min_numel": 100, "complete": complete, **variant}
         make = functools.partial(getattr(Compression, title if title != "unmasked" else "dgc"), **settings, **SCATTER)
         method = Method(owned=True, samomentum=title == "samomentum", **settings)
         trials.append(Trial(title, method, make, 100))
@@ -42,11 +44,13 @@ def test_every_method_is_its_transcription(scope):
 @pytest.mark.parametrize("coding", ["run_length", "elias_fano", "bitmap", "auto"])
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "int2", "int1"])
 @pytest.mark.parametrize("scope", SCOPES)
+@COMPLETE
 @pytest.mark.each_value
-def test_nothing_is_lost(scope, values, coding):
+def test_nothing_is_lost(complete, scope, values, coding):
     """What rounding keeps back returns to a residual, at the rank that selected it or at the owner of its region."""
     parameters = make_parameters()
     settings = {"values": values, "coding": coding, "scope": scope, "granularity": "channel", **SCATTER}
+    settings["complete"] = complete
     compressor = Compression.gradient_dropping(parameters.items(), density=0.02, min_numel=100, **settings)
     ledger = Ledger(parameters)
     for t in range(25):
@@ -59,10 +63,11 @@ def test_nothing_is_lost(scope, values, coding):
     assert ledger.check(compressor, tolerance) > 0.0
 
 
+@COMPLETE
 @pytest.mark.parametrize("method", METHODS)
-def test_at_density_one_it_is_horovod(method):
+def test_at_density_one_it_is_horovod(method, complete):
     parameters = make_parameters()
-    settings = {"momentum": 0.0} if method in ("dgc", "samomentum") else {}
+    settings = {"complete": complete, **({"momentum": 0.0} if method in ("dgc", "samomentum") else {})}
     compressor = getattr(Compression, method)(parameters.items(), density=1.0, min_numel=0, **settings, **SCATTER)
     for t in range(3):
         gradients = whole_numbers(SHAPES, t, hvd.rank())
@@ -92,25 +97,28 @@ def test_all_that_was_selected_is_kept_where_there_is_room():
         assert 0.8 * 110 <= kept <= 110 + hvd.size()  # regions are cut at whole elements
 
 
-def test_what_a_rank_receives_does_not_grow_with_the_ranks():
+@COMPLETE
+def test_what_a_rank_receives_does_not_grow_with_the_ranks(complete):
+    """Entries of 6 bytes at most, twice; to complete, as many float32, which an all-reduce moves twice."""
     if hvd.size() == 1:
         pytest.skip("one rank receives nothing")
     parameters = {"weight": torch.nn.Parameter(torch.zeros(200_000))}
-    compressor = Compression.dgc(parameters.items(), density=0.01, **SCATTER)
+    compressor = Compression.dgc(parameters.items(), density=0.01, complete=complete, **SCATTER)
     for t in range(4):
         drive(compressor, parameters, draw({"weight": (200_000,)}, t, hvd.rank()))
     received = compressor.stats()["step"]["received_bytes"]
-    headers = 200 + hvd.size() * 100
-    assert received <= 2.1 * 2000 * 6 * (hvd.size() - 1) / hvd.size() + headers
+    headers, entry = 200 + hvd.size() * 100, 6 + 4 * complete
+    assert received <= 2.1 * 2000 * entry * (hvd.size() - 1) / hvd.size() + headers
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1, 1), (2, 70_000), (65_535, 65_537)])
 @pytest.mark.parametrize("density", [1e-6, 0.3])
-def test_odd_sizes(sizes, density):
+@COMPLETE
+def test_odd_sizes(complete, sizes, density):
     """One element for all ranks, fewer elements than ranks, regions without any."""
     shapes = {f"w{i}": (size,) for i, size in enumerate(sizes)}
     parameters = make_parameters(shapes)
-    compressor = Compression.topk(parameters.items(), density, min_numel=0, **SCATTER)
+    compressor = Compression.topk(parameters.items(), density, min_numel=0, complete=complete, **SCATTER)
     ledger = Ledger(parameters)
     for t in range(4):
         gradients = whole_numbers(shapes, t, hvd.rank())
@@ -121,11 +129,13 @@ def test_odd_sizes(sizes, density):
     ledger.check(compressor)
 
 
+@COMPLETE
 @pytest.mark.parametrize("scope", SCOPES)
-def test_missing_late_and_frozen_gradients(scope):
+def test_missing_late_and_frozen_gradients(scope, complete):
     """A tensor that is missing, comes back, or is frozen on one rank: nothing is lost, and nobody waits."""
     parameters = make_parameters()
-    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, scope=scope, min_numel=100, **SCATTER)
+    settings = {"scope": scope, "complete": complete, **SCATTER}
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **settings)
     ledger = Ledger(parameters)
     for t in range(8):
         parameters["head.weight"].requires_grad_(not (t in (4, 5) and hvd.rank() == 0))
@@ -139,9 +149,11 @@ def test_missing_late_and_frozen_gradients(scope):
     ledger.check(compressor)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_nothing_is_lost():
+@COMPLETE
+def test_a_step_that_is_not_finite_is_skipped_and_nothing_is_lost(complete):
     parameters = make_parameters()
-    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **SCATTER)
+    settings = {"min_numel": 100, "complete": complete, **SCATTER}
+    compressor = Compression.gradient_dropping(parameters.items(), density=0.05, **settings)
     ledger = Ledger(parameters)
     for t in range(6):
         gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, t, hvd.rank()).items()}
@@ -170,15 +182,15 @@ def test_a_schedule_that_is_dense_now_and_then():
     ledger.check(compressor)
 
 
-@pytest.mark.parametrize("at", [1, 5])
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(at):
+@pytest.mark.parametrize(("at", "complete"), [(1, False), (5, False), (5, True)])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(at, complete):
     """Regions are state: those of a rank that lacks them are agreed on anew, by all."""
 
     def train(parameters, compression, optimizer, steps):
         for t in steps:
             step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
 
-    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, **SCATTER)
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, complete=complete, **SCATTER)
     parameters = make_parameters()
     compression = make(parameters.items())
     optimizer = distributed(parameters, compression)
@@ -262,3 +274,26 @@ def test_bad_names_are_refused():
         ValueError, match="exchange must be one of 'gather', 'reduce_scatter', 'hierarchical', 'auto'; got 'ring'"
     ):
         Compression.dgc(make_parameters().items(), exchange="ring")
+
+
+def test_completing_is_for_a_reduce_scatter():
+    parameters = make_parameters()
+    for exchange in ("gather", "hierarchical"):
+        with pytest.raises(ValueError, match='complete=True needs exchange="reduce_scatter" or "auto"'):
+            Compression.dgc(parameters.items(), exchange=exchange, complete=True)
+    with pytest.raises(TypeError, match="complete must be True or False, got 1"):
+        Compression.dgc(parameters.items(), exchange="reduce_scatter", complete=1)
+
+
+def test_completing_adds_what_ranks_had_not_selected():
+    """Rank 0 alone selects element 0, but all have something there: all of it arrives, and all residuals are clear."""
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(200))}
+    settings = {"density": 0.005, "min_numel": 0, "complete": True, **SCATTER}
+    compressor = Compression.gradient_dropping(parameters.items(), **settings)
+    gradient = np.zeros(200, np.float32)
+    gradient[0] = 9.0 if hvd.rank() == 0 else 1.0
+    gradient[1] = 0.0 if hvd.rank() == 0 else 2.0  # what other ranks select
+    reduced = drive(compressor, parameters, {"weight": gradient})["weight"]
+    if hvd.size() > 1:
+        assert reduced[0] == 9.0 + hvd.size() - 1
+        assert memory_of(compressor, parameters, "weight")[0] == 0.0

@@ -41,6 +41,12 @@ TRIALS = {
         {"density": 0.05, "exchange": "reduce_scatter", "min_numel": 100, "dense_fallback": None},
         20,
     ),
+    "completed": (
+        "gradient_dropping",
+        Method(density=0.05, owned=True, complete=True),
+        {"density": 0.05, "exchange": "reduce_scatter", "complete": True, "min_numel": 100, "dense_fallback": None},
+        20,
+    ),
 }
 
 

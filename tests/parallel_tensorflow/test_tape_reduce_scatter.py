@@ -24,7 +24,20 @@ def test_sum_in_is_sum_out(values, scope, graph):
     check_conservation({"density": 0.05, "values": values, "scope": scope}, graph, most=50 if values[0] == "f" else 3)
 
 
-@pytest.mark.parametrize("settings", [{"density": 0.01, "warmup": 10}, {"density": NowAndThenDense()}])
+@pytest.mark.parametrize("values", ["float32", "int2"])
+@pytest.mark.parametrize(("scope", "graph"), [("tensor", True), ("model", False)])
+def test_sum_in_is_sum_out_when_all_ranks_add_their_residuals(scope, graph, values):
+    check_conservation({"density": 0.05, "values": values, "scope": scope, "complete": True}, graph, most=50)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"density": 0.01, "warmup": 10},
+        {"density": NowAndThenDense()},
+        {"density": NowAndThenDense(), "complete": True},
+    ],
+)
 def test_sum_in_is_sum_out_whatever_the_schedule(settings):
     check_conservation(settings, graph=True, most=50)
 
@@ -66,10 +79,12 @@ def test_auto_is_what_the_performance_model_favours(favours, same_as, monkeypatc
             np.testing.assert_array_equal(found[name], expected[name])
 
 
-@pytest.mark.parametrize("method", ["dgc", "samomentum", "topk"])
-def test_a_state_goes_on_bit_for_bit(method):
+@pytest.mark.parametrize(
+    ("method", "complete"), [("dgc", False), ("samomentum", False), ("topk", False), ("dgc", True)]
+)
+def test_a_state_goes_on_bit_for_bit(method, complete):
     """Through state_dict, in which the regions are: 12 steps in a row are 5 and 7."""
-    make = functools.partial(getattr(Compression, method), density=0.05, min_numel=50, **SCATTER)
+    make = functools.partial(getattr(Compression, method), density=0.05, min_numel=50, complete=complete, **SCATTER)
 
     def run(reduce, steps):
         return [reduce(draw(SHAPES, step, hvd.rank())) for step in steps]

@@ -38,6 +38,7 @@ class Method:
     level: str = "mean"
     granularity: str = "tensor"
     owned: bool = False  # reduce-scatter: the owners of regions keep the largest sums
+    complete: bool = False  # and all ranks then send their whole v there
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -257,7 +258,10 @@ class Owners:
         self.method, self.ranks, self.cuts = method, ranks, None
 
     def keep(self, step, v, choices):
-        """Return each rank's masks, of what it selected and an owner kept, and how clear the edge is."""
+        """Return each rank's masks, of what it selected and an owner kept, and how clear the edge is.
+
+        To complete is to send at all that owners kept.
+        """
         names = sorted(name for name in v[0] if not is_dense(self.method, step, v[0][name]))
         if not names:
             return choices
@@ -276,7 +280,10 @@ class Owners:
         ends = np.cumsum([v[0][name].size for name in names])[:-1]
         parts = dict(zip(names, np.split(winners, ends), strict=True))
         kept = [
-            {name: mask & parts[name].reshape(mask.shape) if name in parts else mask for name, mask in masks.items()}
+            {
+                name: (mask | self.method.complete) & parts[name].reshape(mask.shape) if name in parts else mask
+                for name, mask in masks.items()
+            }
             for masks, _ in choices
         ]
         return [(masks, min(gap, here)) for masks, (_, here) in zip(kept, choices, strict=True)]

@@ -51,6 +51,8 @@ CASES = {
     "dgc-scattered": ("dgc", {**SETTINGS, **DGC, **SCATTER}),
     "gradient_dropping-scattered-int2": ("gradient_dropping", {**SETTINGS, **SCATTER, "values": "int2", **CHANNEL}),
     "samomentum-scattered": ("samomentum", {**SETTINGS, **SCATTER, "scope": "model", "values": "float16"}),
+    "dgc-completed": ("dgc", {**SETTINGS, **SCATTER, "complete": True}),
+    "samomentum-completed": ("samomentum", {**SETTINGS, **SCATTER, "complete": True, "values": "int2"}),
     "random_k-int2-channel": ("random_k", {**SETTINGS, "values": "int2", "level": "min", **CHANNEL}),
 }
 if not tiers.ALL:

@@ -76,6 +76,7 @@ class Bucket:
     info: tf.Tensor | None = None  # what the selections tell the next step's thresholds
     scattered: object | None = None  # what Python keeps of it in a reduce-scatter
     excess: tuple | None = None  # what rounding kept back of the sums that this rank owns: indices, values
+    completing: tuple | None = None  # what owners kept, and this rank's residuals there, where all ranks add these
 
 
 class Codec(abc.ABC):

@@ -78,17 +78,32 @@ class OwnedRegions(FixedCount):
         came = tf.size(received, tf.int64) - tf.size(own, tf.int64) + tf.size(gathered, tf.int64)
         now.counted.add(surplus_bytes=came - 2 * tf.size(payload, tf.int64))
         bucket.scattered = message
-        return gathered
+        return self._complete(bucket, gathered, now) if self.algorithm.complete else gathered
+
+    def _complete(self, bucket: Bucket, gathered: tf.Tensor, now: Round) -> tf.Tensor:
+        """Return the sums of all ranks' whole residuals where the owners have kept something, float32[kept]."""
+        kept = tf.numpy_function(lambda payloads: bucket.scattered.join(payloads)[0], [gathered], tf.int64)
+        kept = tf.ensure_shape(kept, [None])
+        own = [entry.feedback.residual.sparse_read(inner) for entry, inner in self._cut(bucket.entries, kept)]
+        bucket.completing = kept, tf.concat(own, 0)
+        now.counted.add(payload_bytes=4 * tf.size(kept, tf.int64))
+        padded = tf.concat([bucket.completing[1], tf.zeros([1])], 0)  # Horovod is never given a tensor of nothing
+        return self.exchange.allreduce(f"{bucket.name}.completed{now.suffix}", padded)[:-1]
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Clear what was both sent and kept by an owner; the sums are those that were kept."""
         if not self.scatters:
             return super().decode(bucket, gathered, now)
-        outputs = (tf.int64, tf.float32, tf.int64, tf.float32, tf.float32)
-        joined = tf.numpy_function(bucket.scattered.join, [gathered], outputs)
-        kept, sums, indices, old, left = (tf.ensure_shape(part, [None]) for part in joined)
-        done = self._clear_parts(bucket.entries, indices, old, left, now)
-        done += self._add_excess(bucket, now, done)
+        if bucket.completing is not None:
+            sums, (kept, old) = gathered, bucket.completing
+            retained = bucket.entries[0].feedback.retained
+            done = self._clear_parts(bucket.entries, kept, old, retained * old, now)
+        else:
+            outputs = (tf.int64, tf.float32, tf.int64, tf.float32, tf.float32)
+            joined = tf.numpy_function(bucket.scattered.join, [gathered], outputs)
+            kept, sums, indices, old, left = (tf.ensure_shape(part, [None]) for part in joined)
+            done = self._clear_parts(bucket.entries, indices, old, left, now)
+            done += self._add_excess(bucket, now, done)
         scaled = sums * tf.cast(now.units.outgoing(), tf.float32)
         for entry, inner, total in self._cut(bucket.entries, kept, scaled):
             whole = tf.scatter_nd(inner[:, None], total, tf.constant([entry.feedback.size], tf.int64))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm
@@ -73,6 +74,10 @@ class Bucket:
     selected: Entries = NOTHING  # what this rank selected, there
     sent: Sent | None = None  # the same as it was sent to the owners
     excess: Entries = NOTHING  # what rounding kept back of the sums that this rank owns
+    kept: Entries | None = None  # what owners have kept, where all ranks then add their residuals
+    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = (
+        None  # this rank's residuals; None: not added
+    )
     is_small: bool = False  # all messages of the step are, so that they go at once
     missing: set[str] = field(default_factory=set)
     is_started: bool = False

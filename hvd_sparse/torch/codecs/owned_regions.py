@@ -4,6 +4,7 @@ On a number of ranks for which `exchange` says to gather, this is `FixedCount`.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,14 +66,20 @@ class OwnedRegions(FixedCount):
             ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
             bucket.selected = selected_entries(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
             self._used[tuple(bucket.members)] = bucket.regions
+            if self.algorithm.complete:
+                bucket.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Clear what was both sent and kept by an owner; the sums are those that were kept."""
         if bucket.regions is None:
             super().decode(bucket, gathered, entries, scale)
             return
-        kept = bucket.regions.join(gathered.numpy())
-        self._clear(bucket, kept, in_training(entries))
+        if bucket.residuals_at is None:
+            kept = bucket.regions.join(gathered.numpy())
+            self._clear(bucket, kept, in_training(entries))
+        else:
+            kept = bucket.kept if gathered is None else Entries(bucket.kept.indices, gathered.numpy())
+            self._clear_all(bucket, kept, in_training(entries))
         bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
         scaled = kept.values * np.float32(scale)
         for name, indices, values in self._parts(bucket, Entries(kept.indices, scaled)):
@@ -96,6 +103,24 @@ class OwnedRegions(FixedCount):
         for name, inner, rest in self._parts(bucket, bucket.excess):
             if inner.size:
                 self.feedback[name].residual.index_add_(0, self._tensor(inner), self._tensor(rest))
+
+    def _residuals_at(self, bucket: Bucket, training: Mapping[str, Entry], indices: np.ndarray) -> torch.Tensor:
+        """Return this rank's residuals at these elements of a bucket, float32; zero where it does not train."""
+        parts = [
+            self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
+            if name in training
+            else torch.zeros(inner.size)
+            for name, inner, _ in self._parts(bucket, Entries(indices, indices))
+        ]
+        return torch.cat(parts)
+
+    def _clear_all(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
+        """Clear the error feedback where all of it was sent: at every element that owners have kept."""
+        for name, indices, _ in self._parts(bucket, kept):
+            if name in training and indices.size:
+                inner, feedback = self._tensor(indices), self.feedback[name]
+                left = feedback.residual.index_select(0, inner) * feedback.retained if feedback.retained else None
+                feedback.clear(inner, left)
 
     def _parts(self, bucket: Bucket, entries: Entries):
         """Yield the members of a bucket: name, indices in it, and values."""
