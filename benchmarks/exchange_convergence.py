@@ -1,17 +1,21 @@
 """Train with a gather, with a reduce-scatter, and with a completed one, on simulated ranks; write the table.
 
     python benchmarks/exchange_convergence.py --tasks digits char_lstm --ranks 4 8 --seeds 0 1 2
+    python benchmarks/exchange_convergence.py --name dgc_ablation --exchanges gather --densities 0.001 \\
+        --ranks 4 8 16 32 --methods dgc "dgc, no masking" "dgc, no warm-up" gradient_dropping
 
 The ranks run one after the other: gradients by PyTorch, error feedback as in the papers' equations, in NumPy, regions
 and payloads with the code that a training job runs (`hvd_sparse.reduce_scatter`). One selection in the whole model; the
-density falls to its last value over the first tenth of the steps. `completed` is a trial: all ranks add their whole
-residual at the places that owners have kept, by one more all-reduce. Writes results/exchange_convergence.json and .md;
+density falls to its last value over the first tenth of the steps. `completed` is a reduce-scatter with `complete=True`.
+The second command takes Deep Gradient Compression apart: without momentum factor masking, without warm-up, and without
+momentum correction, which is Gradient Dropping with the momentum in the optimizer. Writes results/NAME.json and .md;
 runs that are there already are kept. The last line is one JSON object.
 """
 
 import argparse
 import itertools
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +36,7 @@ from records import load, save
 
 from hvd_sparse import native
 from hvd_sparse.reduce_scatter import Entries, Form, Regions, add_in_order
-from hvd_sparse.schedule import WarmUp
+from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.wire import payload_size, top_k_count
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -109,12 +113,29 @@ TASKS = {
 }
 
 
+class Method(NamedTuple):
+    """What a rank does with its gradients; the optimizer has the momentum where the ranks have none."""
+
+    momentum: float  # of the local velocity
+    masks: bool = True
+    warms_up: bool = True
+
+
+METHODS = {
+    "dense": Method(0.0),
+    "gradient_dropping": Method(0.0),
+    "dgc": Method(MOMENTUM),
+    "dgc, no masking": Method(MOMENTUM, masks=False),
+    "dgc, no warm-up": Method(MOMENTUM, warms_up=False),
+}
+
+
 class Rank:
     """One rank's batches and error feedback."""
 
-    def __init__(self, n: int, momentum: float, batches: Iterator[tuple]):
+    def __init__(self, n: int, method: Method, batches: Iterator[tuple]):
         self.residual, self.velocity = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        self.momentum, self.batches, self.state = momentum, batches, None
+        self.momentum, self.masks, self.batches, self.state = method.momentum, method.masks, batches, None
 
     def accumulate(self, gradient: np.ndarray) -> None:
         """Momentum correction, DGC section 3.2; without momentum Gradient Dropping."""
@@ -124,7 +145,8 @@ class Rank:
     def clear(self, indices: np.ndarray) -> None:
         """Take out what was delivered, with its momentum: factor masking, DGC section 3.3."""
         self.residual[indices] = 0.0
-        self.velocity[indices] = 0.0
+        if self.masks:
+            self.velocity[indices] = 0.0
 
 
 class Exchanged(NamedTuple):
@@ -179,11 +201,12 @@ def train(run: dict) -> dict:
     model = task.build()
     parameters = list(model.parameters())
     n, is_dense = sum(parameter.numel() for parameter in parameters), run["exchange"] == "dense"
-    local = MOMENTUM if run["method"] == "dgc" and not is_dense else 0.0
-    ranks = [Rank(n, local, task.batches(rank, count, run["seed"])) for rank in range(count)]
+    method = METHODS[run["method"]]
+    local = method.momentum
+    ranks = [Rank(n, method, task.batches(rank, count, run["seed"])) for rank in range(count)]
     optimizer = torch.optim.SGD(parameters, lr=task.lr, momentum=0.0 if local else MOMENTUM)
     warmup = task.steps // 10
-    schedule = WarmUp(run["density"], steps=warmup) if not is_dense else None
+    schedule = WarmUp(run["density"], steps=warmup) if method.warms_up else Constant(run["density"])
     received, changed = 0, 0
     for step in range(task.steps):
         gradients = [gradient_of(model, parameters, rank, loss_of, task.clip_norm, count, local) for rank in ranks]
@@ -226,9 +249,9 @@ def gradient_of(model, parameters, rank: Rank, loss_of, clip_norm: float | None,
     return flat.numpy()
 
 
-def table(results: list[dict]) -> list[str]:
+def table(results: list[dict], command: str) -> list[str]:
     """Return the lines of a Markdown table: means over the seeds."""
-    lines = ["# Exchanges: convergence", "", "`python benchmarks/exchange_convergence.py`; means over seeds.", ""]
+    lines = ["# Convergence on simulated ranks", "", f"`{command}`; means over seeds.", ""]
     lines += [
         "| task | ranks | method | density | exchange | accuracy, % or perplexity | each seed | KB received a step |"
     ]
@@ -250,7 +273,7 @@ def asked(args: argparse.Namespace) -> Iterator[tuple]:
     """Yield the runs: dense once, then all products."""
     for task, ranks in itertools.product(args.tasks, args.ranks):
         yield from ((task, ranks, "dense", "dense", 1.0, seed) for seed in args.seeds)
-        for density, method, exchange in itertools.product(args.densities, args.methods, EXCHANGES):
+        for density, method, exchange in itertools.product(args.densities, args.methods, args.exchanges):
             yield from ((task, ranks, method, exchange, density, seed) for seed in args.seeds)
 
 
@@ -260,12 +283,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.001])
-    parser.add_argument("--methods", nargs="+", default=["gradient_dropping", "dgc"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["gradient_dropping", "dgc"])
+    parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
+    parser.add_argument("--name", default="exchange_convergence", help="of the results (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    path = args.out / "exchange_convergence.json"
+    path = args.out / f"{args.name}.json"
     results = load(path)
     known = {tuple(one[key] for key in KEYS) for one in results}
     for wanted in asked(args):
@@ -273,7 +298,8 @@ def main() -> None:
             results.append(train(dict(zip(KEYS, wanted, strict=True))))
             save(path, results)
             print(f"{', '.join(map(str, wanted))}: {results[-1]['metric']:.4g}", flush=True)
-    (args.out / "exchange_convergence.md").write_text("\n".join(table(results)))
+    command = f"python benchmarks/exchange_convergence.py {shlex.join(sys.argv[1:])}".strip()
+    (args.out / f"{args.name}.md").write_text("\n".join(table(results, command)))
     print(json.dumps({"results": results}))
 
 
