@@ -40,6 +40,9 @@ EXCHANGES = {
     "exchange_dense": Method("horovod", "none", {}, "Horovod"),
     "exchange_gather": Method("hvd_sparse", "dgc", AT_HOSTS, "DGC 0.01, gather"),
     "exchange_scatter": Method("hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "reduce_scatter"}, "reduce-scatter"),
+    "exchange_complete": Method(
+        "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "reduce_scatter", "complete": True}, "reduce-scatter, complete"
+    ),
     "exchange_hosts": Method(
         "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}, "hierarchical"
     ),

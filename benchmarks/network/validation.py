@@ -72,6 +72,8 @@ def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
     if method.settings.get("exchange") == "hierarchical":
         return model.between_hosts(method.settings["density"], method.settings["ranks_per_host"])
+    if method.settings.get("complete"):
+        return model.scattered(method.settings["density"], complete=True)
     kinds = {"micro": model.shared, "reduce_scatter": model.scattered}
     return kinds.get(method.settings.get("exchange", method.name), model.gathered)(method.settings["density"])
 
