@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-boundaries results-hybrid results-network test-faults bench-micro clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -144,6 +144,12 @@ results: setup  ## train every example over seeds and ranks, and write benchmark
 
 results-asynchronous: setup  ## train with 4 to 32 simulated asynchronous workers over seeds, the rate tuned for each method (hours)
 	@$(RUN) python benchmarks/asynchronous.py
+
+results-adamw: setup  ## train a small transformer with Adam on simulated ranks, several methods, over seeds (two hours)
+	@$(RUN) python benchmarks/adamw.py
+
+results-exchanges: setup  ## train with a gather and with reduce-scatters on simulated ranks, over seeds (hours)
+	@$(RUN) python benchmarks/exchange_convergence.py
 
 results-boundaries: setup  ## train a click model with sparse activations over seeds (half an hour)
 	@$(RUN) python benchmarks/boundaries.py
