@@ -1,4 +1,4 @@
-"""Pipelines of stages for TensorFlow: one stage a rank, sparse activations between them (DCT-MP)."""
+"""Pipelines of stages for TensorFlow: one stage per rank, sparse activations between them (DCT-MP)."""
 
 import inspect
 from collections.abc import Callable, Mapping

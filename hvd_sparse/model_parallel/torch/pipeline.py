@@ -1,4 +1,4 @@
-"""Pipelines of stages for PyTorch: one stage a rank, sparse activations between them (DCT-MP)."""
+"""Pipelines of stages for PyTorch: one stage per rank, sparse activations between them (DCT-MP)."""
 
 from collections.abc import Callable, Mapping
 
