@@ -1,4 +1,4 @@
-"""`python -m hvd_sparse --check-build`: what was built, in the manner of `horovodrun --check-build`."""
+"""`python -m hvd_sparse --check-build`: list what was built, like `horovodrun --check-build`."""
 
 import argparse
 import importlib.util

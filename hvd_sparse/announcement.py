@@ -1,6 +1,6 @@
-"""A rank that waits for the others between two steps says so in the sum with which they begin a step.
+"""A rank that waits for the others between two steps announces it in the sum that begins a step.
 
-So it meets those that are in a step instead, and all of them raise at once, where each would wait for the other.
+Ranks that are in a step see the announcement, and all ranks raise at once; otherwise each would wait for the other.
 """
 
 MOST_RANKS = 4096

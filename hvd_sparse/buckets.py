@@ -1,4 +1,4 @@
-"""Which tensors share a message, and which share a selection in it: the same on every rank."""
+"""The assignment of tensors to messages and selections, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

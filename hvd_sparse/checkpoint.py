@@ -1,14 +1,14 @@
-"""A compressor's memory as a checkpoint: its layout, the same for both frameworks, and what is refused.
+"""Checkpoints of a compressor: their layout, the same for both frameworks, and their validation.
 
 {"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
  "thresholds": {name: float64[numbers]}, "regions": [(parameters of a message, bounds), ...]}
 
-The thresholds are those that outlive a step and decide what is sent: of each parameter, or of the "model". A summed
-state has none: they are of one rank's residual, and start anew with another share of it. The same holds of the regions
-of a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
+Thresholds are those that persist between steps, one per parameter or one for the "model". A summed state has none:
+they belong to one rank's residual, and start anew for a share of the sum. The same holds for the regions of a
+reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 
-Sums are made in float64 and rounded once, to float32: the same for any number of ranks and any order. The shares of
-such a sum add up to it exactly.
+Sums are computed in float64 and rounded once, to float32: world size and order do not matter. The shares of a sum add
+up to it exactly.
 """
 
 import contextlib
@@ -72,20 +72,20 @@ def check_state(
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes the place of `path` once it is complete: `with atomic_file(path) as file`.
+    """Open a file for writing that replaces `path` once it is complete: `with atomic_file(path) as file`.
 
-    A process that is killed at any time leaves the old file or the new one, never a part of either. The new file is
-    written next to the old one, under a name of its own that begins with a dot, and reaches the disk before it is
-    renamed. One that was killed leaves that file behind.
+    If the process is killed at any time, `path` is the complete old file or the complete new one. The new file is
+    written next to the old one, under a temporary name that begins with a dot, and reaches the disk before it is
+    renamed. A killed process leaves this temporary file.
 
     Args:
-        path: Of the file; its folder must exist.
+        path: Path of the file; its folder must exist.
 
     Yields:
         A binary file, for `torch.save(state, file)` or `numpy.savez(file, **arrays)`.
 
     Raises:
-        OSError: The file cannot be written. `path` is what it was, as after any other error in the block.
+        OSError: The file cannot be written. After this or another error in the block, `path` is unchanged.
     """
     folder, name = os.path.split(os.path.abspath(path))
     descriptor, partial = tempfile.mkstemp(prefix=f".{name}.", suffix=".partial", dir=folder)

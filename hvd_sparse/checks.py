@@ -1,4 +1,4 @@
-"""Checks of arguments: errors name the argument, what was received and what is expected."""
+"""Checks of arguments: errors name the argument, the received value and the expected ones."""
 
 import math
 import numbers

@@ -1,4 +1,4 @@
-"""The configuration check: every rank describes what it would do; all compare before they exchange payloads."""
+"""The configuration check: ranks compare their descriptions of models and settings before they exchange payloads."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

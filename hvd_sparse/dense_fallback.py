@@ -1,4 +1,4 @@
-"""What is sent dense because that costs fewer bytes: whole steps, as at the start of a warm-up, and small tensors.
+"""Dense gradients where they cost fewer bytes: in whole steps, as at the start of a warm-up, and for small tensors.
 
 What a rank receives decides: in an all-gather the payloads of all N ranks but its own, so more with every rank; in a
 ring all-reduce of m bytes 2 m (N - 1) / N, whatever N is. Both are compared without their common factor (N - 1) / N:

@@ -1,4 +1,4 @@
-"""Which elements share the levels of low-bit values: those of a tensor, or of a channel of it."""
+"""Groups of elements that share the levels of low-bit values: a tensor, or a channel of it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Gradients of 16 bits: what their type holds of a reduced gradient is delivered, the rest waits in the residuals.
+"""16-bit gradients: residuals keep what a reduced gradient loses by rounding or overflow.
 
 A residual is float32, and so is a sum of payloads: in float16 it may be infinite, in both types it is rounded.
 """

@@ -1,4 +1,4 @@
-"""Hosts, and the part of each tensor that a rank keeps, in a hierarchical exchange.
+"""Hosts, and each rank's part of every tensor, in a hierarchical exchange.
 
     dense gradients of a host ==all-to-all in it==> shards of their sum
     shard -> error feedback, selection, exchange with the same shards of other hosts -> shard of the result

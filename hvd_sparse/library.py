@@ -1,4 +1,4 @@
-"""Where the native libraries lie, what was built, and what to do about what is missing."""
+"""The paths of the native libraries, what was built, and error messages for what is missing."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Reports of what a compressor did in a step, to TensorBoard and other loggers."""
+"""Reports of a compressor's steps, to TensorBoard and other loggers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The ranks that a compressor exchanges with, and how its collectives' names begin: the same for both frameworks."""
+"""The ranks of a compressor, and the prefix of its collectives' names: the same for both frameworks."""
 
 import os
 from collections import Counter

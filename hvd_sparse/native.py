@@ -1,4 +1,4 @@
-"""Calls into the native functions on NumPy arrays, without any framework: what parameter servers and workers use.
+"""The native functions on NumPy arrays, without any framework, for parameter servers and workers.
 
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Arrays are
 float32, one-dimensional and contiguous; indices int64. Bad arguments and damaged payloads raise ValueError. Calls run

@@ -1,4 +1,4 @@
-"""How long a training step takes on a given network: one rank's own work, and what its collectives cost.
+"""A model of the time of a training step on a network: a rank's own work, and its collectives.
 
 As Deep Gradient Compression (section 5) predicts scalability, after Wen et al. (2017): a light profile of one rank, and
 analytic costs of the collectives. What is sent overlaps with the part of the work that is named for it; the rest of the

@@ -1,10 +1,10 @@
-"""`python -m hvd_sparse.plan`: what each method would take on a network, and which to choose.
+"""`python -m hvd_sparse.plan`: predict each method's step time on a network, and recommend one.
 
     python -m hvd_sparse.plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
     horovodrun -np 8 -H host1:4,host2:4 python -m hvd_sparse.plan --measure --parameters 25.6e6 --compute-ms 180
 
-With --measure, bandwidth, latency and the number of ranks are those of the job it runs in. What a rank takes to select,
-code and decode is measured on this machine, one thread. The table is a prediction: see hvd_sparse.performance_model.
+With --measure, bandwidth, latency and world size are those of the running job. The time of a rank to select, encode and
+decode is measured on this machine, with one thread. The table is a prediction: see hvd_sparse.performance_model.
 """
 
 import argparse
@@ -40,7 +40,7 @@ ROUNDS = 5
 
 
 def rate(text: str) -> float:
-    """Return bits a second of "1gbit" and the like."""
+    """Return bits per second, from "1gbit" and the like."""
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
             return positive(text, text[: -len(unit)]) * factor
@@ -48,7 +48,7 @@ def rate(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return a whole number of "25.6e6" and the like."""
+    """Return a whole number, from "25.6e6" and the like."""
     number = float(text)
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, such as 25.6e6; got {text!r}")
@@ -56,7 +56,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str, number: str | None = None) -> float:
-    """Return a number above 0, of a text or of a part of it."""
+    """Return a number above 0, from a text or a part of it."""
     value = float(text if number is None else number)
     if not value > 0.0:
         raise argparse.ArgumentTypeError(f"must be above 0; got {text!r}")
@@ -91,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def own_work(n: int, density: float) -> tuple[float, float]:
-    """Return the seconds to accumulate, select and code n elements, and to decode and add one rank's payload."""
+    """Return the seconds to accumulate, select and encode n elements, and to decode and add one rank's payload."""
     size = min(n, MOST_MEASURED)
     k = top_k_count(size, density)
     random = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def own_work(n: int, density: float) -> tuple[float, float]:
 
 
 def measure_job(framework: str | None) -> tuple[Network, int, int]:
-    """Return the network of the running job, its number of ranks, and this one's; on all ranks the same network."""
+    """Return the network of the running job (the same on all ranks), its world size, and this rank."""
     found = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
     if framework is None and not found:
         raise SystemExit("hvd_sparse.plan: neither PyTorch nor TensorFlow is installed")
@@ -150,7 +150,7 @@ def measure_network(hvd: ModuleType, tensors: ModuleType) -> Network:
 
 
 def network_from(small: float, large: float, world_size: int) -> Network:
-    """Return the network on which ring all-reduces of SMALL and LARGE elements take so many seconds."""
+    """Return the network on which ring all-reduces of SMALL and LARGE elements take these seconds."""
     rounds = 2 * (world_size - 1)
     part = FLOAT32 / world_size  # bytes an element of a message
     bandwidth = 8 * rounds * part * (LARGE - SMALL) / max(1e-9, large - small)
@@ -158,7 +158,7 @@ def network_from(small: float, large: float, world_size: int) -> Network:
 
 
 def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:
-    """Return the methods that are compared, dense first, each with the call that asks for it."""
+    """Return the methods to compare, dense first, each with its call."""
     compute, n = 1e-3 * args.compute_ms, args.parameters
     plain = Profile([n], compute, overlap=args.overlap * compute)
     made = [
@@ -209,7 +209,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is asked for, and print the report on rank 0."""
+    """Measure if asked to, and print the report on rank 0."""
     args = parse_arguments(arguments)
     rank = 0
     if args.measure:

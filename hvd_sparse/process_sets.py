@@ -1,4 +1,4 @@
-"""The process sets of a hierarchical exchange in Horovod: one for each host, one for each column."""
+"""The process sets of a hierarchical exchange in Horovod: one per host, one per column."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter of sparse gradients: what a rank receives does not grow with the number of ranks.
+"""Reduce-scatter of sparse gradients: the bytes that a rank receives do not grow with the world size.
 
 The elements of a message are cut into as many regions as there are ranks, and each rank owns one:
 

@@ -1,4 +1,4 @@
-"""Random choices that every rank and both frameworks make alike: by a hash of seed and index.
+"""Random choices that are equal on every rank and in both frameworks: by a hash of seed and index.
 
 The native functions draw in the same way.
 """

@@ -1,10 +1,10 @@
 """Density over the steps of training: constant, or warming up from dense to sparse.
 
-Warm-up is that of Deep Gradient Compression, section 3.3: the density starts at 25 % and falls by a constant factor
-each stage (sparsity 75, 93.75, 98.4375, 99.6, 99.9 %), so that the early, fast-changing gradients are kept.
+The warm-up follows Deep Gradient Compression, section 3.3: the density starts at 25 % and falls by a constant factor
+per stage (sparsity 75, 93.75, 98.4375, 99.6, 99.9 %), so that more of the early, fast-changing gradients is sent.
 
-Difference from the paper: it counts epochs, this module counts optimizer steps, as the compressor knows no epochs;
-any final density follows the same geometric law, not only 0.1 %.
+Differences from the paper: the warm-up counts optimizer steps, not epochs, which the compressor does not know; any
+final density, not only 0.1 %, follows the same geometric law.
 """
 
 import abc
@@ -18,11 +18,11 @@ STAGE_TOLERANCE = 0.05  # a stage this close to the final density is not worth h
 
 
 class Schedule(abc.ABC):
-    """A density for every optimizer step. Derive from it, with both methods, for a schedule of your own."""
+    """A density for every optimizer step. For another schedule, derive a class and implement both methods."""
 
     @abc.abstractmethod
     def density(self, step: int) -> float:
-        """Return the density in (0, 1] at this optimizer step, counted from 0. Must be the same on every rank."""
+        """Return the density, in (0, 1], of an optimizer step, counted from 0; it must be the same on every rank."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -35,7 +35,7 @@ class Schedule(abc.ABC):
 
     @property
     def settled(self) -> float:
-        """The density of a late step: that of nearly all steps."""
+        """The density of late steps, and so of nearly all steps."""
         return self.density(10**9)
 
 
@@ -47,8 +47,8 @@ class Constant(Schedule):
         value: The density, in (0, 1].
 
     Raises:
-        ValueError: It is out of this range.
-        TypeError: It is no number.
+        ValueError: The density is out of range.
+        TypeError: The density is no number.
     """
 
     value: float
@@ -58,11 +58,11 @@ class Constant(Schedule):
 
     @property
     def highest(self) -> float:
-        """The one density."""
+        """The density."""
         return self.value
 
     def density(self, step: int) -> float:
-        """Return the one density; ValueError for a negative step."""
+        """Return the density; ValueError for a negative step."""
         checked_step(step)
         return self.value
 
@@ -72,7 +72,7 @@ class Constant(Schedule):
 
 
 def is_always_dense(schedule: Schedule) -> bool:
-    """Return whether everything is sent dense in every step."""
+    """Return whether every step is dense."""
     return isinstance(schedule, Constant) and schedule.value >= 1.0
 
 
@@ -80,18 +80,18 @@ def is_always_dense(schedule: Schedule) -> bool:
 class WarmUp(Schedule):
     """Density falling geometrically to `final` over the first `steps` optimizer steps.
 
-    The stages are initial * factor**i while more than 5 % above `final`; they share `steps` evenly, and `final` holds
-    from step `steps` on. A `final` of at least `initial` has no stage: it is constant. With fewer steps than stages,
-    stages are skipped. Source: Deep Gradient Compression, section 3.3.
+    The densities of the stages are initial * factor**i while more than 5 % above `final`; stages divide `steps` evenly,
+    and the density is `final` from step `steps` on. If `final` is at least `initial`, the density is constant. With
+    fewer steps than stages, stages are skipped. Source: Deep Gradient Compression, section 3.3.
 
     Args:
         final: Density after the warm-up, in (0, 1].
         steps: Optimizer steps of the warm-up, at least 1.
         initial: Density of the first stage, in (0, 1].
-        factor: From one stage's density to the next one's, in (0, 1).
+        factor: Ratio of each stage's density to the previous one's, in (0, 1).
 
     Raises:
-        ValueError: A value is out of its range.
+        ValueError: A value is out of range.
         TypeError: A value is no number.
     """
 
@@ -136,7 +136,7 @@ class WarmUp(Schedule):
 
 
 def make_schedule(density, warmup=None) -> Schedule:
-    """Return the schedule that the arguments `density` and `warmup` of a compressor mean.
+    """Return the schedule for a compressor's arguments `density` and `warmup`.
 
     Args:
         density: A number in (0, 1], or a Schedule (then warmup must be None).
@@ -146,8 +146,8 @@ def make_schedule(density, warmup=None) -> Schedule:
         The schedule.
 
     Raises:
-        ValueError: A value is out of its range.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
     """
     if isinstance(density, Schedule):
         if warmup is not None:

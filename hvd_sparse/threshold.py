@@ -1,4 +1,4 @@
-"""Thresholds with a memory of their own."""
+"""Thresholds that keep state between steps."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What was sent: bytes, elements and seconds, of the last step and in total."""
+"""Traffic statistics: bytes, elements and seconds, of the last step and in total."""
 
 from collections import defaultdict
 from time import perf_counter

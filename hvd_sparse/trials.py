@@ -1,4 +1,4 @@
-"""Which is faster, to send payloads or to send dense? Steps of both are timed: at first, and again every so often."""
+"""Timing of sparse and dense steps, at first and at intervals, to choose the faster."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What a gradient is measured in: the one place that knows of the loss scale and of how ranks are reduced.
+"""The units of gradients: only this module handles the loss scale and the reduction `op`.
 
 A rank passes S * g_k, the gradient of its scaled loss; the optimizer receives S * result, where result = s * sum of
 g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). What a user asks for, `clip_norm`, `weight_decay` and a

@@ -1,4 +1,4 @@
-"""Weight decay: one number for all parameters, or one for each."""
+"""Weight decay: one number for all parameters, or one per parameter."""
 
 from collections.abc import Callable, Iterable, Mapping
 

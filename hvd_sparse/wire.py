@@ -1,6 +1,6 @@
 """The wire format in numbers: constants, and a payload's size as a pure function of (n, k, coding, value_dtype).
 
-A payload is a fixed-size run of little-endian bytes, so that every rank knows every size without asking:
+A payload has a fixed size, in little-endian bytes, so that ranks need not exchange sizes:
 
     header 32 | positions | values[k]
 
@@ -13,26 +13,26 @@ Values start at a multiple of their item size, the payload ends at a multiple of
     "elias_fano"  k times the low bits of an index | upper section, with a bit for each entry; each in whole bytes
     "bitmap"      a bit for each of n elements
     "dense"       nothing: k = n, all elements are sent
-    "auto"        the smallest of these for (n, k), the last one where there are several; never in a header
+    "auto"        the smallest of these for (n, k), the last one of several; never in a header
 
-For run lengths the tensor is cut into blocks of 65,536 elements, so a 16-bit run of zeros never overflows. Counts
-are sent modulo 65536; a block of which every element is sent (count 65536) is marked in the bitmap. Bit i of any such
-section is bit i % 8 of byte i // 8. Elias-Fano: see `elias_fano_low_bits`.
+For run lengths the tensor has blocks of 65,536 elements, so that a 16-bit run of zeros never overflows. Counts are
+modulo 65536; the bitmap marks blocks that send every element (count 65536). Bit i of such a section is bit i % 8 of
+byte i // 8. Elias-Fano: see `elias_fano_low_bits`.
 
-With the value dtype "none" there are no values: a payload is a set of indices. The values of "int2" and "int1" start at
-a multiple of 4: float32 levels, then codes.
+With the value dtype "none" a payload is a set of indices, without values. The values of "int2" and "int1" start at a
+multiple of 4: float32 levels, then codes.
 
-    "int1": a level for each group that holds an entry, in the order of groups; 1 bit an entry, its sign
-    "int2": two levels for each, the smaller first; 2 bits an entry: its sign, and whether it has the second level.
-            Where a group has one magnitude, both levels are that, and the entries have the first
+    "int1": one level per group with an entry, in the order of groups; 1 bit per entry, its sign
+    "int2": two levels per group, the smaller first; 2 bits per entry: its sign, and whether it has the second level.
+            If a group has one magnitude, both levels equal it, and the entries have the first
 
-There is room for as many groups as k entries could meet; the rest is zero. Code j is at bit j * bits % 8 of its byte. A
-group is all n elements, or a channel (column) of a matrix: `segments`, rows (begin, channels), say that elements from
-`begin` to the next row's are a matrix of so many channels, row after row.
+There is room for the largest number of groups that k entries can be in; unused levels are zero. Code j is at bit
+j * bits % 8 of its byte. A group is all n elements, or a channel (column) of a matrix: each row (begin, channels) of
+`segments` describes the elements up to the next row's `begin` as a row-major matrix with this number of channels.
 `hvd_sparse.reference` packs and unpacks; this module needs neither NumPy nor a framework.
 
-Difference from Deep Gradient Compression (section 3.1), which names 32-bit values and 16-bit run lengths and no more:
-blocks with counts (for parallel decoding and no filler entries), a header and a checksum.
+Differences from Deep Gradient Compression (section 3.1), which has 32-bit values and 16-bit run lengths: blocks with
+counts (for parallel decoding, without filler entries), a header and a checksum.
 """
 
 import functools
@@ -64,9 +64,9 @@ Segments = (
 
 
 class PayloadLayout(NamedTuple):
-    """The coding, and byte offsets of a payload's sections, from its start.
+    """The coding of a payload, and the byte offsets of its sections.
 
-    counts, bitmap, runs: those of run lengths; `bitmap_bytes` is 0 where there is no bitmap.
+    counts, bitmap, runs: the sections of run lengths; `bitmap_bytes` is 0 without a bitmap.
     """
 
     coding: str
@@ -81,12 +81,12 @@ class PayloadLayout(NamedTuple):
 
 
 def block_count(n: int) -> int:
-    """Return how many blocks of 65,536 elements hold n elements (the last one may be short)."""
+    """Return the number of blocks of 65,536 elements in n elements (the last one may be short)."""
     return -(-n // BLOCK)
 
 
 def top_k_count(n: int, density: float) -> int:
-    """Return k, the number of entries sent of n at this density: max(1, min(n, floor(density * n + 0.5))).
+    """Return k, the number of n elements to send at a density: max(1, min(n, floor(density * n + 0.5))).
 
     Raises ValueError unless n is an integer of at least 1 and density in (0, 1]; TypeError if density is no number.
     """
@@ -97,10 +97,10 @@ def top_k_count(n: int, density: float) -> int:
 def payload_layout(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> PayloadLayout:
-    """Return where each section of a payload of k of n entries lies.
+    """Return the offsets of the sections of a payload of k of n elements.
 
-    Raises ValueError unless 1 <= k <= n, coding and value_dtype are known ones, k = n if coding is "dense", and the
-    segments begin at 0, ascend below n, and have 1 to as many channels as elements.
+    Raises ValueError unless 1 <= k <= n, coding and value_dtype are known, k = n if coding is "dense", and the
+    segments begin at 0, ascend below n, and have at least 1 channel and at most as many as elements.
     """
     n = checked_integer("n", n, 1)
     k = checked_integer("k", k, 1)
@@ -125,15 +125,15 @@ def payload_layout(
 def largest_payload(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> int:
-    """Return a size in bytes, a multiple of 8, that no payload of up to k of n entries exceeds.
+    """Return an upper bound in bytes, a multiple of 8, for payloads of up to k of n elements.
 
-    A payload grows with its entries, but for what aligns its sections.
+    A payload grows with its entries, except for the padding of its sections.
     """
     return payload_size(n, k, coding, value_dtype, segments) + 8 * PAYLOAD_ALIGNMENT
 
 
 def positions_size(coding: str, n: int, k: int) -> int:
-    """Return the bytes that the positions of k of n entries take."""
+    """Return the size in bytes of the positions of k of n elements."""
     if coding == "run_length":
         bitmap_bytes = -(-block_count(n) // 8) if k >= BLOCK else 0
         return round_up(2 * block_count(n) + bitmap_bytes, 2) + 2 * k
@@ -145,12 +145,12 @@ def positions_size(coding: str, n: int, k: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def elias_fano_low_bits(n: int, k: int) -> int:
-    """Return how many low bits make the code of k of n shortest, k * low + ((n - 1) >> low) + k bits: the fewest."""
+    """Return the smallest number of low bits that minimizes the code's length, k * low + ((n - 1) >> low) + k bits."""
     return min(range((n - 1).bit_length() + 1), key=lambda low: k * low + ((n - 1) >> low))
 
 
 def resolve_coding(coding: str, n: int, k: int) -> str:
-    """Return the coding that "auto" stands for; others as they are."""
+    """Return the coding that "auto" stands for; other codings unchanged."""
     if coding != "auto":
         return coding
     if k == n:
@@ -159,7 +159,7 @@ def resolve_coding(coding: str, n: int, k: int) -> str:
 
 
 def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[int, int]:
-    """Return what the offset of the values is a multiple of, and their bytes."""
+    """Return the alignment of the values' section, and its size in bytes."""
     if value_dtype not in LOW_BITS:
         return max(1, VALUE_BYTES[value_dtype]), VALUE_BYTES[value_dtype] * k
     bits, groups = LOW_BITS[value_dtype], group_count(segments, n)
@@ -167,7 +167,7 @@ def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[
 
 
 def group_count(segments: Segments, n: int) -> int:
-    """Return how many groups n elements have; ValueError, as above, for segments that do not fit."""
+    """Return the number of groups in n elements; ValueError, as above, for segments that do not fit."""
     if segments is None or len(segments) == 0:
         return 1
     begins = [int(begin) for begin, _ in segments]
@@ -181,7 +181,7 @@ def group_count(segments: Segments, n: int) -> int:
 def payload_size(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> int:
-    """Return the bytes of a payload of k of n entries: a multiple of 8, the same on every rank.
+    """Return the size in bytes of a payload of k of n elements: a multiple of 8, the same on every rank.
 
     Raises ValueError as `payload_layout` does.
     """
@@ -189,9 +189,9 @@ def payload_size(
 
 
 def entries_of(payload, n: int) -> int:
-    """Return how many entries a payload has, by its header alone; payload: uint8[bytes], of at most n elements.
+    """Return the number of entries of a payload, from its header; payload: uint8[bytes], of n elements.
 
-    Raises ValueError if it ends before, or if there are more than n.
+    Raises ValueError if the header is incomplete, or has more than n entries.
     """
     header = bytes(payload[:HEADER_BYTES])
     if len(header) < HEADER_BYTES:
@@ -203,7 +203,7 @@ def entries_of(payload, n: int) -> int:
 
 
 def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> float:
-    """Return the bytes of n float32 over the bytes of the payload (the ratio of Deep Gradient Compression, section 4).
+    """Return the bytes of n float32 / the bytes of the payload (the ratio of Deep Gradient Compression, section 4).
 
     Raises ValueError as `payload_layout` does.
     """
@@ -211,7 +211,7 @@ def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: s
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is not below `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 

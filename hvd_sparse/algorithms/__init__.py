@@ -1,4 +1,4 @@
-"""Every method once: its settings as a dataclass, and a class method of `CompressionMethods` with their signature."""
+"""All methods: for each a dataclass of settings, and a class method of `CompressionMethods` as signature."""
 
 from hvd_sparse.algorithms.base import CODINGS, SCOPES, WIRE_VALUES, Algorithm, Compressor, Parameters
 from hvd_sparse.algorithms.shared_indices import CyclicLocalTopK, MiCRO, RandomK, SharedIndicesMethods

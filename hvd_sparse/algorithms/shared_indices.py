@@ -1,7 +1,7 @@
 """Methods in which all ranks send the same elements of the whole model, so that there is no gradient build-up.
 
-float32 values are summed by an all-reduce. Quantized values cannot be: the rounding of partial sums would be in no
-residual. They are gathered and summed in rank order.
+An all-reduce sums float32 values. Quantized values are gathered and summed in rank order: an all-reduce would round
+partial sums, and no residual would contain the error.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule
 
 CONTROLLERS = ("histogram", "scaling")
-EXCHANGES = ("gather", "hierarchical")  # their union does not grow with the ranks: nothing is left to scatter
+EXCHANGES = ("gather", "hierarchical")  # indices are shared: a reduce-scatter would save nothing
 
 
 class SharedIndicesMethods(Methods[Parameters, Compressor]):
@@ -42,19 +42,19 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """MiCRO: each rank selects in its own partition of the model. Keep the momentum in the optimizer.
 
-        In each step, rank i names the elements above the threshold in partition (step + i) % world_size; all ranks
-        send their values there, and clear them from their residuals. The number of elements is within a few per cent
-        of k, not exactly k. Source: Yoon and Oh (2023), Algorithm 1.
+        In each step, rank i selects the elements above the threshold in partition (step + i) % world_size; all ranks
+        send their values at all selected elements, and clear these residuals. The number of elements is within a few
+        per cent of k, not exactly k. Source: Yoon and Oh (2023), Algorithm 1.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            controller: Where the threshold comes from. "histogram": from histograms of magnitudes that ranks sent with
-                the values of the step before (260 bytes each). A rank that finds far fewer or more than expected in its
-                partition names as many as expected, the largest: the density is right from the first step, and when
-                gradients jump. "scaling": the authors'. It starts at 1 / (2 sqrt(k)), and is scaled after
-                each step by how many elements were sent (section IV-C; the factors are those of their published code).
-                It takes hundreds of steps to settle, and lags behind a growing residual: for comparison.
+            controller: Rule for the threshold. "histogram": from histograms of magnitudes that ranks sent with
+                the previous step's values (260 bytes each). A rank that finds far fewer or more elements than expected
+                in its partition selects the expected number of largest ones: the density is right from the first step,
+                and when gradients jump. "scaling": the authors' rule, for comparison. It starts at 1 / (2 sqrt(k)),
+                scales the threshold after each step by the number of elements sent (section IV-C; factors from their
+                published code), takes hundreds of steps to settle, and lags behind a growing residual.
             HOSTS
             SHARED
         """
@@ -82,11 +82,11 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """CLT-k, the cyclic local top-k of ScaleCom, a baseline of MiCRO. Keep the momentum in the optimizer.
 
-        Rank step % world_size names the k largest elements of its own residual; all ranks send their values there.
+        Rank step % world_size selects the k largest elements of its residual; all ranks send values at these elements.
         Source: Chen et al. (2020), section 3.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
             HOSTS
             SHARED
@@ -115,11 +115,11 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """Random-k with error feedback, a baseline: no indices are sent. Keep the momentum in the optimizer.
 
-        All ranks draw the same k elements from the seed. Difference from the paper: one of each of k equal parts of the
-        model, so that no element is left out for long. Source: Stich et al. (2018), definition 2.1.
+        All ranks draw the same k elements from the seed. Difference from the paper: one element from each of k equal
+        parts of the model, so that no element waits long. Source: Stich et al. (2018), definition 2.1.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
             HOSTS
             SHARED

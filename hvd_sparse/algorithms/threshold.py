@@ -1,4 +1,4 @@
-"""Methods that send whatever reaches a threshold in each tensor: the number of elements varies."""
+"""Methods that send the elements that reach a threshold in each tensor: their number varies."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,19 +38,19 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """Dynamic Communication Thresholding, data-parallel (DCT-DP). Keep the momentum in the optimizer.
 
-        A tensor's threshold is taken exactly, that of its k largest elements, then used for a number of steps. In
-        between, the number of elements sent drifts; `stats()["step"]["density"]` has it. Differences from the paper:
+        A tensor's threshold is the exact one of its k largest elements, and is then used for a number of steps. In
+        between, the number of elements sent drifts; see `stats()["step"]["density"]`. Differences from the paper:
         zeros are never sent; the band. Source: Gupta et al. (2021), Algorithm 1.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            sparsity: 1 - density, as in the paper. Give one of the two, or neither: the density is 0.01.
-            lifespan: Steps that a threshold is used. The first ones are used for fewer (1, 2, 4, ...), as the residual
-                grows fast at first. Tensors take turns.
-            drain: None, or a number of steps, in which a tensor sends its whole residual about once (section 3.3).
-            band: A threshold is taken anew in the next step if more than `band` times k elements were sent, or fewer
-                than k / `band`. None: never before its turn, as in the paper. Each rank goes by its own number.
+            sparsity: 1 - density, as in the paper. Set one of the two, or neither: the density is 0.01.
+            lifespan: Number of steps that use one threshold. The first thresholds are used for fewer (1, 2, 4, ...), as
+                the residual grows fast at first. Tensors renew theirs in turn.
+            drain: Number of steps in which a tensor sends its whole residual about once (section 3.3). None: never.
+            band: A rank renews its threshold in the next step if it sent more than `band` times k elements, or fewer
+                than k / `band`. None: only in its turn, as in the paper.
             SHARED
         """
         density = density_of(density, sparsity, 0.01)
@@ -76,19 +76,19 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
-        """SIDCo, a baseline: a threshold from a distribution fitted to the residual. Keep the momentum outside.
+        """SIDCo, a baseline: the threshold of a distribution fitted to the residual. Keep momentum in the optimizer.
 
-        Each further stage fits the elements above the threshold so far, by an exponential or a generalized Pareto
-        distribution; the first of several stages keeps a quarter, the others share the rest of the way to the density.
-        The number of elements sent is off where the fit is; `stats()["step"]["density"]` has it. Source: Abdelmoniem et
+        Each further stage fits the elements above the last threshold by an exponential or a generalized Pareto
+        distribution; the first of several stages keeps a quarter, the others reach the density in equal ratios.
+        The number of elements sent is as accurate as the fit; see `stats()["step"]["density"]`. Source: Abdelmoniem et
         al. (2021), Algorithm 1.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            stages: Stages at first. Every 5 steps, a tensor whose mean number of elements was off by more than 20 %
-                takes one more or one fewer, in the direction that helped the last time.
-            distribution: Of the first stage: "exponential", "gamma" or "pareto" (generalized).
+            stages: Initial number of stages. Every 5 steps, a tensor whose mean number of elements was off by more than
+                20 % adds or removes one, in the direction that helped the last time.
+            distribution: Distribution of the first stage: "exponential", "gamma" or "pareto" (generalized).
             SHARED
         """
         return cls._from(SIDCo, locals())
@@ -110,12 +110,12 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
-        """Send what reaches a constant threshold, the baseline of MiCRO. Keep the momentum in the optimizer.
+        """Send elements that reach a constant threshold, a baseline of MiCRO. Keep the momentum in the optimizer.
 
-        Nothing bounds the density; `stats()["step"]["density"]` has it.
+        Nothing bounds the density; see `stats()["step"]["density"]`.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             value: The threshold, above 0, in units of one rank's gradient without its loss scale.
             SHARED
         """
@@ -174,7 +174,7 @@ class HardThreshold(Algorithm):
 
 
 def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:
-    """Return the density that either argument says; ValueError for both, or for a sparsity out of [0, 1)."""
+    """Return the density from either argument; ValueError for both, or for a sparsity out of [0, 1)."""
     if sparsity is None:
         return default if density is None else density
     if density is not None:

@@ -1,4 +1,4 @@
-"""Methods that send exactly k elements of a tensor, or of the whole model: each rank its own."""
+"""Methods in which each rank selects and sends exactly k elements of a tensor, or of the whole model."""
 
 import numbers
 from collections.abc import Iterable, Sequence
@@ -52,10 +52,10 @@ class TopKMethods(Methods[Parameters, Compressor]):
         threshold; training is synchronous. Source: Aji and Heafield (2017), sections 3 and 4.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            scope: "tensor" selects in each tensor, during backward (the paper's local threshold); "model" in all
-                tensors together, after backward (its global threshold).
+            scope: "tensor" selects in each tensor, during backward (the paper's local threshold); "model" jointly in
+                all tensors, after backward (its global threshold).
             EXCHANGE
             SHARED
         """
@@ -85,12 +85,12 @@ class TopKMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """Top-k with error feedback, the baseline of MiCRO and SIDCo. Keep the momentum in the optimizer.
 
-        Each rank sends its own k largest elements, so that up to world_size * k arrive.
+        Each rank sends its own k largest elements; with "gather" up to world_size * k elements change.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            scope: "model" selects in all tensors together, after backward; "tensor" in each, during backward.
+            scope: "model" selects jointly in all tensors, after backward; "tensor" in each, during backward.
             EXCHANGE
             SHARED
         """
@@ -126,18 +126,18 @@ class TopKMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """Deep Gradient Compression: momentum correction, momentum factor masking, clipping, warm-up.
 
-        The momentum and the weight decay are given here: set those of the optimizer to 0. Difference from the paper:
-        exactly k elements are sent, with run lengths in blocks of 65,536. Source: Lin et al. (2018), Algorithm 3, and
-        Algorithm 4 with `nesterov`.
+        Set momentum and weight decay here, and those of the optimizer to 0. Difference from the paper: exactly k
+        elements are sent, with run lengths in blocks of 65,536. Source: Lin et al. (2018), Algorithm 3, and Algorithm 4
+        with `nesterov`.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
-            momentum: Of the local velocity, in [0, 1) (momentum correction, section 3.2).
-            nesterov: Nesterov's momentum (Appendix B).
+            momentum: Momentum of each rank's velocity, in [0, 1) (momentum correction, section 3.2).
+            nesterov: Use Nesterov momentum (Appendix B).
             factor_masking: Clear the velocity of the elements that are sent (section 3.3).
             MOMENTUM
-            scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            scope: "tensor" selects in each tensor, during backward; "model" jointly in all, after backward.
             EXCHANGE
             SHARED
         """
@@ -172,17 +172,17 @@ class TopKMethods(Methods[Parameters, Compressor]):
         """SAMomentum, the sparsification-aware momentum of DGS, in synchronous training.
 
         u <- m * u + g; the largest elements of u are sent and stay in u, the others are divided by m, so that an
-        element sent after T steps is m * u_0 plus the sum of its T gradients (Equation 16). There is one buffer, where
-        DGC has two. The momentum and the weight decay are given here: set those of the optimizer to 0. Differences from
-        the paper: synchronous, which it leaves to future work; without the learning rate in u; m * u is stored instead
-        of u, which gives the same numbers. Source: Yan et al. (2020), Algorithm 3 and section 4.3.2.
+        element sent after T steps is m * u_0 plus the sum of its T gradients (Equation 16). It needs one buffer, DGC
+        two. Set momentum and weight decay here, and those of the optimizer to 0. Differences from the paper:
+        training is synchronous (the paper's future work); u excludes the learning rate; m * u is stored instead of u,
+        with the same results. Source: Yan et al. (2020), Algorithm 3 and section 4.3.2.
 
         Args:
-            parameters: The model's; `Compression` says in which form.
+            parameters: The parameters of the model; see `Compression`.
             DENSITY
             momentum: m, in [0, 1).
             MOMENTUM
-            scope: "tensor" selects in each tensor, during backward; "model" in all together, after backward.
+            scope: "tensor" selects in each tensor, during backward; "model" jointly in all, after backward.
             EXCHANGE
             SHARED
         """
@@ -212,9 +212,9 @@ class Scoped(AtDensity):
             )
 
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
-        """Return whether selections are reduced by the owners of regions, on so many ranks; if not, gathered.
+        """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather.
 
-        numels: the elements of each tensor; those that are sent dense count for nothing.
+        numels: the number of elements of each tensor; dense tensors do not count.
         """
         if self.exchange != "auto":
             return self.exchange == "reduce_scatter" and world_size > 1
@@ -245,7 +245,7 @@ class TopK(Scoped):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMomentum(Scoped):
-    """The settings of the methods whose momentum is applied on each rank, before the selection."""
+    """The settings of the methods in which each rank applies momentum before the selection."""
 
     momentum: float
     weight_decay: WeightDecay
@@ -272,18 +272,18 @@ class LocalMomentum(Scoped):
 
     @property
     def depends_on_reduction(self) -> bool:
-        """Return whether there is a clip_norm or a weight_decay."""
+        """Return whether a clip_norm or a weight_decay is set."""
         return self.clip_norm is not None or self.weight_decay != 0.0
 
     def describe(self) -> list[str]:
-        """Return one line a setting; a function, as weight_decay, has no text that ranks share."""
+        """Return one line per setting, without a function as weight_decay, whose text differs between ranks."""
         lines = super().describe()
         if isinstance(self.weight_decay, numbers.Real):
             return lines
         return [line for line in lines if not line.startswith("weight_decay = ")]
 
     def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
-        """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+        """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError for wrong decays."""
         return weight_decays(self.weight_decay, parameters)
 
 

@@ -1,4 +1,4 @@
-"""What a boundary does, in numbers, whatever the framework."""
+"""The settings of a boundary, for all frameworks."""
 
 import math
 from typing import NamedTuple

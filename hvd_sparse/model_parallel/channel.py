@@ -1,4 +1,4 @@
-"""A stage's way to the others: messages by MPI, and word of what goes wrong anywhere, so that nobody waits for ever."""
+"""A stage's connection to the others: messages by MPI, and notices of failures, so that nobody waits for ever."""
 
 import atexit
 import sys

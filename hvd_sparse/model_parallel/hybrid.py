@@ -1,4 +1,4 @@
-"""Model and data parallel training at once: replicas of a pipeline, Horovod between the replicas of a stage."""
+"""Hybrid training: replicas of a pipeline (model parallel), and Horovod between a stage's replicas (data parallel)."""
 
 import atexit
 import sys
@@ -14,7 +14,7 @@ GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the w
 
 
 class Hybrid(NamedTuple):
-    """What `hybrid` made: where this rank is, Horovod's process set of its stage, and its replica's communicator."""
+    """The result of `hybrid`: this rank's place, Horovod's process set of its stage, and its replica's communicator."""
 
     grid: ProcessGrid
     process_set: object
@@ -22,13 +22,13 @@ class Hybrid(NamedTuple):
 
 
 def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
-    """Start Horovod with a process set a stage; return what this rank is. In place of `hvd.init()`, on every rank.
+    """Start Horovod with one process set per stage; call it in place of `hvd.init()`, on every rank.
 
-    hvd: `horovod.torch` or `horovod.tensorflow`. stages: of each replica; the number of ranks is a multiple of it.
+    hvd: `horovod.torch` or `horovod.tensorflow`. stages: number of stages per replica; it must divide the world size.
     order: see `ProcessGrid`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's
-    optimizer. When they end, ranks wait for each other. An error that ends one of them is told to all: they raise
-    PipelineError in their next or current step, or show the reason below the error that Horovod raises.
-    Raises ValueError if the ranks cannot be shared out so, RuntimeError without MPI or where Horovod has been started.
+    optimizer. At exit, ranks wait for each other. If an error ends one rank, the others raise PipelineError in their
+    current or next step, or show the reason below the error that Horovod raises.
+    Raises ValueError if stages do not divide the world size, RuntimeError without MPI or if Horovod has been started.
     """
     world = mpi().COMM_WORLD
     grid = ProcessGrid(world.Get_rank(), world.Get_size(), stages, order).checked()

@@ -1,4 +1,4 @@
-"""What stages send each other, and its validation: nothing of a message is used before it is checked.
+"""The messages between stages, and their validation: no byte is used before it is checked.
 
 A message is a header, a description and a body, little-endian:
 

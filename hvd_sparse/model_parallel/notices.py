@@ -1,4 +1,4 @@
-"""Word of what goes wrong anywhere, among all ranks that wait for each other: every one of them gets the reason."""
+"""Notices of failures among all ranks that wait for each other: every rank gets the reason."""
 
 import functools
 import json

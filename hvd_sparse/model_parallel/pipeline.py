@@ -1,4 +1,4 @@
-"""One stage of a pipeline: what it computes when, what it sends to whom. Frameworks derive from `Pipeline`."""
+"""One stage of a pipeline: its schedule of computation and messages. Frameworks derive from `Pipeline`."""
 
 import abc
 from collections import Counter
@@ -94,11 +94,11 @@ class Pipeline(abc.ABC):
         return self.index == self.stages - 1
 
     def step(self, inputs=None, targets=None) -> float:
-        """Run a batch forward and backward; call it on every stage. Gradients are added to those that are there.
+        """Run a batch forward and backward; call it on every stage. Gradients add to existing ones.
 
         Args:
             inputs: On the first stage: a tensor, or a tuple or dict of them, whose first dimension counts samples.
-            targets: Likewise, on the last stage; or on the first, which then sends them.
+            targets: Likewise, on the last stage; or on the first, which sends them.
 
         Returns:
             The loss of the batch, on every stage.
@@ -109,7 +109,7 @@ class Pipeline(abc.ABC):
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
 
     def evaluate(self, inputs=None, targets=None) -> float:
-        """Return the loss of a batch, on every stage, without gradients, of the thresholded network."""
+        """Return the thresholded network's loss for a batch, on every stage, without gradients."""
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=False, compares=True))[0]
 
     def predict(self, inputs=None):
@@ -121,10 +121,10 @@ class Pipeline(abc.ABC):
         return tree.unflatten(leaves, batch.output_structure)
 
     def stats(self) -> dict:
-        """Return what this stage has sent since it was built.
+        """Return this stage's traffic since it was built.
 
         Returns:
-            {"forward": ..., "backward": ..., "evaluation": ...} with messages, dense_bytes (the tensors as they are),
+            {"forward": ..., "backward": ..., "evaluation": ...} with messages, dense_bytes (of the dense tensors),
             sent_bytes (messages with their headers) and ratio; "targets_bytes"; "occupancy": part of the masked
             elements that was kept; "steps".
         """
@@ -134,7 +134,7 @@ class Pipeline(abc.ABC):
         return {**directions, "targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._step}
 
     def close(self) -> None:
-        """End this stage's part, and tell the others; done at the interpreter's end otherwise."""
+        """Close this stage, and tell the others; the interpreter's exit does it otherwise."""
         self._channel.close()
 
     def __enter__(self):

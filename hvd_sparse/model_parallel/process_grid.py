@@ -1,4 +1,4 @@
-"""Which rank is which stage of which replica."""
+"""The stage and the replica of each rank."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ ORDERS = ("pipeline", "replica")
 class ProcessGrid(NamedTuple):
     """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
 
-    Activations are sent between stages of a replica, gradients between replicas of a stage: neighbours, which often
-    share a node, should be those that exchange more. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
+    Stages of a replica exchange activations, replicas of a stage gradients: those that exchange more should be
+    neighbours, which often share a node. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
     """
 
     rank: int
@@ -18,7 +18,7 @@ class ProcessGrid(NamedTuple):
     order: str = "pipeline"
 
     def checked(self) -> "ProcessGrid":
-        """Return self; ValueError unless the ranks can be shared out so."""
+        """Return self; ValueError if stages do not divide the ranks."""
         if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
             raise ValueError(f"stages must be a whole number of at least 1, got {self.stages!r}")
         if self.size % self.stages:
@@ -32,7 +32,7 @@ class ProcessGrid(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are."""
+        """Number of replicas of the model."""
         return self.size // self.stages
 
     @property
@@ -42,7 +42,7 @@ class ProcessGrid(NamedTuple):
 
     @property
     def replica(self) -> int:
-        """This rank's copy of the model."""
+        """This rank's replica of the model."""
         return self.rank // self.stages if self.order == "pipeline" else self.rank % self.replicas
 
     def rank_of(self, stage: int, replica: int) -> int:
@@ -58,12 +58,12 @@ class ProcessGrid(NamedTuple):
         return [self.rank_of(stage, self.replica) for stage in range(self.stages)]
 
     def name_of(self, rank: int) -> str:
-        """Say in errors what a rank is."""
+        """Describe a rank, for errors."""
         other = self._replace(rank=rank)
         return f"stage {other.stage} of replica {other.replica} (rank {rank})"
 
     def describe(self) -> str:
-        """Say what this rank is."""
+        """Describe this rank."""
         return (
             f"rank {self.rank} of {self.size}: stage {self.stage} of {self.stages}, replica {self.replica} of "
             f"{self.replicas}; activations on ranks {self.pipeline_ranks()}, gradients on "

@@ -1,4 +1,4 @@
-"""In which order a stage runs forward and backward of its micro-batches."""
+"""The order in which a stage runs forward and backward of its micro-batches."""
 
 from hvd_sparse.checks import check_choice
 

@@ -1,4 +1,4 @@
-"""Several tensors as one: nested tuples and dicts, taken apart for the wire and put together again."""
+"""Nested tuples and dicts of tensors: flattened for messages, and rebuilt."""
 
 from typing import Any
 

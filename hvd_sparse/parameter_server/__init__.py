@@ -1,6 +1,6 @@
 """Asynchronous training with dual-way sparsification (DGS): servers, workers and their messages, without any framework.
 
-`hvd_sparse.torch.asynchronous` and `hvd_sparse.tensorflow.asynchronous` are what training scripts use.
+Training scripts import `hvd_sparse.torch.asynchronous` or `hvd_sparse.tensorflow.asynchronous`.
 """
 
 from hvd_sparse.parameter_server.layout import ParameterLayout

@@ -1,4 +1,4 @@
-"""Which elements the last updates changed: two bytes for each of these, so that an answer costs what changed."""
+"""The indices that the last updates changed, two bytes each: an answer's time depends only on its changes."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""The loops between the state machines and an end of the wire: a server's, and a worker's."""
+"""The loops of a server and of a worker, which pass messages between MPI and the state machines."""
 
 import sys
 import threading

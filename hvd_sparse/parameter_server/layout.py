@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie in one flat vector, and which part of it each server holds."""
+"""The offsets of a model's tensors in one flat vector, and each server's part of it."""
 
 import hashlib
 import math

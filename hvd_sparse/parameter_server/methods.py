@@ -1,8 +1,8 @@
-"""The asynchronous methods: error feedback of the workers, and how much is sent in both directions.
+"""The asynchronous methods: error feedback of the workers, and the densities of pushes and answers.
 
-All are one frame, that of DGS (Yan et al., 2020, Algorithms 1 to 3): a worker pushes an update, a server applies it and
-answers with the model's difference from what the worker has. Updates contain the learning rate, so that servers know
-none. A server's answer holds all that changed unless `pull_density` is given (secondary compression, section 4.2.2).
+All follow DGS (Yan et al., 2020, Algorithms 1 to 3): a worker pushes an update, a server applies it and answers
+with the difference between its model and the worker's. Updates contain the learning rate; servers do not know it. An
+answer has all changed elements unless `pull_density` is set (secondary compression, section 4.2.2).
 """
 
 import functools
@@ -22,20 +22,20 @@ class Method:
     Args:
         density: Part of an update's elements to push, in (0, 1], or a `Schedule` over the worker's steps.
         warmup: None, a number of the worker's steps, or a `Schedule`.
-        pull_density: None: servers send back all that changed. Or the part of the elements that they send, the largest
-            differences; the rest is sent later (secondary compression, section 4.2.2).
-        scope: "tensor" selects in each tensor, "model" in all together, in both directions.
-        min_numel: Tensors of fewer elements are sent whole.
-        coding: Of positions: "run_length", "elias_fano", "bitmap", or "auto", the smallest.
-        values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". What rounding loses stays
+        pull_density: Part of the elements that servers send back, those with the largest differences; others are sent
+            later (secondary compression, section 4.2.2). None: all changed elements.
+        scope: "tensor" selects in each tensor, "model" jointly in all, in both directions.
+        min_numel: Tensors of fewer elements are sent dense.
+        coding: Coding of positions: "run_length", "elias_fano", "bitmap", or "auto", the smallest.
+        values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". The rounding error stays
             in the residual.
-        pull_values: Type of the values that servers send back. What rounding loses is sent later.
+        pull_values: Type of the values that servers send back. The rounding error is sent later.
         level: The magnitude that "int1" and "int2" send: "mean" or "min".
-        seed: Breaks ties.
+        seed: Seed of the order among equal magnitudes.
 
     Raises:
-        ValueError: A value is out of its range; the message names the argument, what was received, what is expected.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range; the message names the argument, the received value and the expected ones.
+        TypeError: A value has the wrong type.
     """
 
     density: float | Schedule = 0.01
@@ -69,22 +69,22 @@ class Method:
 
     @property
     def momentum(self) -> float:
-        """The momentum; 0 where a method has none."""
+        """The momentum; 0 for methods without one."""
         return 0.0
 
     @property
     def nesterov(self) -> bool:
-        """Whether it is Nesterov's."""
+        """Whether the momentum is Nesterov's."""
         return False
 
     @property
     def retained(self) -> float:
-        """What part of a value stays in the residual when it is sent: only SAMomentum keeps any."""
+        """Fraction of a sent value that stays in the residual: above 0 only with SAMomentum."""
         return 0.0
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a server has to keep what each worker has: answers then are differences, and not all of them."""
+        """Whether a server mirrors each worker's parameters: answers are then incomplete or rounded differences."""
         return self.pull_values != "float32" or (self.pull_density or 1.0) < 1.0
 
     @functools.cached_property
@@ -93,7 +93,7 @@ class Method:
         return make_schedule(self.density, self.warmup)
 
     def describe(self) -> list[str]:
-        """Return one line a setting, for the configuration check across ranks."""
+        """Return one line per setting, for the configuration check across ranks."""
         settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
         lines = [f"{name} = {getattr(self, name)!r}" for name in settings]
         return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}"]
@@ -103,11 +103,11 @@ class Method:
 class DGS(Method):
     """Dual-way gradient sparsification with SAMomentum (Algorithm 3, section 4.3.2).
 
-    momentum: u <- m*u + lr*g; what is sent stays in u, and what is not is magnified by 1/m. The paper has 0.7 for up to
-    8 workers, 0.45 for 16, 0.3 for 32.
-    Difference from the paper, the numbers are equal: instead of u we keep m*u, what the next step starts from. That is
-    lr*g added to it; it is selected from; what is sent is multiplied by m, and nothing is magnified. So an element that
-    waits T steps has exactly m*u_0 plus the sum of its T gradients (Equation 16), and m = 0 is Gradient Dropping.
+    momentum: u <- m*u + lr*g; sent elements stay in u, the others are multiplied by 1/m. The paper has 0.7 for up to 8
+    workers, 0.45 for 16, 0.3 for 32.
+    Difference from the paper, with equal results: m*u is stored instead of u. A step adds lr*g, selects elements, and
+    multiplies the sent ones by m; nothing is divided. So an element that waits T steps has exactly m*u_0 plus the sum
+    of its T gradients (Equation 16), and m = 0 is Gradient Dropping.
     """
 
     momentum: float = 0.7
@@ -116,7 +116,7 @@ class DGS(Method):
 
     @property
     def retained(self) -> float:
-        """What was sent decays by the momentum."""
+        """The momentum: sent elements decay by it."""
         return self.momentum
 
 
@@ -154,7 +154,7 @@ class ASGD(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MSGD(ASGD):
-    """Momentum SGD on one worker, dense: what asynchronous methods are compared with."""
+    """Momentum SGD on one worker, dense: the baseline of asynchronous methods."""
 
     momentum: float = 0.7
     nesterov: bool = False

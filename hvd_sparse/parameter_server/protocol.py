@@ -1,4 +1,4 @@
-"""The messages between workers and servers, and their validation: nothing of a message is used before it is checked.
+"""The messages between workers and servers, and their validation: no byte is used before it is checked.
 
 A message is a header and a body, little-endian:
 

@@ -1,4 +1,4 @@
-"""A server: it holds a part of the parameters, applies what workers push, and answers with what changed (Algorithm 2).
+"""A server: it holds a part of the parameters, applies pushes, and answers with changed elements (Algorithm 2).
 
 It is a state machine without input or output of its own: `handle` takes a message and returns those to send. So the
 same code serves over MPI, in a thread, and in a simulation.

@@ -1,4 +1,4 @@
-"""A training run on MPI: which rank serves and which works, and what both can do. Frameworks derive from `Session`."""
+"""One rank of an asynchronous run on MPI: its role (server, worker) and methods. Frameworks derive from `Session`."""
 
 import atexit
 import json
@@ -37,9 +37,9 @@ class Placement(NamedTuple):
 
 
 def place(ranks: int, servers: int | str) -> Placement:
-    """Return who does what: the last `servers` ranks serve; or "colocated", all work, and all serve a part.
+    """Return the roles of ranks: the last `servers` ranks serve; with "colocated", all ranks train and serve a part.
 
-    Raises ValueError where no rank would be left to work.
+    Raises ValueError if no rank would train.
     """
     if servers == COLOCATED:
         return Placement(list(range(ranks)), list(range(ranks)))
@@ -52,13 +52,12 @@ def place(ranks: int, servers: int | str) -> Placement:
 
 
 class Session:
-    """One rank's part in a run. `parameters`, `buffers`: {name: array}; it begins with those of the first server.
+    """One rank's part in a run. `parameters`, `buffers`: {name: array}; the run starts from those of the first server.
 
-    servers: how many ranks do nothing but serve, the last ones; or "colocated". overlap: the answer to a push is taken
-    at the next one, after another gradient has been computed: faster, and one step more stale. restore: a file that
-    `save` wrote, in place of the first server's parameters. timeout: seconds to wait for an answer, or for a worker to
-    come. silence: seconds without a sign of life after which a worker counts as dead; None: never. communicator: of
-    mpi4py, the world if None.
+    servers: number of server ranks, the last ones, or "colocated". overlap: apply the answer to a push at the next
+    push, after computing another gradient: faster, and one step staler. restore: a file that `save` wrote, in place of
+    the first server's parameters. timeout: seconds to wait for an answer, or for a worker to join. silence: seconds
+    without a message after which a worker counts as dead; None: never. communicator: of mpi4py, the world if None.
     """
 
     def __init__(
@@ -117,15 +116,15 @@ class Session:
         return self._connected().worker
 
     def serve(self) -> dict[int, str]:
-        """Serve until all workers have left. Ctrl-C and SIGTERM end it, and tell the workers.
+        """Serve until all workers have left. Ctrl-C and SIGTERM end the server, which tells the workers.
 
-        A co-located rank serves in a thread of its own: there is nothing to do here.
+        A co-located rank serves in a separate thread, and returns at once.
 
         Returns:
-            {worker's rank: why it left}, an empty string where it ended well.
+            {worker's rank: reason for leaving}, an empty string if it ended well.
 
         Raises:
-            RuntimeError: This rank does not serve.
+            RuntimeError: This rank is no server.
         """
         if self._server is None:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
@@ -139,7 +138,7 @@ class Session:
         return dict(self._server.departures)
 
     def join(self, parameters: dict[str, np.ndarray]) -> None:
-        """Join as a worker whose parameters, {name: float32[n]}, are kept up to date in place."""
+        """Join as a worker. Answers update its parameters, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # another one if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
         connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
@@ -158,7 +157,7 @@ class Session:
         atexit.register(self.close)
 
     def exchange(self, gradients, lr, weight_decay=None) -> None:
-        """Push, and take an answer: the one to this push, or with `overlap`, the one to the push before."""
+        """Push, and apply the answer to this push, or with `overlap` to the previous one."""
         if self._failure is not None:
             raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
         connection = self._connected()
@@ -169,21 +168,21 @@ class Session:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for the answer to the last push, which `overlap` leaves open."""
+        """Wait for the answer to the last push, as needed with `overlap`."""
         connection = self._connected()
         connection.wait()
         changed, connection.worker.changed = connection.worker.changed, set()
         self.updated(changed)
 
     def updated(self, names: set[str]) -> None:
-        """Take note that parameters have changed; for frameworks that must copy them."""
+        """Called when parameters have changed, for frameworks that must copy them."""
 
     def share(self, buffers: np.ndarray) -> None:
-        """Send this worker's buffers, float32[n], into the average over workers."""
+        """Send this worker's buffers, float32[n], to the average over workers."""
         self._connected().share(buffers)
 
     def state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the servers' parameters as they are now.
+        """Return the servers' current parameters.
 
         Returns:
             {name: float32 array}, and the average of buffers over workers, float32[n].
@@ -193,14 +192,14 @@ class Session:
         return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
 
     def averages(self) -> np.ndarray:
-        """Return the average of buffers as it is now, or the first server's, where no worker has shared any."""
+        """Return the current average of buffers, or the first server's buffers before any worker has sent some."""
         return self._answers("buffers")[0][1]["buffers"]
 
     def save(self, path: str) -> None:
         """Write the servers' parameters, the average of buffers, and settings to a file, for `connect(restore=)`.
 
         Args:
-            path: Of the file, in NumPy's .npz format. Killed at any time, it holds the old model or the new one.
+            path: Path of the file (NumPy's .npz format). If the process is killed, it has the old or the new model.
         """
         parameters, buffers = self.state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
@@ -209,7 +208,7 @@ class Session:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
     def stats(self) -> dict:
-        """Return what this worker and all servers did.
+        """Return statistics of this worker and all servers.
 
         Returns:
             Bytes in both directions, their ratios to dense, pushes, staleness, updates applied, the servers' memory.
@@ -218,7 +217,7 @@ class Session:
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
-        """Leave, saying why if an error is on its way; the servers go on for others. A second call does nothing."""
+        """Leave the run, with the reason if an error is raised; others continue. A second call does nothing."""
         connection, self._connection = self._connection, None
         if self._heartbeat is not None:
             self._heartbeat.stop()

@@ -1,6 +1,6 @@
-"""Servers and workers in one process, in an order of arrivals that is decided beforehand: tests, and studies of many.
+"""Servers and workers in one process, in a fixed order of arrivals: for tests, and studies of many workers.
 
-The servers and workers are those that run over MPI, and so are their messages; only who is next is not left to chance.
+The servers, workers and messages are those of an MPI run; only the order is fixed.
 """
 
 import heapq
@@ -19,7 +19,7 @@ Gradients = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
 
 def in_turn(workers: int) -> Iterator[int]:
-    """Yield workers in turn, for ever: each one's update is as stale as the others are many."""
+    """Yield workers in turn, for ever: the staleness of each update is the number of other workers."""
     return itertools.cycle(range(workers))
 
 
@@ -40,7 +40,7 @@ def by_speed(seconds: Sequence[float], seed: int = 0, jitter: float = 0.2) -> It
 
 
 class Simulation:
-    """`workers` workers and their servers. `parameters`: {name: array}, to begin with.
+    """`workers` workers and their servers. `parameters`: {name: array}, the initial ones.
 
     `step(worker)` computes a gradient at the worker's parameters, pushes it, and applies the answer.
     """
@@ -65,7 +65,7 @@ class Simulation:
             self.join(number)
 
     def join(self, number: int, incarnation: int = 0) -> Worker:
-        """Start a worker, or start it again, and let it join."""
+        """Start or restart a worker, and let it join."""
         copies = {name: array.reshape(-1).copy() for name, array in self.layout.split(self._flat).items()}
         worker = Worker(number, self.layout, self.method, copies, len(self.servers), incarnation)
         self.workers[number] = worker
@@ -91,11 +91,11 @@ class Simulation:
             self.step(number, gradients, lr(done) if callable(lr) else lr, weight_decay)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return what the servers hold: views of a copy, by name."""
+        """Return the servers' parameters: views of a copy, by name."""
         return self.layout.split(np.concatenate([server.parameters for server in self.servers]))
 
     def deliver(self) -> None:
-        """Hand over messages until there are none."""
+        """Deliver messages until there are none."""
         while self._deliver_once():
             pass
 

@@ -8,15 +8,15 @@
         ...                                      # an ordinary loop, with tape.gradient and optimizer.apply_gradients
         session.close()
 
-The model is one of Keras 3, of Keras 2 (tf_keras) that is built, a tf.Module, or a list of variables. Steps run eagerly
+The model is a Keras 3 model, a built Keras 2 (tf_keras) model, a tf.Module, or a list of variables. Steps run eagerly
 or in a `tf.function`; not under jit_compile, nor in Keras' own `fit`.
 
-Buffers, weights of real numbers that are not trained such as the moving statistics of batch normalisation, are each
-worker's own; the first server keeps their average, moved towards a worker's by 1 / workers whenever that shares them,
-and `global_variables` has it. Frozen layers are left alone.
+Each worker has its own buffers: untrained floating-point weights, such as the moving statistics of batch normalisation.
+When a worker sends them, the first server moves its average by 1 / workers towards them; `global_variables` returns the
+average. Frozen layers do not change.
 
-Difference from the PyTorch twin: variables do not share memory with the worker, which keeps float32 arrays; those that
-an answer changed are assigned. So variables of 16 bits lose nothing over the steps.
+Difference from the PyTorch twin: variables do not share memory with the worker, which stores float32 arrays and assigns
+changed variables. So 16-bit variables accumulate no rounding errors.
 """
 
 import io
@@ -58,31 +58,31 @@ def connect(
     silence: float | None = SILENCE,
     communicator: Any = None,
 ) -> "TensorFlowSession":
-    """Take part in an asynchronous run with this rank's model; call it on every rank.
+    """Join an asynchronous run with this rank's model; call it on every rank.
 
-    Workers wait here until the servers have sent them the parameters.
+    Workers wait until the servers have sent the parameters.
 
     Args:
-        model: A model of Keras 3, a built one of Keras 2, a `tf.Module`, or a list of variables, in the same order on
-            all ranks. Variables are known by path (Keras 3) or name, with a number where several have the same name.
-            Those that are not trainable are left alone.
+        model: A Keras 3 model, a built Keras 2 model, a `tf.Module`, or a list of variables, in the same order on all
+            ranks. Paths (Keras 3) or names identify variables, with a number if several have the same name. Variables
+            that are not trainable do not change.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
             ranks.
-        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+        servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
             serves a part of the model.
-        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
-            more stale.
-        restore: A file that `save` wrote; the servers begin with its parameters.
-        timeout: Seconds to wait for an answer, or for a worker to come.
-        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
+            staler.
+        restore: A file that `save` wrote; the servers start from its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to join.
+        silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: the world.
 
     Returns:
-        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+        The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
 
     Raises:
         ValueError: The ranks differ in model or method.
-        TypeError: `method` is none of these, or a variable is not of real numbers.
+        TypeError: `method` is none of these, or a variable is not floating-point.
         TimeoutError: The servers do not answer.
     """
     return TensorFlowSession(
@@ -98,7 +98,7 @@ def connect(
 
 
 class TensorFlowSession(Session):
-    """A rank's part in a run; see `connect`. `tensors`: {name: tf.Variable}, those that are trained."""
+    """A rank's part in a run; see `connect`. `tensors`: {name: tf.Variable}, the trained variables."""
 
     def __init__(self, model, method: Method, **options):
         self.tensors, self.buffers = trained_and_buffers(model)

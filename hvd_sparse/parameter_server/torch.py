@@ -8,9 +8,9 @@
         ...                                      # an ordinary loop
         session.close()
 
-Buffers, such as the running statistics of batch normalisation, are each worker's own; the first server keeps their
-average, moved towards a worker's by 1 / workers whenever that shares them, and `global_state_dict` has it. Buffers of
-integers, such as batch counts, are those of the worker that asks.
+Each worker has its own buffers, such as the running statistics of batch normalisation. When a worker sends them, the
+first server moves its average by 1 / workers towards them; `global_state_dict` returns the average. Integer buffers,
+such as batch counts, come from the worker that calls it.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,25 +49,25 @@ def connect(
     silence: float | None = SILENCE,
     communicator: Any = None,
 ) -> "TorchSession":
-    """Take part in an asynchronous run with this rank's model; call it on every rank.
+    """Join an asynchronous run with this rank's model; call it on every rank.
 
-    Workers wait here until the servers have sent them the parameters.
+    Workers wait until the servers have sent the parameters.
 
     Args:
-        model: A module, or its named parameters. Parameters that need no gradient are left alone.
+        model: A module, or its named parameters. Parameters that need no gradient do not change.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
             ranks.
-        servers: Number of ranks that serve and do not train, the last ones; or "colocated": every rank trains, and
+        servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
             serves a part of the model.
-        overlap: Take the answer to a push at the next one, while another gradient is computed: faster, and one step
-            more stale.
-        restore: A file that `save` wrote; the servers begin with its parameters.
-        timeout: Seconds to wait for an answer, or for a worker to come.
-        silence: Seconds without a message after which a server takes a worker for dead; None: it never does.
+        overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
+            staler.
+        restore: A file that `save` wrote; the servers start from its parameters.
+        timeout: Seconds to wait for an answer, or for a worker to join.
+        silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: the world.
 
     Returns:
-        The session: of a server (`session.is_server`), to `serve()`; of a worker, to make an `optimizer`.
+        The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
 
     Raises:
         ValueError: The ranks differ in model or method.
@@ -109,20 +109,20 @@ class TorchSession(Session):
         """Return the optimizer of a worker.
 
         Args:
-            params: Parameters or groups of them, as of `torch.optim`; None: all that were connected.
+            params: Parameters or parameter groups, as in `torch.optim`; None: all parameters of the session.
             lr: Learning rate, at least 0.
-            weight_decay: Times the parameter, added to its gradient.
+            weight_decay: Coefficient of weight decay, at least 0.
 
         Returns:
             The optimizer; its `step` pushes an update.
 
         Raises:
-            ValueError: A value is below 0, or a parameter was not connected.
+            ValueError: A value is below 0, or a parameter is not in the session.
         """
         return AsynchronousOptimizer(self, params, lr, weight_decay)
 
     def updated(self, names: set[str]) -> None:
-        """Copy what has changed into the parameters that do not share memory with the worker."""
+        """Copy changed values into the parameters that do not share memory with the worker."""
         with torch.no_grad():
             for name in names:
                 parameter, array = self.tensors[name], self.worker.parameters[name]
@@ -130,18 +130,18 @@ class TorchSession(Session):
                     parameter.copy_(torch.from_numpy(array).view(parameter.shape))
 
     def share_buffers(self) -> None:
-        """Send this worker's buffers of real numbers into the average over workers."""
+        """Send this worker's floating-point buffers to the average over workers."""
         buffers = self._buffers()
         if buffers:
             self.share(flattened(_as_arrays(buffers)))
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the servers' model as it is now: for a checkpoint, or to be loaded into another model for evaluation.
+        """Return the servers' current model, for a checkpoint or for evaluation in another model.
 
-        Do not load it into the model that trains: until `close`, a worker must have what it was sent.
+        Do not load it into the model that trains: until `close`, its parameters must be those that servers sent.
 
         Returns:
-            Of a module, all that its `state_dict` has, with buffers averaged over workers; of named parameters, these.
+            For a module, a `state_dict` with buffers averaged over workers; for named parameters, the parameters.
         """
         if self.model is not None:
             self.share_buffers()
@@ -177,12 +177,12 @@ class TorchSession(Session):
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
-    """Pushes an update in `step`, and takes the servers' answer; made by `TorchSession.optimizer`.
+    """Pushes an update in `step`, and applies the servers' answer; made by `TorchSession.optimizer`.
 
-    Learning-rate schedulers and `torch.amp.GradScaler` work on it as on any optimizer: a skipped step is not pushed.
-    Groups have lr and weight_decay, which may change from step to step; momentum is the method's. `state_dict` has the
-    worker's residual, velocity and step. Gradients of any type and device are converted to float32 on the CPU; elements
-    that are not finite count as zero, see `TorchSession.stats`.
+    Learning-rate schedulers and `torch.amp.GradScaler` work as usual: a skipped step is not pushed. Groups have lr and
+    weight_decay, which may change from step to step; the method has the momentum. `state_dict` has the worker's
+    residual, velocity and step. Gradients of any type and device are converted to float32 on the CPU; elements that are
+    not finite count as zero, see `TorchSession.stats`.
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
@@ -205,7 +205,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._expose()
 
     def step(self, closure: Callable | None = None):
-        """Push the gradients' update, and apply the servers' answer, or with overlap the one before."""
+        """Push the gradients' update, and apply the servers' answer, or with overlap the previous answer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What each worker has, and so what an answer must hold: by when elements changed, or by a mirror of each worker.
+"""Tracking of what each worker has: by when elements changed, or by a mirror of each worker's parameters.
 
 The paper keeps v_k, what was sent to worker k, for every worker: N times the parameters (section 5.6.2). Unless answers
 are incomplete (secondary compression) or rounded, v_k = M at the worker's last visit (Equation 4): then the time of an

@@ -1,4 +1,4 @@
-"""How messages get from rank to rank: by MPI, or in one process in an order that the caller decides.
+"""Transport of messages between ranks: by MPI, or in one process in an order that the caller decides.
 
 MPI is used without collective operations, so that nobody waits for a rank that comes late.
 """

@@ -1,4 +1,4 @@
-"""A worker: it accumulates gradients, pushes the largest updates, and applies what comes back (Algorithms 1 and 3).
+"""A worker: it accumulates gradients, pushes the largest updates, and applies answers (Algorithms 1 and 3).
 
 Like the server it is a state machine without input or output of its own. Parameters are arrays that the caller reads
 gradients at, and that change in place when an answer arrives.

@@ -1,4 +1,4 @@
-"""What a gradient does to the memory of a tensor: the twin of accumulate. It changes the memory in place."""
+"""Accumulation of a gradient in residual and velocity, in place: the twin of accumulate."""
 
 import numpy as np
 

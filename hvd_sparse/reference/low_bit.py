@@ -1,4 +1,4 @@
-"""Values of 2 bits or 1, and what shares their levels: the twin of low_bit."""
+"""Values of 2 bits or 1, and their shared levels: the twin of low_bit."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a rank names of its partition of a model: the twin of partition."""
+"""A rank's selection in its partition of a model: the twin of partition."""
 
 import math
 from collections.abc import Sequence

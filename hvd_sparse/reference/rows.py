@@ -1,4 +1,4 @@
-"""Rows of a matrix, each selected from for itself, and masked matrices on the wire: the twin of row_select and mask.
+"""Selection in each row of a matrix, and masked matrices in messages: the twin of row_select and mask.
 
 A matrix is B x f: a row is what a stage says of one sample. NaN comes first here, unlike in a gradient's selection: an
 activation that is broken must reach the loss, where one sees it.

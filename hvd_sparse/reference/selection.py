@@ -1,4 +1,4 @@
-"""The k largest, what reaches a threshold, thresholds: the twin of select and threshold."""
+"""Selection of the k largest elements or of those that reach a threshold: the twin of select and threshold."""
 
 import math
 

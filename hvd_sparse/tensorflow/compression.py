@@ -1,7 +1,7 @@
-"""`hvd.DistributedGradientTape(tape, compression=Compression.dgc(...))`: what Horovod calls, on an unmodified Horovod.
+"""The compressors for `hvd.DistributedGradientTape(tape, compression=Compression.dgc(...))` of an unmodified Horovod.
 
 Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOptimizer`. Horovod calls `compress` and
-`decompress` while it traces: they lay out a graph, and what has to change from step to step is in variables.
+`decompress` during tracing: they build a graph, and variables store the state that changes from step to step.
 """
 
 import warnings
@@ -42,12 +42,12 @@ class SparseCompressor(tf.Module):
 
     Build it once, outside the training step. Its variables (step, residuals, velocities) are tracked:
     `tf.train.Checkpoint(compression=...)` saves them. A gradient that is not finite on any rank skips the step on all
-    ranks: every gradient becomes NaN (a LossScaleOptimizer then skips its update), what is not finite counts as zero in
-    the residual, and nothing else is lost.
+    ranks: every gradient becomes NaN (a LossScaleOptimizer then skips its update), and the residual adds zero for
+    elements that are not finite.
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
-        variables: Those that are trained: a list, the model, or a function that returns them.
+        variables: The trainable variables: a list, the model, or a function that returns them.
         process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
 
     Raises:
@@ -99,8 +99,8 @@ class SparseCompressor(tf.Module):
 
         Assign to it, in a `tf.function` too, before the gradients are reduced: `compression.loss_scale = scale`, with a
         number, a tensor or a variable. In a graph of TensorFlow 1, run `compression.loss_scale.assign(scale)`.
-        clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so are residuals
-        and thresholds: they stay as they are. See docs/mixed-precision.md.
+        clip_norm, weight_decay, residuals and thresholds are in units of the unscaled gradient, and do not change
+        with the scale. See docs/mixed-precision.md.
         """
         return self._parts.loss_scale
 
@@ -118,7 +118,7 @@ class SparseCompressor(tf.Module):
 
     @untraced
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
-        """Compress one gradient; return what Horovod is to all-reduce, and what `decompress` needs."""
+        """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""
         if not self._parts.exchange.is_used():
             found = find_call(tensor)
             if found is not None:  # ranks outside must refuse, or they would wait for those that do
@@ -141,19 +141,19 @@ class SparseCompressor(tf.Module):
         return self._parts.step.result(ctx.entry, ctx.step, tensor)
 
     def stats(self, session=None) -> dict:
-        """Return what this rank has sent.
+        """Return this rank's traffic, and the norm of its residuals.
 
         Args:
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Returns:
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
-            total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
-            payloads, dense tensors, tokens, votes), received_bytes (what came from other ranks), ratio, density
-            (elements sent over all), and no seconds: the operations of a graph run side by side. "dense_fallback" is
-            what was chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense
-            because of it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either
-            way; with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+            total have dense_bytes (without compression), payload_bytes (sent by all collectives: payloads, dense
+            tensors, tokens, votes), received_bytes (from other ranks), ratio, density (elements sent / all elements),
+            and no seconds: the operations of a graph run concurrently. "dense_fallback" is the choice in the last step,
+            and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of
+            tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with
+            "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
@@ -169,11 +169,11 @@ class SparseCompressor(tf.Module):
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
                 function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: log
                 nothing.
-            every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
-            prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
+            every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
+            prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
 
-        Each rank reports its own numbers. Call it on every rank, with None where nothing is to be logged: Horovod needs
-        the same graph on all of them.
+        Each rank reports its own numbers. Call it on every rank, with None on ranks without a log: Horovod needs the
+        same graph on all ranks.
 
         Raises:
             TypeError: The writer is none of these.
@@ -192,9 +192,9 @@ class SparseCompressor(tf.Module):
         """Return the step number, residuals, velocities and thresholds; call it between training steps.
 
         Args:
-            summed: False: this rank's own state. With the same world size, and each rank from its own file, training
-                continues bit for bit as if it had not been interrupted. True: the sum over all ranks, the same on each
-                (call it on every rank). Any world size continues from that one file; thresholds start anew.
+            summed: False: this rank's state. If each rank loads its state, at the same world size, training continues
+                bit for bit as without interruption. True: the sum over all ranks, the same on each (call it on every
+                rank). Any world size can load this sum; thresholds start anew.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Returns:
@@ -207,13 +207,12 @@ class SparseCompressor(tf.Module):
         """Continue from `state_dict()`; call it on every rank, between training steps.
 
         Args:
-            state: What `state_dict` returned, here or in PyTorch for the same names. A summed one is divided among the
-                ranks.
+            state: A result of `state_dict`, here or in PyTorch for the same names. The ranks divide a summed state.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Raises:
             ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
-                buffer, or is one rank's own and the world size has changed. Raised on every rank (but in an elastic
+                buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
                 job), before anything has changed.
         """
         self._load()
@@ -221,7 +220,7 @@ class SparseCompressor(tf.Module):
         self._parts.step.restart()
 
     def reset(self, session=None) -> None:
-        """Start anew, on every rank: no residual, step 0. The loss scale stays."""
+        """Clear residuals and step number, on every rank. Keep the loss scale."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
         self._change([(variable, tf.zeros_like) for variable in own], session)
         if self.feedback:
@@ -329,10 +328,10 @@ class Parts:
 
 
 class Compression(CompressionMethods[Any, SparseCompressor]):
-    """The compressors, under the names that Horovod's own have: `Compression.dgc(model.trainable_variables, ...)`.
+    """The compressors, named like Horovod's `Compression`: `Compression.dgc(model.trainable_variables, ...)`.
 
-    Give each method the variables that are trained: a list, the model, or a function that returns them. Build a
-    compressor of its own for each optimizer or tape, in the same order on every rank.
+    Pass the trainable variables: a list, the model, or a function that returns them. Build one compressor per
+    optimizer or tape, in the same order on every rank.
     """
 
     none = hvd.Compression.none

@@ -1,4 +1,4 @@
-"""Gradients are added in each host, compressed by shard, and exchanged between hosts: `hvd_sparse.hierarchy`.
+"""The ranks of a host add gradients, compress shards, and exchange them between hosts: `hvd_sparse.hierarchy`.
 
 The twin of `hvd_sparse.torch.hierarchical`, as a part of a step's graph. All hosts must have as many ranks: Horovod
 needs the same graph on all ranks.

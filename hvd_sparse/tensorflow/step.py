@@ -1,4 +1,4 @@
-"""The life cycle of one optimizer step, as a graph: what is started, in which order.
+"""The life cycle of one optimizer step, as a graph: its operations and their order.
 
 Horovod traces compress, all-reduce and decompress of a gradient into a branch of its own. Nothing can be shared between
 branches, so a whole step is laid out in the graph around them, when the first gradient of a call is seen. A codec turns

@@ -1,4 +1,4 @@
-"""What was sent, counted in variables, as a graph counts."""
+"""Counts of bytes and elements sent, in variables of a graph."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""Who calls a compressor: Horovod's optimizer, which knows the reduction that was asked for."""
+"""The optimizer of Horovod that calls a compressor: it knows the reduction."""
 
 import sys
 

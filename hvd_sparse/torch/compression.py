@@ -1,8 +1,8 @@
-"""`hvd.DistributedOptimizer(..., compression=Compression.dgc(...))`: what Horovod calls, on an unmodified Horovod.
+"""The compressors for `hvd.DistributedOptimizer(..., compression=Compression.dgc(...))` of an unmodified Horovod.
 
-`compress` starts a named allgather of the payload and hands Horovod a small token for its own allreduce; `decompress`
-waits, sums the payloads of all ranks in rank order, and scales by what became of the token, so that op=Sum, Average
-and gradient_predivide_factor mean what they always do.
+`compress` starts a named all-gather of the payload and returns a small token, which Horovod all-reduces; `decompress`
+waits, sums the payloads of all ranks in rank order, and scales the sum by the reduced token, so that op=Sum, Average
+and gradient_predivide_factor work as usual.
 """
 
 import warnings
@@ -30,17 +30,17 @@ class SparseCompressor(Compressor):
     """A compressor with error feedback, for one optimizer; made by the methods of `Compression`.
 
     A gradient that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a loss scaler
-    then skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
+    then skips its update), and the residual adds zero for elements that are not finite.
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
-        named_parameters: (name, parameter) pairs, those of the optimizer.
+        named_parameters: The (name, parameter) pairs of the optimizer.
         process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
 
     Raises:
-        ValueError: Wrong arguments; and in the first step, on every rank, models or settings that differ between
-            ranks, or a reduction other than Sum and Average.
-        TypeError: Arguments of another type.
+        ValueError: An argument is wrong. In the first step, on every rank: models or settings differ between
+            ranks, or the reduction is not Sum or Average.
+        TypeError: An argument has the wrong type.
         RuntimeError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 
@@ -60,7 +60,7 @@ class SparseCompressor(Compressor):
             )
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
-        """Compress one gradient; return what Horovod is to all-reduce, and what `decompress` needs."""
+        """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""
         if torch.is_grad_enabled():  # not in a hook of autograd, where this is called for nearly every gradient
             with torch.no_grad():
                 return self.compress(tensor)
@@ -157,10 +157,9 @@ get_handler_registry().append((SparseCompressor, CompressionStateHandler))
 
 
 class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], SparseCompressor]):
-    """The compressors, under the names that Horovod's own have: `Compression.dgc(model.named_parameters(), ...)`.
+    """The compressors, named like Horovod's `Compression`: `Compression.dgc(model.named_parameters(), ...)`.
 
-    Give each method the named parameters of the optimizer, and build a compressor of its own for each optimizer, in the
-    same order on every rank.
+    Pass the named parameters of the optimizer. Build one compressor per optimizer, in the same order on every rank.
     """
 
     none = hvd.Compression.none

@@ -1,4 +1,4 @@
-"""What calls a step, whatever the host framework: the settings of a run, its reports, and its checkpoints."""
+"""The common part of the compressors for Horovod and DistributedDataParallel: settings, statistics, checkpoints."""
 
 import threading
 import warnings
@@ -24,7 +24,7 @@ _checks_lock = threading.Lock()  # over the starts of configuration checks, of a
 
 
 class Compressor:
-    """A compressor with error feedback, for one optimizer: what those of all host frameworks share."""
+    """A compressor with error feedback, for one optimizer: the common part of all host frameworks."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Compressor:
         """The loss scale, 1.0 at first: a number above 0, the same on every rank.
 
         Set it to `scaler.get_scale()` after each `scaler.update()`, before the next backward: a step reads it at its
-        first gradient. clip_norm, weight_decay and a constant threshold are in units of the unscaled gradient, and so
-        are residuals and thresholds: they stay as they are. See docs/mixed-precision.md.
+        first gradient. clip_norm, weight_decay, residuals and thresholds are in units of the unscaled gradient, and do
+        not change with the scale. See docs/mixed-precision.md.
         """
         return self._loss_scale
 
@@ -70,13 +70,13 @@ class Compressor:
 
         Returns:
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
-            total hold dense_bytes (what Horovod alone would have sent), payload_bytes (what all collectives sent:
-            payloads, dense tensors, tokens, votes; of a small step, whose payloads are rows of an all-reduce, the other
-            ranks' rows of zeros, too), received_bytes (what came from other ranks), ratio, density
-            (elements sent over all), and seconds {"compress", "exchange", "decompress"}. "dense_fallback" is what was
-            chosen in the last step, and why: {"rule": the argument, "is_dense": whether all was sent dense because of
-            it, "tensors": how many always are, "payload_bytes", "dense_bytes": what a rank receives either way;
-            with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+            total have dense_bytes (without compression), payload_bytes (sent by all collectives: payloads, dense
+            tensors, tokens, votes; in a small step, whose payloads are rows of an all-reduce, also the zeros in other
+            ranks' rows), received_bytes (from other ranks), ratio, density (elements sent / all elements), and seconds
+            {"compress", "exchange", "decompress"}. "dense_fallback" is the choice in the last step, and the reason:
+            {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors that
+            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with "measured"
+            also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
         norms = [
             float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
@@ -92,10 +92,10 @@ class Compressor:
         Args:
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
                 function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
-            every: Optimizer steps from one report to the next. The residual norm takes a pass over the residuals.
-            prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
+            every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
+            prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
 
-        Each rank reports its own numbers: call it on rank 0 alone, or on all with a writer each.
+        Each rank reports its own numbers: call it on rank 0 only, or on every rank with its own writer.
 
         Raises:
             TypeError: The writer is none of these.
@@ -107,9 +107,9 @@ class Compressor:
         """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.
 
         Args:
-            summed: False: this rank's own state. With the same world size, and each rank from its own file, training
-                continues bit for bit as if it had not been interrupted. True: the sum over all ranks, the same on each
-                (call it on every rank). Any world size continues from that one file; thresholds start anew.
+            summed: False: this rank's state. If each rank loads its state, at the same world size, training continues
+                bit for bit as without interruption. True: the sum over all ranks, the same on each (call it on every
+                rank). Any world size can load this sum; thresholds start anew.
 
         Returns:
             A dictionary of copies, for `torch.save`.
@@ -120,11 +120,11 @@ class Compressor:
         """Continue from `state_dict()`; call it on every rank, between optimizer steps.
 
         Args:
-            state: What `state_dict` returned. A summed one is divided among the ranks.
+            state: A result of `state_dict`. The ranks divide a summed state.
 
         Raises:
             ValueError: On any rank the state belongs to other parameters or another method, has NaN or infinity in a
-                buffer, or is one rank's own and the world size has changed. Raised on every rank (but in an elastic
+                buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
                 job), before anything has changed.
         """
         with self._lock:
@@ -132,7 +132,7 @@ class Compressor:
             self._drop()
 
     def reset(self) -> None:
-        """Start anew, on every rank: no residual, step 0, nothing pending, settings unchecked. The loss scale stays."""
+        """Clear residuals, step number and pending work, on every rank; check settings again. Keep the loss scale."""
         with self._lock:
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():

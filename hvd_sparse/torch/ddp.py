@@ -1,11 +1,11 @@
-"""The compressors in PyTorch's DistributedDataParallel; Horovod is not needed.
+"""The compressors for PyTorch's DistributedDataParallel (DDP), without Horovod.
 
     compression = Compression.dgc(model.named_parameters(), density=0.001, momentum=0.9)
     model = DistributedDataParallel(model)
     compression.register(model)
 
-DDP hands over its buckets as they become complete, in the same order on every rank. Their gradients go into the step
-one by one; messages leave during the backward pass, and the last bucket finishes the step.
+DDP calls the hook with each complete bucket, in the same order on every rank. The hook compresses the bucket's
+gradients and sends messages during the backward pass; the last bucket finishes the step.
 """
 
 from collections.abc import Iterable
@@ -40,19 +40,19 @@ class DDPCompressor(Compressor):
     """A compressor with error feedback, for one DistributedDataParallel; made by the methods of `Compression`.
 
     A gradient that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a loss scaler
-    then skips its update), what is not finite counts as zero in the residual, and nothing else is lost.
+    then skips its update), and the residual adds zero for elements that are not finite.
 
-    A parameter that a step does not use (`find_unused_parameters=True`, `static_graph=True`) sends nothing in it, on
-    the ranks that do not use it; its residual and velocity stay as they are.
+    If a rank does not use a parameter in a step (`find_unused_parameters=True`, `static_graph=True`), it sends nothing
+    for it; residual and velocity stay unchanged.
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
-        named_parameters: (name, parameter) pairs, those of the model.
+        named_parameters: The (name, parameter) pairs of the model.
         process_group: The model's `torch.distributed.ProcessGroup`; None: all ranks.
 
     Raises:
-        ValueError: Wrong arguments; and in the first step, on every rank, settings that differ between ranks.
-        TypeError: Arguments of another type.
+        ValueError: An argument is wrong; in the first step, on every rank: settings differ between ranks.
+        TypeError: An argument has the wrong type.
         RuntimeError: In a step: ranks at different steps, damaged payloads.
     """
 
@@ -70,15 +70,15 @@ class DDPCompressor(Compressor):
         self._arrived: list[Arrived] = []
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Compress the gradients of a model from now on; call it once, on every rank, before the first backward pass.
+        """Compress the model's gradients from now on; call once, on every rank, before the first backward pass.
 
         Args:
-            model: A DistributedDataParallel, of the parameters that this compression was built with.
+            model: A DistributedDataParallel with the parameters of this compressor.
 
         Raises:
-            TypeError: It is no DistributedDataParallel.
-            ValueError: It has other parameters or another process group, has a communication hook already, or was built
-                with an option that a hook cannot serve; or this compression serves another model already.
+            TypeError: The model is no DistributedDataParallel.
+            ValueError: The model has other parameters, another process group, another communication hook, or an option
+                that does not support hooks; or this compressor is registered with another model.
         """
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -230,8 +230,8 @@ class DDPCompressor(Compressor):
 class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):
     """The compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
 
-    Methods and arguments are those of `hvd_sparse.torch.Compression`; `process_set` takes the model's process group.
-    Build a compressor of its own for each model, in the same order on every rank, and `register` it.
+    Methods and arguments equal those of `hvd_sparse.torch.Compression`; `process_set` takes the model's process group.
+    Build one compressor per model, in the same order on every rank, and `register` it.
     """
 
     @classmethod

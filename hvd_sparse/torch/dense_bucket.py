@@ -1,4 +1,4 @@
-"""What is sent dense: by Horovod, or several tensors in one all-reduce of our own."""
+"""Dense tensors: sent by Horovod, or several in one all-reduce of this package."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What differs on a CUDA device: nothing may wait for it while gradients come in, and not every method has kernels.
+"""Compression on a CUDA device: no call may wait for it during backward, and not every method has kernels.
 
 Buffers, messages, hints and votes lie on the device, and are exchanged from there: Horovod must have been built for
 CUDA.

@@ -1,4 +1,4 @@
-"""What a compressor exchanges: messages, sums and settings, on the collectives of a host framework.
+"""The exchanges of a compressor: messages, sums and settings, on the collectives of a host framework.
 
 Names of collectives come from fixed bucket numbers, never from the order of calls within a step.
 """

@@ -1,4 +1,4 @@
-"""What the native operators return, without running them: shapes and types, for torch.compile and fake tensors."""
+"""Shapes and types of the native operators' results, for torch.compile and fake tensors."""
 
 import torch
 

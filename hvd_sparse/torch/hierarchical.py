@@ -1,4 +1,4 @@
-"""A step with hosts: gradients are added in each host, compressed by shard, and exchanged between hosts.
+"""A step with hosts: the ranks of a host add gradients, compress shards, and exchange them between hosts.
 
 `hvd_sparse.hierarchy` says how. Each column of ranks has a `Step` of its own, of shards; this one brings gradients to
 it, and results back. Small tensors are sent dense, by Horovod, as in any step.

@@ -1,4 +1,4 @@
-"""What the ranks of one host exchange, and their shards of parameters."""
+"""Exchanges among the ranks of one host, and their shards of parameters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Who takes part in a step: a sum over ranks, started with it.
+"""The check that all ranks take part in a step: a sum over ranks, started with the step.
 
 An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for ever: it
 must not be submitted before it is known that all ranks take part. A sum of ones tells; it is there before a bucket

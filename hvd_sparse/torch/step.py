@@ -1,4 +1,4 @@
-"""The life cycle of one optimizer step: which gradients are expected, which have come, what is sent when.
+"""The life cycle of one optimizer step: expected gradients, received gradients, and the order of messages.
 
 A step is a list of buckets. A codec turns the gradients of a bucket into a message, the exchange sends it, and the
 codec turns the messages of all ranks into sums. The step before tells which tensors to expect: a bucket is sent when

@@ -1,4 +1,4 @@
-"""The token that Horovod reduces in a gradient's place: what becomes of it tells the reduction that was asked for."""
+"""The token that Horovod reduces in place of a gradient: the result tells the requested reduction."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""The vote on a step: a sum over ranks that tells whether it counts, and whether all ranks are at the same step."""
+"""The vote on a step: a sum over ranks tells whether to skip it, and whether all ranks are at the same step."""
 
 from collections.abc import Callable, Sequence
 

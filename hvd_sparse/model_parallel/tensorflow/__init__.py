@@ -19,7 +19,7 @@ __all__ = ["Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBound
 
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
-    """Start Horovod with a process set a stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
+    """Start Horovod with one process set per stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
     require_horovod("tensorflow")
     import horovod.tensorflow as hvd
 

@@ -1,8 +1,8 @@
 """The boundary of DCT-MP as a Keras layer: keeps the largest activations of each row, forward and backward.
 
 Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from the paper
-are those of the PyTorch twin: "topk" keeps exactly round(density * f) of a row, ties cut without favour; NaN is kept
-first, so that it stays visible; the threshold that evaluation uses under "laplace" is a running mean.
+are those of the PyTorch twin: "topk" keeps exactly round(density * f) elements of a row, and a seeded hash orders ties;
+NaN is kept first, so that it stays visible; with "laplace", evaluation uses a running mean of thresholds.
 
 A process that loads a SavedModel with boundaries must import `hvd_sparse.tensorflow.model_parallel` first: that
 registers the operators. A file of Keras (.keras, .h5) needs the same import, for the class.
@@ -25,32 +25,31 @@ UNCAST = (
 
 @tf.keras.utils.register_keras_serializable(package="hvd_sparse")
 class ThresholdBoundary(tf.keras.layers.Layer):
-    """Keep the largest magnitudes of each row, and in backward the gradient at the same places (DCT-MP).
+    """Keep the largest magnitudes of each row, and in backward the gradient of the same elements (DCT-MP).
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
-    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a non-trained weight;
-    nothing is cut off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic
-    Communication Thresholding (Gupta et al., 2021), section 2.2 and Algorithm 2.
+    Evaluation uses the thresholded network, too: with "laplace" the running threshold, a non-trained weight; until that
+    is estimated, all elements are kept. "laplace" never keeps zeros. Source: Dynamic Communication Thresholding (Gupta
+    et al., 2021), section 2.2 and Algorithm 2.
 
     Input: float32, float64, float16 or bfloat16 of any shape with rows, of an unknown batch size too; nothing is cast
-    to the layer's dtype. Under `tf.recompute_grad` the mask is the same again: eagerly a batch then counts twice, in
-    `batches`, `stats` and the running threshold; in a `tf.function` the second time leaves no trace. There are no XLA
-    kernels, so no jit_compile.
+    to the layer's dtype. `tf.recompute_grad` recomputes the same mask: eagerly a batch then counts twice, in `batches`,
+    `stats` and the running threshold; in a `tf.function` once. There are no XLA kernels, so no jit_compile.
 
     Args:
         density: Part of a row's elements to keep, in (0, 1]; 1 keeps everything.
-        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": what reaches
-            -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts (see
-            `stats`).
-        start_dim: Dimensions before it are rows, those from it on one row's f elements. 1: all of a sample; -1: vectors
+        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": elements that
+            reach -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts
+            (see `stats`).
+        start_dim: Dimensions before it are rows; the others are a row's f elements. 1: a row is a sample; -1: a vector
             of the last dimension.
-        momentum: Of the running threshold, as PyTorch's batch normalization has it: the part of the new.
-        seed: Of the order among equal magnitudes.
-        kwargs: Of any Keras layer: name, dtype, trainable.
+        momentum: Momentum of the running threshold, as in PyTorch's batch normalization: the weight of the new value.
+        seed: Seed of the order among equal magnitudes.
+        kwargs: Arguments of any Keras layer: name, dtype, trainable.
 
     Raises:
-        ValueError: A value is out of its range, or the input has no rows or no features.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range, or the input has no rows or no features.
+        TypeError: A value has the wrong type.
         tf.errors.InvalidArgumentError: The same, in a graph.
     """
 
@@ -73,7 +72,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         self._counters = Counters()
 
     def call(self, activations: tf.Tensor, training=None) -> tf.Tensor:
-        """Return the activations where they are kept, zero elsewhere."""
+        """Return the kept activations, and zero for the others."""
         if self.settings.density == 1.0:
             self._counters.count(tf.size(activations, tf.int64), tf.size(activations, tf.int64))
             return activations
@@ -104,7 +103,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         return mask
 
     def stats(self) -> dict:
-        """Return occupancy, of the last batch and in total, the part that was kept, threshold and batches seen.
+        """Return the occupancy (part of elements kept) of the last batch and in total, threshold and batches seen.
 
         The threshold is the running mean over training batches of the rows' mean threshold. The counts are of this
         process: they are not saved in Keras' files.

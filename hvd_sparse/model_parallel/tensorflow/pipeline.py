@@ -1,4 +1,4 @@
-"""Pipelines of stages for TensorFlow: one stage a rank, sparse activations between them (DCT-MP)."""
+"""Pipelines of stages for TensorFlow: one stage per rank, sparse activations between them (DCT-MP)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Boundary = ThresholdBoundary | float | None
 
 
 class Pipeline(stages.Pipeline):
-    """This rank's stage of a pipeline, on a communicator of mpi4py whose ranks are the stages.
+    """This rank's stage of a pipeline, on an mpi4py communicator whose ranks are the stages.
 
         pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=cross_entropy)
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
@@ -29,25 +29,25 @@ class Pipeline(stages.Pipeline):
     2.2; schedules: GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
     Args:
-        stage: A model or layer of Keras, or anything that can be called and has `trainable_variables`. It runs eagerly;
-            to have it compiled, let its call be a `tf.function`. It gets `training=` if it takes that. A tuple that it
-            returns becomes the arguments of the next stage, a dict its keyword arguments; but a stage that takes a
-            single argument, such as a functional model of several inputs, gets either whole. Tensors of integers and
-            bool are sent without a gradient.
-        boundary: How a stage's outputs are thresholded. None: not at all; a density; a `ThresholdBoundary`; or {name:
-            one of these} for several outputs, named by key or number. What has less than two dimensions is sent whole.
-        micro_batches: Number of parts that a batch is cut into; fewer where it has fewer samples.
-        schedule: "gpipe"; or "1f1b", which holds fewer activations. The gradients are the same bits.
+        stage: A Keras model or layer, or any callable with `trainable_variables`. It runs eagerly; to compile it, make
+            its call a `tf.function`. It gets `training=` if it has this argument. A returned tuple becomes the
+            arguments of the next stage, a dict its keyword arguments; but a stage with a single argument, such as a
+            functional model of several inputs, gets the tuple or dict itself. Tensors of integers and bool are sent
+            without a gradient.
+        boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
+            for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
+        micro_batches: Number of micro-batches per batch, at most its number of samples.
+        schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
         loss: A function of outputs and targets, in this order, that returns a scalar, on the last stage; or a
             `tf.keras.losses.Loss`, called as Keras does.
-        reduction: What `loss` does over samples: "mean" (micro-batches count by their samples) or "sum".
+        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum".
         timeout: Seconds to wait for another stage.
         communicator: An mpi4py communicator; None: the world.
 
     Raises:
         PipelineError: Another stage has failed, or has other settings.
-        ValueError: A value is out of its range.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Pipeline(stages.Pipeline):
         """Run a batch forward and backward, on every stage; return its loss, on every stage.
 
         inputs: on the first stage; a tensor or array, or a tuple or dict of them, whose first dimension counts samples.
-        targets: likewise, on the first stage, from where they are sent to the last one, or on the last stage.
-        `gradients` are then those of this batch alone: there is nothing to set to zero. Raises `PipelineError` on all
-        other stages where one fails.
+        targets: likewise, on the last stage, or on the first, which sends them to the last.
+        `gradients` are then those of this batch only: no need to set them to zero. If a stage fails, all others raise
+        `PipelineError`.
         """
         self._gradients = None
         return super().step(inputs, targets)
 
     def gradients(self) -> list[tf.Tensor]:
-        """Return the gradients of the last step, those of its micro-batches added up, one a variable that is trained.
+        """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
 
-        In the order of `stage.trainable_variables`, of their shapes and types, dense; zeros where there is none. Raises
-        RuntimeError before the first step and after one that has failed.
+        They have the order of `stage.trainable_variables`, and their shapes and types; dense, zeros if there is none.
+        Raises RuntimeError before the first step and after a failed one.
         """
         if self._gradients is None:
             raise RuntimeError("gradients() needs a step() that has run to its end, got none")
@@ -92,15 +92,14 @@ class Pipeline(stages.Pipeline):
             compression = Compression.dct(stage.trainable_variables, process_set=process_set)
             gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
 
-        options: those of `hvd.DistributedGradientTape`, which reduces them as it would any tape's. Call it on all
-        replicas of the stage. Errors: those of `gradients` and of Horovod; `PipelineError` where another rank has
-        failed.
+        options: arguments of `hvd.DistributedGradientTape`, which reduces the gradients. Call it on all replicas of the
+        stage. Errors: those of `gradients` and of Horovod; `PipelineError` if another rank has failed.
         """
         gradients = self.gradients()
         return self._guarded(self._reduced, gradients, options) if gradients else []
 
     def stats(self) -> dict:
-        """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
+        """Return this stage's traffic, see `hvd_sparse.model_parallel.pipeline.Pipeline`, and "boundaries"' stats."""
         found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
         return {**super().stats(), "boundaries": found}
 

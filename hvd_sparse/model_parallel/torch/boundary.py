@@ -1,8 +1,8 @@
 """The boundary of DCT-MP as a module: keeps the largest activations of each row, forward and backward.
 
 Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2 and algorithm 2. Differences from it:
-"topk" keeps exactly round(density * f) of a row, ties cut without favour; NaN is kept first, so that it stays visible;
-the threshold that evaluation uses under "laplace" is a running mean, where the paper leaves open how it is estimated.
+"topk" keeps exactly round(density * f) elements of a row, and a seeded hash orders ties; NaN is kept first, so that it
+stays visible; with "laplace", evaluation uses a running mean of thresholds (the paper leaves it open).
 """
 
 import torch
@@ -12,28 +12,28 @@ from hvd_sparse.torch import row_ops as ops
 
 
 class ThresholdBoundary(torch.nn.Module):
-    """Keep the largest magnitudes of each row, and in backward the gradient at the same places (DCT-MP).
+    """Keep the largest magnitudes of each row, and in backward the gradient of the same elements (DCT-MP).
 
     Put it at any split of a network, also in one process to study the effect; in a `Pipeline`, pass it as `boundary`.
-    Evaluation uses the thresholded network, too: under "laplace" with the running threshold, a buffer; nothing is cut
-    off before that has been estimated. A zero is never kept under "laplace". Source: Dynamic Communication Thresholding
-    (Gupta et al., 2021), section 2.2 and Algorithm 2.
+    Evaluation uses the thresholded network, too: with "laplace" the running threshold, a buffer; until that is
+    estimated, all elements are kept. "laplace" never keeps zeros. Source: Dynamic Communication Thresholding (Gupta et
+    al., 2021), section 2.2 and Algorithm 2.
 
-    Input: float32, float64, float16 or bfloat16 of any shape with rows; output alike.
+    Input: float32, float64, float16 or bfloat16 of any shape with rows. The output has the same type and shape.
 
     Args:
         density: Part of a row's elements to keep, in (0, 1]; 1 keeps everything.
-        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": what reaches
-            -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts (see
-            `stats`).
-        start_dim: Dimensions before it are rows, those from it on one row's f elements. 1: all of a sample; -1: vectors
+        threshold: "topk": exactly max(1, round(density * f)) of the f elements of each row. "laplace": elements that
+            reach -b * ln(density), with b the mean magnitude of the row: one pass, no sort, and a density that drifts
+            (see `stats`).
+        start_dim: Dimensions before it are rows; the others are a row's f elements. 1: a row is a sample; -1: a vector
             of the last dimension.
-        momentum: Of the running threshold, as batch normalization has it.
-        seed: Of the order among equal magnitudes.
+        momentum: Momentum of the running threshold, as in batch normalization.
+        seed: Seed of the order among equal magnitudes.
 
     Raises:
-        ValueError: A value is out of its range, or the input has no rows or no features.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range, or the input has no rows or no features.
+        TypeError: A value has the wrong type.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ThresholdBoundary(torch.nn.Module):
         self.register_buffer("_total", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        """Return the activations where they are kept, zero elsewhere."""
+        """Return the kept activations, and zero for the others."""
         if self.settings.density == 1.0:
             self._count(activations.numel(), activations.numel())
             return activations
@@ -85,7 +85,7 @@ class ThresholdBoundary(torch.nn.Module):
             return mask
 
     def stats(self) -> dict:
-        """Return occupancy, of the last batch and in total, the part that was kept, threshold and batches seen.
+        """Return the occupancy (part of elements kept) of the last batch and in total, threshold and batches seen.
 
         The threshold is the running mean over training batches of the rows' mean threshold. Waits for the device.
         """

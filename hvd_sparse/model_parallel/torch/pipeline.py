@@ -1,4 +1,4 @@
-"""Pipelines of stages for PyTorch: one stage a rank, sparse activations between them (DCT-MP)."""
+"""Pipelines of stages for PyTorch: one stage per rank, sparse activations between them (DCT-MP)."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,34 +15,34 @@ Boundary = ThresholdBoundary | float | None
 
 
 class Pipeline(stages.Pipeline):
-    """This rank's stage of a pipeline, on a communicator of mpi4py whose ranks are the stages.
+    """This rank's stage of a pipeline, on an mpi4py communicator whose ranks are the stages.
 
         pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=torch.nn.functional.cross_entropy)
         loss = pipeline.step(inputs, targets)          # on every rank; inputs count on the first
         optimizer.step()
 
     Build it on every rank of the communicator. CPU or CUDA; messages go through the CPU. `step`, `evaluate` and
-    `predict` set `stage.train()` and `stage.eval()`. With `hvd.DistributedOptimizer` on a stage's parameters, give that
-    `backward_passes_per_step=` the number of micro-batches. A stage that fails ends the others with a `PipelineError`,
-    also in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules:
+    `predict` set `stage.train()` and `stage.eval()`. In an `hvd.DistributedOptimizer` of a stage's parameters, set
+    `backward_passes_per_step=` to the number of micro-batches. If a stage fails, all others raise `PipelineError`, also
+    in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2; schedules:
     GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
     Args:
-        stage: Any module. A tuple that it returns becomes the arguments of the next stage, a dict its keyword
-            arguments; tensors of integers and bool are sent without a gradient.
-        boundary: How a stage's outputs are thresholded. None: not at all; a density; a `ThresholdBoundary`; or {name:
-            one of these} for several outputs, named by key or number. What has less than two dimensions is sent whole.
-        micro_batches: Number of parts that a batch is cut into; fewer where it has fewer samples.
-        schedule: "gpipe"; or "1f1b", which holds fewer activations. The gradients are the same bits.
+        stage: Any module. A returned tuple becomes the arguments of the next stage, a dict its keyword arguments;
+            tensors of integers and bool are sent without a gradient.
+        boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
+            for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
+        micro_batches: Number of micro-batches per batch, at most its number of samples.
+        schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
         loss: A function of outputs and targets, on the last stage.
-        reduction: What `loss` does over samples: "mean" (micro-batches count by their samples) or "sum".
+        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum".
         timeout: Seconds to wait for another stage.
         communicator: An mpi4py communicator; None: the world.
 
     Raises:
         PipelineError: Another stage has failed, or has other settings.
-        ValueError: A value is out of its range.
-        TypeError: A value is of another type.
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Pipeline(stages.Pipeline):
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def stats(self) -> dict:
-        """Return what this stage has sent; see `hvd_sparse.model_parallel.pipeline.Pipeline`. "boundaries": of each."""
+        """Return this stage's traffic, see `hvd_sparse.model_parallel.pipeline.Pipeline`, and "boundaries"' stats."""
         found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
         return {**super().stats(), "boundaries": found}
 

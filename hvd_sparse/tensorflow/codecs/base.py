@@ -1,4 +1,4 @@
-"""What all codecs share: the entries of a step, and what a codec does with them."""
+"""The common part of all codecs: the entries of a step, and the interface of a codec."""
 
 import abc
 import itertools

@@ -1,4 +1,4 @@
-"""All ranks send the same elements of the whole model: first which, then a sum of the values at these.
+"""The codec for shared indices: ranks first agree on elements of the model, then sum the values at these.
 
 float32 values are summed by an all-reduce. Quantized values are gathered and summed in rank order: what the sum loses
 then is in a residual. These sums depend on what was gathered, so this codec asks the exchange for them itself.

@@ -1,4 +1,4 @@
-"""What reaches a threshold in each variable: the sizes of the payloads differ between ranks and steps."""
+"""The codec for elements that reach a threshold: payload sizes differ between ranks and steps."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What all codecs share: buckets, the payloads in them, and what a codec does with a bucket."""
+"""The common part of all codecs: buckets, their payloads, and the interface of a codec."""
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Exactly k elements of each tensor, or of all together: payloads of the same size on all ranks."""
+"""The codec for exactly k elements of each tensor, or of all: payloads of equal size on all ranks."""
 
 from collections.abc import Mapping, Sequence
 
