@@ -209,7 +209,8 @@ def select_top_k_of_difference(
     indices, info = np.empty(k, np.int64), np.empty(2)
     given = (_address(minuend), _address(subtrahend), n, k, seed, threshold_hint)
     _call("select_top_k_of_difference", *given, _address(indices), _address(info))
-    return indices, minuend[indices] - subtrahend[indices], info
+    with np.errstate(over="ignore", invalid="ignore"):  # the core's subtraction of these has overflowed alike
+        return indices, minuend[indices] - subtrahend[indices], info
 
 
 def _check_marks(marks: np.ndarray, n: int) -> None:

@@ -51,33 +51,42 @@ Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& 
   return Pack(format, indices.data(), sent, entries, payload);
 }
 
-// Updates the memory if active; selects what reaches the threshold, in the same pass where that is known before. Where
-// it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another pass follows.
-Status FilterMemory(const Part& part, bool active, const FilterParams& filter, const ParallelFor& parallel_for,
-                    bool* finite, double* threshold, std::vector<int64_t>* indices) {
-  const int64_t n = part.gradient.size;
-  const Array residual{part.memory.residual, n, DType::kFloat32};
-  *threshold = filter.threshold;
-  if (filter.k != 0) {
-    const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
-    Selection largest;
-    HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK({part}, n, select, parallel_for, finite, &largest)
-                                      : SelectKept({part}, n, select, parallel_for, finite, &largest));
-    *threshold = std::max(largest.threshold, kSmallestFloat);
-    if (filter.k < 0) {
-      const float* values = part.memory.residual;
-      std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
-                   [values](int64_t index) { return values[index] != 0; });
-      return Status::Ok();
-    }
-  } else {
-    HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
-    if (active) {
-      return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
-    }
-    *finite = AllFinite(part.gradient, parallel_for);
+// Turns what is to be fitted into a threshold, or into a number of the largest.
+Status FitThreshold(const Part& part, bool active, const ParallelFor& parallel_for, FilterParams* filter, bool* finite,
+                    double* ratio, bool* accumulated) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter->k, part.gradient.size));
+  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
+    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
   }
-  return FilterThreshold(residual, *threshold, parallel_for, indices);
+  const Fit fit = FitPart(part, filter->k, filter->fit, active, parallel_for, accumulated, finite);
+  *ratio = fit.ratio;
+  filter->threshold = fit.is_misfit ? 0 : fit.threshold;
+  filter->k = fit.is_misfit ? -filter->k : 0;
+  return Status::Ok();
+}
+
+// Updates the memory unless that is done; selects what reaches the threshold, in the same pass where that is known
+// before. Where it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another
+// pass follows.
+Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, const ParallelFor& parallel_for,
+                    bool* finite, double* threshold, std::vector<int64_t>* indices) {
+  const Array residual{part.memory.residual, part.gradient.size, DType::kFloat32};
+  *threshold = filter.threshold;
+  if (filter.k == 0) {
+    HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
+    if (is_done) return FilterThreshold(residual, *threshold, parallel_for, indices);
+    return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
+  }
+  const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
+  Selection largest;
+  HVD_SPARSE_RETURN_IF_ERROR(is_done ? SelectTopK(residual, select, parallel_for, &largest)
+                                     : AccumulateTopK({part}, residual.size, select, parallel_for, finite, &largest));
+  *threshold = std::max(largest.threshold, kSmallestFloat);
+  if (filter.k > 0) return FilterThreshold(residual, *threshold, parallel_for, indices);
+  const float* values = part.memory.residual;
+  std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
+               [values](int64_t index) { return values[index] != 0; });
+  return Status::Ok();
 }
 
 }  // namespace
@@ -94,14 +103,19 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return PackSelected(parts, indices, format, level, payload);
 }
 
-Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
+Status FilterAndPack(const Part& part, bool active, FilterParams filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
   std::vector<int64_t> indices;
   int64_t size = 0;
   format.n = part.gradient.size;
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
-  HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, active, filter, parallel_for, finite, &filtered->threshold, &indices));
+  bool is_done = !active;
+  if (is_done) *finite = AllFinite(part.gradient, parallel_for);
+  if (filter.fit.stages > 0) {
+    HVD_SPARSE_RETURN_IF_ERROR(FitThreshold(part, active, parallel_for, &filter, finite, &filtered->ratio, &is_done));
+  }
+  HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, is_done, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
   format.k = std::max<int64_t>(1, filtered->count);
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
