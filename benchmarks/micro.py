@@ -20,7 +20,6 @@ from time import process_time
 
 import numpy as np
 import torch
-
 from machine import machine
 
 from hvd_sparse.reference.partition import make_sketch

@@ -59,7 +59,7 @@ class Plan:
 
     The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found. Where k is
     below 0, the -k largest and no others, whatever is equal to them. Where there are stages, a threshold that about k
-    elements reach is fitted in them.
+    elements reach is fitted in them; the threshold here is a guess at it, which changes nothing but the cost.
     """
 
     threshold: float
@@ -183,15 +183,16 @@ class FittedThreshold:
         """Continue from `numbers()`."""
         more, turned, error, knows, self._achieved, steps = map(float, numbers)
         self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
-        self._steps, self._density = int(steps), 1.0
+        self._steps, self._density, self._guess = int(steps), 1.0, 0.0
 
     def plan(self, step: int, k: int, n: int) -> Plan:
         """Return what to select by in a step."""
         self._density = k / n
-        return Plan(0.0, k, self._stages.count)
+        return Plan(self._guess, k, self._stages.count)
 
     def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
         """Adapt the stages to how many of the sample reached the fitted threshold, over how many should."""
+        self._guess = threshold
         self._achieved += ratio
         self._steps += 1
         if self._steps == ADAPT_STEPS:

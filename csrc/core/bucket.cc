@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <iterator>
 
@@ -12,6 +13,8 @@
 namespace hvd_sparse {
 namespace {
 
+constexpr double kFitMargin = 0.95;          // of a guess at a fitted threshold: what is gathered
+constexpr int64_t kFitSpan = 1 << 16;        // elements that are accumulated before their part of the sample is read
 constexpr double kSmallestFloat = 0x1p-149;  // every float32 that is not zero reaches it
 
 // The residual at the ascending indices; zero where there is no part.
@@ -51,20 +54,6 @@ Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& 
   return Pack(format, indices.data(), sent, entries, payload);
 }
 
-// Turns what is to be fitted into a threshold, or into a number of the largest.
-Status FitThreshold(const Part& part, bool active, const ParallelFor& parallel_for, FilterParams* filter, bool* finite,
-                    double* ratio, bool* accumulated) {
-  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter->k, part.gradient.size));
-  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
-    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
-  }
-  const Fit fit = FitPart(part, filter->k, filter->fit, active, parallel_for, accumulated, finite);
-  *ratio = fit.ratio;
-  filter->threshold = fit.is_misfit ? 0 : fit.threshold;
-  filter->k = fit.is_misfit ? -filter->k : 0;
-  return Status::Ok();
-}
-
 // Updates the memory unless that is done; selects what reaches the threshold, in the same pass where that is known
 // before. Where it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another
 // pass follows.
@@ -89,6 +78,50 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
   return Status::Ok();
 }
 
+// Updates the memory if active, and selects what reaches a threshold that is then fitted to it: in the same pass, if
+// the guess at it was good.
+Status FilterFitted(const Part& part, bool active, FilterParams filter, const ParallelFor& parallel_for, bool* finite,
+                    Filtered* filtered, std::vector<int64_t>* indices) {
+  const int64_t n = part.gradient.size;
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, n));
+  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
+    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
+  }
+  const double bar = kFitMargin * filter.threshold;
+  const bool guesses = active && bar > 0 && bar < HUGE_VAL;
+  const float* residual = part.memory.residual;
+  FitSample sample(n, filter.k, filter.fit);
+  *finite = active || *finite;
+  for (int64_t begin = 0; active && begin < n; begin += kFitSpan) {
+    const Part span = CutPart(part, begin, begin + kFitSpan);
+    bool is_finite = true;
+    if (guesses) {
+      std::vector<int64_t> found;
+      HVD_SPARSE_RETURN_IF_ERROR(
+          AccumulateFilter(span.gradient, span.params, bar, parallel_for, span.memory, &is_finite, &found));
+      for (const int64_t index : found) indices->push_back(begin + index);
+    } else {
+      is_finite = Accumulate(span.gradient, span.params, parallel_for, span.memory);
+    }
+    *finite &= is_finite;
+    sample.Read(residual, begin + span.gradient.size);
+  }
+  const Fit fit = sample.Run(residual);
+  filtered->ratio = fit.ratio;
+  filtered->threshold = fit.threshold;
+  if (guesses && !fit.is_misfit && fit.threshold >= bar) {
+    const auto falls_short = [residual, least = SmallestReaching<float>(fit.threshold)](int64_t index) {
+      return MagnitudeBits(residual[index]) < least;
+    };
+    indices->erase(std::remove_if(indices->begin(), indices->end(), falls_short), indices->end());
+    return Status::Ok();
+  }
+  indices->clear();
+  filter.threshold = fit.is_misfit ? 0 : fit.threshold;
+  filter.k = fit.is_misfit ? -filter.k : 0;
+  return FilterMemory(part, true, filter, parallel_for, finite, &filtered->threshold, indices);
+}
+
 }  // namespace
 
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
@@ -103,19 +136,18 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return PackSelected(parts, indices, format, level, payload);
 }
 
-Status FilterAndPack(const Part& part, bool active, FilterParams filter, PayloadFormat format, Level level,
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
   std::vector<int64_t> indices;
   int64_t size = 0;
   format.n = part.gradient.size;
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
-  bool is_done = !active;
-  if (is_done) *finite = AllFinite(part.gradient, parallel_for);
-  if (filter.fit.stages > 0) {
-    HVD_SPARSE_RETURN_IF_ERROR(FitThreshold(part, active, parallel_for, &filter, finite, &filtered->ratio, &is_done));
-  }
-  HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, is_done, filter, parallel_for, finite, &filtered->threshold, &indices));
+  if (!active) *finite = AllFinite(part.gradient, parallel_for);
+  HVD_SPARSE_RETURN_IF_ERROR(
+      filter.fit.stages > 0
+          ? FilterFitted(part, active, filter, parallel_for, finite, filtered, &indices)
+          : FilterMemory(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
   format.k = std::max<int64_t>(1, filtered->count);
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));

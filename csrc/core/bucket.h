@@ -25,8 +25,8 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
 // `threshold` then is a guess at it, that changes nothing but the time this takes, or 0. If k < 0, the -k largest are,
 // and no more: equal magnitudes are ordered by a hash of the index; zeros are left out.
 //
-// If `fit` has stages, the threshold is fitted to what the residual becomes, so that about k reach it; if no fit is of
-// use, the k largest are selected and no more.
+// If `fit` has stages, the threshold is fitted to what the residual becomes, so that about k reach it, and `threshold`
+// is a guess at that, or 0; if no fit is of use, the k largest are selected and no more.
 struct FilterParams {
   double threshold = 0;
   int64_t k = 0;
@@ -44,7 +44,7 @@ struct Filtered {
 // Updates the memory of a part, selects what reaches a threshold in its residual, and adds the payload to `message`,
 // of `format` but for n, the part's size, and k, the count, at least 1; see AccumulateFilter. Unless active the memory
 // stays, and the selection is of what it holds.
-Status FilterAndPack(const Part& part, bool active, FilterParams filter, PayloadFormat format, Level level,
+Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered);
 
 // The memory of elements [begin, begin + size) of a selection.

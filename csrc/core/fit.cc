@@ -10,7 +10,6 @@
 #include "multiversion.h"
 #include "strata.h"
 #include "threshold.h"
-#include "update.h"
 
 namespace hvd_sparse {
 namespace {
@@ -20,40 +19,51 @@ constexpr double kSmallestFloat = 0x1p-149;
 constexpr int64_t kMost = 4;  // times as many as wanted may reach a threshold, whatever the fit is like
 constexpr int64_t kSmallestSample = int64_t{1} << 16;
 constexpr int64_t kExpected = 256;  // of the k largest, in a sample
-constexpr int64_t kLanes = 16;      // sums that do not wait for each other, so that they are made several at a time
-constexpr int64_t kTogether = 64;   // runs that are looked up, fetched and read together
+constexpr int64_t kLanes = kFitLanes;
 
-// Of |value| - threshold, over the values whose magnitude reaches the threshold. NaN reaches none.
-struct Moments {
-  double count[kLanes] = {};
-  double sum[kLanes] = {};
-  double squares[kLanes] = {};
+double Total(const double* lanes) {
+  double total = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+  return total;
+}
 
-  static double Total(const double* lanes) {
-    double total = 0;
-    for (int64_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
-    return total;
-  }
-};
+// Vectors of the compiler's, half of the lanes each: sums that lie in arrays it would load and store in each turn.
+constexpr int64_t kHalf = kLanes / 2;
+typedef float Floats __attribute__((vector_size(kHalf * sizeof(float))));
+typedef double Doubles __attribute__((vector_size(kHalf * sizeof(double))));
 
 // n is a multiple of kLanes.
 HVD_SPARSE_MULTIVERSION void AddLanes(const float* values, int64_t n, double threshold, double* count, double* sum,
                                       double* squares) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double magnitude = std::fabs(static_cast<double>(values[i + lane]));
-      const double reaches = magnitude >= threshold ? 1.0 : 0.0;
-      const double excess = magnitude >= threshold ? magnitude - threshold : 0.0;
-      count[lane] += reaches;
-      sum[lane] += excess;
-      squares[lane] += excess * excess;
+  for (int64_t half = 0; half < kLanes; half += kHalf) {
+    Doubles counts, sums, products;
+    const Doubles zeros = {}, ones = zeros + 1.0;
+    std::memcpy(&counts, count + half, sizeof counts);
+    std::memcpy(&sums, sum + half, sizeof sums);
+    std::memcpy(&products, squares + half, sizeof products);
+    for (int64_t i = half; i < n; i += kLanes) {
+      Floats loaded;
+      std::memcpy(&loaded, values + i, sizeof loaded);
+      const Doubles value = __builtin_convertvector(loaded, Doubles);
+      const Doubles magnitude = value < zeros ? -value : value;
+      const auto reaches = magnitude >= threshold;
+      const Doubles excess = reaches ? magnitude - threshold : zeros;
+      counts += reaches ? ones : zeros;
+      sums += excess;
+      products += excess * excess;
     }
+    std::memcpy(count + half, &counts, sizeof counts);
+    std::memcpy(sum + half, &sums, sizeof sums);
+    std::memcpy(squares + half, &products, sizeof products);
   }
 }
 
-void AddMoments(const float* values, int64_t n, double threshold, Moments* moments) {
+void AddMoments(const float* values, int64_t n, double threshold, FitMoments* moments) {
+  constexpr int64_t kSpan = 4096;  // what a cache holds: it is read twice
   const int64_t whole = n / kLanes * kLanes;
-  AddLanes(values, whole, threshold, moments->count, moments->sum, moments->squares);
+  for (int64_t i = 0; i < whole; i += kSpan) {
+    AddLanes(values + i, std::min(kSpan, whole - i), threshold, moments->count, moments->sum, moments->squares);
+  }
   if (whole == n) return;
   float rest[kLanes];
   std::fill(std::begin(rest), std::end(rest), std::nanf(""));
@@ -100,16 +110,21 @@ double MeanLog(const float* values, int64_t n) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     logs += std::log(product[lane]) + static_cast<double>(exponent[lane]) * 0.69314718055994530942;
   }
-  return logs / Moments::Total(positive);
+  return logs / Total(positive);
 }
 
-// Moves the magnitudes that reach the bar to the front of `kept`, which may be the values themselves; returns how many.
-int64_t Keep(const float* values, int64_t n, uint32_t bar, float* kept) {
+// Moves the magnitudes that reach the bar, few, to the front of `kept`, which may be the values themselves; returns how
+// many.
+HVD_SPARSE_MULTIVERSION int64_t Keep(const float* values, int64_t n, uint32_t bar, float* kept) {
   int64_t count = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = MagnitudeBits(values[i]);
-    kept[count] = BitsToFloat(bits);
-    count += Reaches<float>(bits, bar);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t size = kLanes < n - i ? kLanes : n - i;
+    if (size == kLanes && !AnyReaches(values + i, kLanes, bar)) continue;
+    for (int64_t j = i; j < i + size; ++j) {
+      const uint32_t bits = MagnitudeBits(values[j]);
+      kept[count] = BitsToFloat(bits);
+      count += Reaches<float>(bits, bar);
+    }
   }
   return count;
 }
@@ -145,14 +160,13 @@ double ParetoQuantile(double mean, double variance, double density) {
 }
 
 // Of the excess that has these moments: what a part `density` of the distribution exceeds.
-double Quantile(const Moments& moments, const float* values, int64_t n, double density, Distribution kind) {
-  const double count = Moments::Total(moments.count);
-  const double mean = count > 0 ? Moments::Total(moments.sum) / count : 0;
+double Quantile(const FitMoments& moments, const float* values, int64_t n, double density, Distribution kind) {
+  const double count = Total(moments.count);
+  const double mean = count > 0 ? Total(moments.sum) / count : 0;
   if (!(mean > 0 && mean < HUGE_VAL)) return 0;
   switch (kind) {
     case Distribution::kGamma: return GammaQuantile(mean, MeanLog(values, n), density);
-    case Distribution::kPareto:
-      return ParetoQuantile(mean, Moments::Total(moments.squares) / count - mean * mean, density);
+    case Distribution::kPareto: return ParetoQuantile(mean, Total(moments.squares) / count - mean * mean, density);
     case Distribution::kExponential: break;
   }
   return -mean * std::log(density);
@@ -167,8 +181,19 @@ bool HasNoTail(const float* values, int64_t n, double mean) {
   return std::count_if(values, values + n, [largest](float value) { return std::fabs(value) == largest; }) > 1;
 }
 
+// Memory to work in, which the thread keeps: that of a step would be mapped, and set to zero, anew for each tensor.
+float* Scratch(size_t which, int64_t n) {
+  static thread_local std::unique_ptr<float[]> memory[2];
+  static thread_local int64_t sizes[2];
+  if (sizes[which] < n) {
+    memory[which].reset(new float[static_cast<size_t>(n)]);
+    sizes[which] = n;
+  }
+  return memory[which].get();
+}
+
 // `first`: of all values and no threshold.
-Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const Moments& first) {
+Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const FitMoments& first) {
   const bool is_one = params.stages == 1 || density >= kFirstDensity;
   const double later = is_one ? 1 : std::pow(density / kFirstDensity, 1.0 / static_cast<double>(params.stages - 1));
   Distribution kind = params.distribution;
@@ -176,13 +201,17 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
   if (kind != Distribution::kExponential) kind = Distribution::kPareto;
   const float* left = values;  // what reached the last threshold that it was looked for
   int64_t count = n;
-  const std::unique_ptr<float[]> kept(is_one ? nullptr : new float[static_cast<size_t>(n)]);  // not set to zero
+  // The second stage, which keeps a quarter, looks at all values again: those are too many to be worth moving.
+  const bool moves = !is_one && params.stages > 2;
+  float* kept = moves ? Scratch(0, n) : nullptr;
   for (int64_t stage = 1; stage < (is_one ? 1 : params.stages); ++stage) {
-    count = Keep(left, count, SmallestReaching<float>(threshold), kept.get());
-    left = kept.get();
-    if (count < 2) break;
-    Moments moments;
+    if (stage > 1) {
+      count = Keep(left, count, SmallestReaching<float>(threshold), kept);
+      left = kept;
+    }
+    FitMoments moments;
     AddMoments(left, count, threshold, &moments);
+    if (Total(moments.count) < 2) break;
     threshold += Quantile(moments, left, count, later, kind);
   }
   Fit fit;
@@ -190,61 +219,9 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
   const int64_t reached = CountReaching(left, count, SmallestReaching<float>(fit.threshold));
   const double wanted = density * static_cast<double>(n);
   fit.ratio = static_cast<double>(reached) / wanted;
-  fit.is_misfit = reached > 0
-                      ? static_cast<double>(reached) > static_cast<double>(kMost) * wanted && 2 * reached > n
-                      : HasNoTail(values, n, Moments::Total(first.sum) / std::max(1.0, Moments::Total(first.count)));
+  fit.is_misfit = reached > 0 ? static_cast<double>(reached) > static_cast<double>(kMost) * wanted && 2 * reached > n
+                              : HasNoTail(values, n, Total(first.sum) / std::max(1.0, Total(first.count)));
   return fit;
-}
-
-// What the residual will be at runs that begin at these elements.
-template <typename T>
-inline __attribute__((always_inline)) void ReadRuns(const T* gradient, const float* residual, float factor,
-                                                    const int64_t* begins, int64_t count, float* values) {
-  for (int64_t j = 0; j < count; ++j) {
-    const T* from = gradient + begins[j];
-    const float* old = residual + begins[j];
-    float* to = values + j * kFitRun;
-    for (int64_t i = 0; i < kFitRun; ++i) {
-      bool unused = true;
-      to[i] = old[i];
-      Update<AccumulateRule::kResidual>(Incoming(from[i], factor, 0, 0, false, &unused), 0, nullptr, to + i);
-    }
-  }
-}
-
-#define HVD_SPARSE_PREVIEW(T)                                                                                         \
-  HVD_SPARSE_MULTIVERSION void Preview(const T* gradient, const float* residual, float factor, const int64_t* begins, \
-                                       int64_t count, float* values) {                                                \
-    ReadRuns(gradient, residual, factor, begins, count, values);                                                      \
-  }
-HVD_SPARSE_PREVIEW(float)
-HVD_SPARSE_PREVIEW(double)
-HVD_SPARSE_PREVIEW(Float16)
-HVD_SPARSE_PREVIEW(BFloat16)
-#undef HVD_SPARSE_PREVIEW
-
-// Reads the sample, and adds its moments while a cache holds it.
-template <typename T>
-void ReadSample(const T* gradient, const float* residual, float factor, Strata strata, int64_t runs, float* values,
-                Moments* moments) {
-  int64_t begins[2][kTogether];
-  const auto look_up = [&](int64_t first, int64_t* found) {
-    const int64_t count = std::clamp<int64_t>(runs - first, 0, kTogether);
-    for (int64_t j = 0; j < count; ++j) {
-      found[j] = strata.Next() * kFitRun;
-      __builtin_prefetch(residual + found[j]);
-      __builtin_prefetch(gradient + found[j]);
-    }
-    return count;
-  };
-  int64_t count = look_up(0, begins[0]);
-  for (int64_t first = 0, turn = 0; count > 0; first += kTogether, turn ^= 1) {
-    const int64_t next = look_up(first + kTogether, begins[turn ^ 1]);
-    float* out = values + first * kFitRun;
-    Preview(gradient, residual, factor, begins[turn], count, out);
-    AddLanes(out, count * kFitRun, 0, moments->count, moments->sum, moments->squares);
-    count = next;
-  }
 }
 
 }  // namespace
@@ -256,26 +233,35 @@ int64_t FitRuns(int64_t n, int64_t k) {
 }
 
 Fit FitTail(const float* values, int64_t n, double density, const FitParams& params) {
-  Moments first;
+  FitMoments first;
   AddMoments(values, n, 0, &first);
   return FitStages(values, n, density, params, first);
 }
 
-Fit FitPart(const Part& part, int64_t k, const FitParams& params, bool active, const ParallelFor& parallel_for,
-            bool* is_done, bool* finite) {
-  const int64_t n = part.gradient.size;
-  const double density = static_cast<double>(k) / static_cast<double>(n);
-  const int64_t runs = active ? FitRuns(n, k) : 0;
-  if (active && runs == 0) *finite = Accumulate(part.gradient, part.params, parallel_for, part.memory);
-  *is_done = runs == 0;
-  if (runs == 0) return FitTail(part.memory.residual, n, density, params);
-  const std::unique_ptr<float[]> sample(new float[static_cast<size_t>(runs * kFitRun)]);  // not set to zero
-  Moments first;
-  Dispatch(part.gradient, [&](const auto* data) {
-    ReadSample(data, part.memory.residual, part.params.factor, Strata(n / kFitRun, runs, params.seed), runs,
-               sample.get(), &first);
-  });
-  return FitStages(sample.get(), runs * kFitRun, density, params, first);
+FitSample::FitSample(int64_t n, int64_t k, const FitParams& params)
+    : n_(n),
+      k_(k),
+      params_(params),
+      runs_(FitRuns(n, k)),
+      strata_(n / kFitRun, std::max<int64_t>(1, runs_), params.seed),
+      values_(runs_ == 0 ? nullptr : Scratch(1, runs_ * kFitRun)) {
+  next_ = strata_.Next() * kFitRun;
+}
+
+void FitSample::Read(const float* residual, int64_t end) {
+  const int64_t first = read_;
+  while (read_ < runs_ && next_ < end) {
+    std::memcpy(values_ + kFitRun * read_++, residual + next_, kFitRun * sizeof(float));
+    if (read_ < runs_) next_ = strata_.Next() * kFitRun;
+  }
+  AddMoments(values_ + kFitRun * first, kFitRun * (read_ - first), 0, &first_);
+}
+
+Fit FitSample::Run(const float* residual) {
+  const double density = static_cast<double>(k_) / static_cast<double>(n_);
+  if (runs_ == 0) return FitTail(residual, n_, density, params_);
+  Read(residual, n_);
+  return FitStages(values_, runs_ * kFitRun, density, params_, first_);
 }
 
 }  // namespace hvd_sparse

@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include "accumulate.h"
-#include "parallel.h"
+#include "strata.h"
 
 namespace hvd_sparse {
 
@@ -31,10 +30,37 @@ int64_t FitRuns(int64_t n, int64_t k);
 // Fits to the magnitudes of float32 values, so that a part `density` of them reaches the threshold, at least 2^-149.
 Fit FitTail(const float* values, int64_t n, double density, const FitParams& params);
 
-// Fits to what the residual of a part will be once its gradient is accumulated, without momentum or weight decay, or if
-// nothing is to be accumulated, to what it is. k: how many should reach the threshold. Where it
-// has to read all of the residual it accumulates first: is_done, as where nothing is to be.
-Fit FitPart(const Part& part, int64_t k, const FitParams& params, bool active, const ParallelFor& parallel_for,
-            bool* is_done, bool* finite);
+constexpr int64_t kFitLanes = 16;  // sums that do not wait for each other, so that they are made several at a time
+
+// Of |value| - threshold, over the values whose magnitude reaches the threshold. NaN reaches none.
+struct FitMoments {
+  double count[kFitLanes] = {};
+  double sum[kFitLanes] = {};
+  double squares[kFitLanes] = {};
+};
+
+// The same of a residual, or of a sample of it, so that about k of n elements reach the threshold. One at a time in a
+// thread.
+class FitSample {
+ public:
+  FitSample(int64_t n, int64_t k, const FitParams& params);
+
+  // Reads what of the sample lies below `end`, a multiple of kFitRun or n, while a cache holds it.
+  void Read(const float* residual, int64_t end);
+
+  // Reads the rest, and fits.
+  Fit Run(const float* residual);
+
+ private:
+  int64_t n_;
+  int64_t k_;
+  FitParams params_;
+  int64_t runs_;
+  Strata strata_;
+  float* values_;
+  int64_t next_ = 0;  // where the next run begins
+  int64_t read_ = 0;  // runs
+  FitMoments first_;  // of all values, without a threshold
+};
 
 }  // namespace hvd_sparse

@@ -25,20 +25,6 @@ constexpr double kMargin = 0.98;   // of the threshold: what is gathered, in cas
 constexpr double kAgain = 0.9;     // of it, where the partition is read again
 constexpr int64_t kTogether = 64;  // runs of the sample that are fetched together
 
-// What of a part lies in [begin, end) of all, counted from `begin`.
-Part Cut(const Part& part, int64_t begin, int64_t end) {
-  Part cut = part;
-  const int64_t first = std::clamp<int64_t>(begin - part.begin, 0, part.gradient.size);
-  const int64_t last = std::clamp<int64_t>(end - part.begin, first, part.gradient.size);
-  cut.gradient.data = static_cast<const char*>(part.gradient.data) + first * ItemSize(part.gradient.dtype);
-  cut.gradient.size = last - first;
-  cut.memory.residual += first;
-  if (cut.memory.velocity != nullptr) cut.memory.velocity += first;
-  if (cut.params.parameter != nullptr) cut.params.parameter += first;
-  cut.begin = part.begin + first - begin;
-  return cut;
-}
-
 // Of those gathered, in index order, the m largest, in the order of SelectTopK.
 std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Entry> entries, size_t m, uint64_t seed) {
   using Entry = Candidates<float>::Entry;
@@ -273,11 +259,11 @@ Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams
   std::vector<size_t> numbers;
   for (size_t i = 0; i < parts.size(); ++i) {
     finite[i] = true;
-    for (const Part& outside : {Cut(parts[i], 0, params.begin), Cut(parts[i], params.end, kEnd)}) {
+    for (const Part& outside : {CutPart(parts[i], 0, params.begin), CutPart(parts[i], params.end, kEnd)}) {
       if (outside.gradient.size == 0) continue;
       finite[i] &= Accumulate(outside.gradient, outside.params, parallel_for, outside.memory);
     }
-    const Part cut = Cut(parts[i], params.begin, params.end);
+    const Part cut = CutPart(parts[i], params.begin, params.end);
     if (cut.gradient.size == 0) continue;
     inside.push_back(cut);
     numbers.push_back(i);

@@ -248,10 +248,10 @@ def filter_bucket(
     the k largest residuals, once these are accumulated, and at least the smallest float32 above zero, and what
     thresholds says a guess that only changes the cost, 0.0 for none; where below 0, the -k largest are selected and no
     more, zeros left out. stages, int64[members]: where above 0, a threshold that about k
-    residuals reach is fitted in so many, the first to this distribution, by a sample that the seed chooses (SIDCo;
-    without momentum and weight decay). Returns the payloads, uint8[bytes], one after the other, whether each gradient
-    was finite, bool[members], and float64[members, 3], threshold, entries, and of a fit, how many of the sample reached
-    it over how many should. The k of a payload is its entries, but at least 1.
+    residuals reach is fitted in so many, the first to this distribution, by a sample that the seed chooses, and
+    thresholds has a guess at it (SIDCo; without momentum and weight decay). Returns the payloads, uint8[bytes], one
+    after the other, whether each gradient was finite, bool[members], and float64[members, 3], threshold, entries, and
+    of a fit, how many of the sample reached it over how many should. The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     stages = tf.zeros([len(gradients)], tf.int64) if stages is None else stages

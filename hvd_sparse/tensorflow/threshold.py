@@ -135,14 +135,16 @@ class FittedThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
+        self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # no state for a checkpoint
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return an infinite threshold, float64, for each variable unless active; k, and in how many stages to fit."""
-        more = tf.gather(self._more.read_value(), [self.rows[name] for name in names])
+        """Return a guess, float64, for each variable, infinite unless active; k, and in how many stages to fit."""
+        rows = [self.rows[name] for name in names]
+        more, guesses = (tf.gather(one.read_value(), rows) for one in (self._more, self._guesses))
         stages = tf.cast(more, tf.int64) + self._algorithm.stages
         none, never = tf.zeros_like(counts), tf.fill([len(names)], tf.constant(math.inf, tf.float64))
         return {
-            "thresholds": tf.where(is_active, tf.zeros_like(never), never),
+            "thresholds": tf.where(is_active, guesses, never),
             "ks": tf.where(is_active, counts, none),
             "stages": tf.where(is_active, stages, none),
         }
@@ -155,7 +157,9 @@ class FittedThresholds:
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
         planned = tf.numpy_function(self._adapt, [old, infos[:, 2], density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
-        return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
+        new.append(tf.where(is_active, infos[:, 0], tf.zeros_like(k)))
+        changes = zip([*self.variables, self._guesses], new, strict=True)
+        return [variable.scatter_update(tf.IndexedSlices(value, rows)) for variable, value in changes]
 
     def _adapt(self, old: np.ndarray, ratio: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Return the variables' next values, float64[variables, rows]."""

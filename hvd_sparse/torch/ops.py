@@ -267,10 +267,10 @@ def filter_bucket(
     below 0, the -k largest are selected and no more, zeros left out. Unless is_active no gradient enters a
     residual. channels: of low-bit values, as in `locate_payloads`. stages: one a member, or none; where above
     0, a threshold that about k residuals reach is fitted in so many, the first to this distribution, by a sample that
-    the seed chooses (SIDCo; without momentum and weight decay). Returns the payloads, uint8[bytes], one after the
-    other; float64[members, 4], threshold, entries, the payload's offset in bytes, and of a fit, how many of the sample
-    reached it over how many should; and bool[members]: was each gradient finite everywhere? The k of a payload is its
-    entries, but at least 1.
+    the seed chooses, and `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the
+    payloads, uint8[bytes], one after the other; float64[members, 4], threshold, entries, the payload's offset in bytes,
+    and of a fit, how many of the sample reached it over how many should; and bool[members]: was each gradient finite
+    everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)

@@ -111,31 +111,25 @@ TEST(OddValuesGiveAThresholdAllTheSame) {
   EXPECT(!FitTail(odd[1].data(), 3, 0.1, {1}).is_misfit, "zeros");
 }
 
-// A sample is of what will be accumulated, and leaves the memory as it is; where all is read, it is accumulated.
-TEST(ASampleIsOfWhatWillBeAccumulated) {
-  for (const int64_t n : {1000, 400'000}) {
-    const Floats gradient = Draw(n, 1), before = Draw(n, 2);
-    Floats residual = before, sampled, expected = before;
-    AccumulateParams params;
-    params.factor = 0.5f;
-    const Array array{gradient.data(), n, DType::kFloat32};
-    EXPECT(Accumulate(array, params, SerialFor, {expected.data(), nullptr}), "finite");
+TEST(ASampleHasARunOfEachStratum) {
+  for (const int64_t n : {1000, 400'007}) {
+    const Floats residual = Draw(n, 2);
     const int64_t k = n / 100, runs = FitRuns(n, k);
+    Floats sampled;
     EXPECT_EQ(n > 1000, runs > 0, n);
     for (int64_t j = 0; j < runs; ++j) {
-      const float* run = expected.data() + SamplePosition(n / kFitRun, runs, 9, j) * kFitRun;
+      const float* run = residual.data() + SamplePosition(n / kFitRun, runs, 9, j) * kFitRun;
       sampled.insert(sampled.end(), run, run + kFitRun);
     }
-    if (runs == 0) sampled = expected;
-    const FitParams fit{2, Distribution::kExponential, 9};
-    bool is_done = runs > 0, finite = false;
-    const Fit found =
-        FitPart({array, params, {residual.data(), nullptr}, 0}, k, fit, true, SerialFor, &is_done, &finite);
-    const Fit wanted = FitTail(sampled.data(), static_cast<int64_t>(sampled.size()), 0.01, fit);
+    if (runs == 0) sampled = residual;
+    const FitParams params{2, Distribution::kExponential, 9};
+    FitSample sample(n, k, params);
+    for (int64_t end = 0; end < n; end += 65'536) sample.Read(residual.data(), end);
+    const Fit found = sample.Run(residual.data());
+    const double density = static_cast<double>(k) / static_cast<double>(n);
+    const Fit wanted = FitTail(sampled.data(), static_cast<int64_t>(sampled.size()), density, params);
     EXPECT_NEAR(wanted.threshold, found.threshold, 1e-12, n);
     EXPECT_EQ(wanted.ratio, found.ratio, n);
-    EXPECT_EQ(runs == 0, is_done, n);
-    EXPECT_EQ(is_done ? expected : before, residual, n);
   }
 }
 

@@ -84,6 +84,20 @@ def test_thresholds_are_those_of_the_twin(shape, distribution, dtype):
         assert raw(torchs) == raw(residual) == raw(torch.from_numpy(variable.numpy()))
 
 
+@pytest.mark.parametrize("guess", [1e-30, 0.5, 1.0, 1.02, 1.1, 50.0, np.inf, -1.0])
+def test_a_guess_at_a_fitted_threshold_changes_nothing(guess):
+    """Given as a part of the threshold that is found."""
+    options = {"ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES), "seed": SEED}
+    drawn, other = Drawn("normal", torch.float32), Drawn("normal", torch.float32)
+    message, info, _ = ops.filter_bucket(drawn.gradients, drawn.residuals, thresholds=[0.0] * len(SIZES), **options)
+    guesses = (guess * info[:, 0]).tolist()
+    again, same_info, _ = ops.filter_bucket(other.gradients, other.residuals, thresholds=guesses, **options)
+    same(again, message.numpy())
+    assert same_info.tolist() == info.tolist()
+    for one, two in zip(drawn.residuals, other.residuals, strict=True):
+        assert raw(one) == raw(two)
+
+
 def test_what_is_not_active_is_fitted_as_it_is():
     drawn, still = Drawn("normal", torch.float32), Drawn("normal", torch.float32)
     options = {"thresholds": [0.0] * len(SIZES), "ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES)}
@@ -91,7 +105,7 @@ def test_what_is_not_active_is_fitted_as_it_is():
     for row, n, k, stages, own, other in zip(
         info.tolist(), SIZES, KS, STAGES, drawn.residuals, still.residuals, strict=True
     ):
-        found = reference.fit_tail(own.numpy(), k / n, stages, "exponential")
+        found = reference.fit_tail(reference.take_sample(own.numpy(), k, 0), k / n, stages, "exponential")
         assert row[0] == pytest.approx(found.threshold, rel=1e-9) or found.is_misfit
         assert raw(own) == raw(other)
     assert bool(finite.all())

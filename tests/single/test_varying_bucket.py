@@ -281,13 +281,13 @@ def test_shapes_are_known_while_tracing():
         return message
 
     step.get_concrete_function(tf.TensorSpec([None], tf.uint8))
-    assert shapes == {"filter": [[None], [5], [5, 2]], "sums": [[n] for n in SIZES]}
+    assert shapes == {"filter": [[None], [5], [5, 3]], "sums": [[n] for n in SIZES]}
 
 
 def test_opcheck():
     lists = ([torch.randn(50)], [torch.randn(50)], [], [])
     form = ("run_length", "float32", "mean", [])
-    arguments = (*lists, [1.0], 0.0, False, [0.0], True, [1.0], [0], *form)
+    arguments = (*lists, [1.0], 0.0, False, [0.0], True, [1.0], [0], *form, [], "exponential", 0)
     torch.library.opcheck(torch.ops.hvd_sparse.filter_bucket, arguments)
     message, *_ = torch.ops.hvd_sparse.filter_bucket(*arguments)
     places = ([50], 1, [torch.empty(50)], [0], 1.0, "run_length", "float32", [])
