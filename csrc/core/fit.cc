@@ -243,7 +243,7 @@ FitSample::FitSample(int64_t n, int64_t k, const FitParams& params)
       k_(k),
       params_(params),
       runs_(FitRuns(n, k)),
-      strata_(n / kFitRun, std::max<int64_t>(1, runs_), params.seed),
+      strata_(std::max<int64_t>(1, n / kFitRun), std::max<int64_t>(1, runs_), params.seed),
       values_(runs_ == 0 ? nullptr : Scratch(1, runs_ * kFitRun)) {
   next_ = strata_.Next() * kFitRun;
 }

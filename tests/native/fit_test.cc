@@ -112,9 +112,9 @@ TEST(OddValuesGiveAThresholdAllTheSame) {
 }
 
 TEST(ASampleHasARunOfEachStratum) {
-  for (const int64_t n : {1000, 400'007}) {
+  for (const int64_t n : {1, 5, 16, 1000, 400'007}) {
     const Floats residual = Draw(n, 2);
-    const int64_t k = n / 100, runs = FitRuns(n, k);
+    const int64_t k = std::max<int64_t>(1, n / 100), runs = FitRuns(n, k);
     Floats sampled;
     EXPECT_EQ(n > 1000, runs > 0, n);
     for (int64_t j = 0; j < runs; ++j) {
