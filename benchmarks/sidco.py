@@ -28,10 +28,10 @@ FRAMEWORKS = {"pytorch": "pytorch_worker", "tensorflow": "tensorflow2_worker"}
 SHAPES = {"one": [(25_600_000,)], "resnet50": MODELS["resnet50"]}
 TITLES = {"one": "one of 25,600,000 elements", "resnet50": "ResNet-50's 161"}
 METHODS = {
-    "gd": lambda density: Settings.gradient_dropping(None, density),
-    "sidco": lambda density: Settings.sidco(None, density),
-    "three stages": lambda density: Settings.sidco(None, density, stages=3),
-    "gamma": lambda density: Settings.sidco(None, density, distribution="gamma"),
+    "gd": lambda density: Settings.gradient_dropping(None, density, min_numel=0),
+    "sidco": lambda density: Settings.sidco(None, density, min_numel=0),
+    "three stages": lambda density: Settings.sidco(None, density, min_numel=0, stages=3),
+    "gamma": lambda density: Settings.sidco(None, density, min_numel=0, distribution="gamma"),
 }
 
 

@@ -109,13 +109,21 @@ class Worker:
         }
 
 
+class Alone:
+    """The exchange of one rank, as far as compressing asks for it."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return 1
+
+
 class Codec:
     """What a rank compresses of variables of given shapes, bucket by bucket, in one tf.function."""
 
     def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
         variables = {f"{i:03}": tf.Variable(tf.zeros(shape)) for i, shape in enumerate(shapes)}
         self.feedback = {name: make_error_feedback(algorithm, one, name) for name, one in variables.items()}
-        self.codec = CODECS[algorithm.layout](algorithm, self.feedback, None)
+        self.codec = CODECS[algorithm.layout](algorithm, self.feedback, Alone())
         self.density, self.step = algorithm.schedule.density(0), 0
         self.sent = 0  # elements, in the last step
         self._traced = tf.function(self._compress)
