@@ -23,7 +23,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro bench-sidco clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -129,6 +129,9 @@ bench-lifespan: setup  ## time DCT's steps with and without a refresh of the thr
 
 bench-micro: setup  ## what MiCRO's selection and steps cost against exact top-k, and its density
 	@$(RUN) python benchmarks/micro.py --output benchmarks/results/micro.md
+
+bench-sidco: setup  ## what SIDCo's compress costs over Gradient Dropping's
+	@$(RUN) python benchmarks/sidco.py --output benchmarks/results/sidco.md
 
 bench-stragglers: setup  ## batches a second with one slow worker, asynchronous against Horovod
 	@$(RUN) python benchmarks/stragglers.py

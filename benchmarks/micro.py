@@ -11,6 +11,7 @@ run, and ratios: milliseconds depend on the machine.
 import argparse
 import importlib
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from time import process_time
 
 import numpy as np
 import torch
+from machine import machine
 
 from hvd_sparse.reference.partition import make_sketch
 from hvd_sparse.threshold import PredictedThreshold, ThresholdHint, partition, sketch_sample
@@ -148,7 +150,7 @@ def write_report(args) -> str:
     lines = [
         "# MiCRO: what selection costs",
         "",
-        "`python benchmarks/micro.py --output benchmarks/results/micro.md`",
+        f"`{shlex.join(['python', 'benchmarks/micro.py', *sys.argv[1:]])}`; {machine()}",
         "",
     ]
     lines += [f"Selection of {DENSITY} of {N:,} elements, one thread, beyond accumulating the gradient.", ""]

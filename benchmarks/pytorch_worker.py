@@ -6,7 +6,10 @@ from entries import draw_entries
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
+from hvd_sparse.torch.codecs import CODECS
+from hvd_sparse.torch.codecs.base import Entry, Round
 from hvd_sparse.torch.error_feedback import make_error_feedback
+from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.units import Units
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -92,3 +95,33 @@ class Worker:
             "values": plain[1].numpy(),
             "residual": self.memory.residual.numpy(),
         }
+
+
+class Codec:
+    """What a rank compresses of tensors of given shapes, bucket by bucket."""
+
+    def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
+        named = [(f"{i:03}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+        parameters, device = Parameters(named), torch.device("cpu")
+        feedback = {name: make_error_feedback(algorithm, one, device) for name, one in named}
+        self.codec = CODECS[algorithm.layout](algorithm, parameters, feedback, None, self, device)
+        self.names, self.density, self.step = [name for name, _ in named], algorithm.schedule.density(0), 0
+        self.buckets = None
+        self.sent = 0  # elements, in the last step
+
+    def count(self, sent: int) -> None:
+        """Count as `hvd_sparse.traffic.Traffic` does."""
+        self.sent += sent
+
+    def compress(self, gradients: list[torch.Tensor]) -> None:
+        """Accumulate, select, pack and clear."""
+        self.sent = 0
+        self.codec.begin(Round(self.step, self.density, self.step, Units(1), 0))
+        self.buckets = self.buckets or self.codec.plan(self.names, "bucket")
+        entries = {name: Entry(name, one, False) for name, one in zip(self.names, gradients, strict=True)}
+        for bucket in self.buckets:
+            members = {name: entries[name] for name in bucket.members}
+            self.codec.encode(bucket, members)
+            self.codec.clear(bucket, members)
+        self.codec.end()
+        self.step += 1

@@ -9,6 +9,8 @@ import tensorflow as tf
 from entries import draw_entries
 
 from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.codecs import CODECS
+from hvd_sparse.tensorflow.codecs.base import Entry, Round
 from hvd_sparse.tensorflow.error_feedback import make_error_feedback
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.units import Units
@@ -105,3 +107,40 @@ class Worker:
             "values": plain[1].numpy(),
             "residual": self.memory.residual.numpy(),
         }
+
+
+class Alone:
+    """The exchange of one rank, as far as compressing asks for it."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return 1
+
+
+class Codec:
+    """What a rank compresses of variables of given shapes, bucket by bucket, in one tf.function."""
+
+    def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
+        variables = {f"{i:03}": tf.Variable(tf.zeros(shape)) for i, shape in enumerate(shapes)}
+        self.feedback = {name: make_error_feedback(algorithm, one, name) for name, one in variables.items()}
+        self.codec = CODECS[algorithm.layout](algorithm, self.feedback, Alone())
+        self.density, self.step = algorithm.schedule.density(0), 0
+        self.sent = 0  # elements, in the last step
+        self._traced = tf.function(self._compress)
+
+    def _compress(self, gradients: list[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
+        now = Round(step, step, self.density, None, Units(1, 1.0, tf.ones([], tf.float64)), "", void=tf.constant(False))
+        entries = [
+            Entry(name, gradient, feedback, True, factor=tf.ones([]))
+            for gradient, (name, feedback) in zip(gradients, self.feedback.items(), strict=True)
+        ]
+        buckets = self.codec.encode(entries, now)
+        self.codec.learn(buckets, now)
+        for bucket in buckets:
+            self.codec.decode(bucket, bucket.message, now)  # what is only summed is not run
+        return tf.add_n([tf.reduce_sum(bucket.ks) for bucket in buckets])
+
+    def compress(self, gradients: list[tf.Tensor]) -> None:
+        """Accumulate, select, pack and clear."""
+        self.sent = int(self._traced(gradients, tf.constant(self.step, tf.int64)))
+        self.step += 1

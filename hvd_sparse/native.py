@@ -8,7 +8,6 @@ in the caller's thread, and let others run meanwhile.
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +48,6 @@ _ARGUMENTS = {
     "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
     "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
     "unpack": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
-    "tail_moments": [_POINTER, _SIZE, ctypes.c_double, ctypes.c_int32, _POINTER],
     "unpack_payloads": [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
 }
 
@@ -170,23 +168,6 @@ def crc32(data: np.ndarray) -> int:
     size, found = _checked("data", data, np.uint8).size, ctypes.c_uint32()
     _call("crc32", _address(data), size, ctypes.byref(found))
     return found.value
-
-
-class Moments(NamedTuple):
-    """Of |value| - threshold over the values whose magnitude reaches a threshold: sums, in float64."""
-
-    count: float
-    sum: float
-    squares: float
-    logs: float  # over those that are above 0, of which there are `positive`; 0 unless asked for
-    positive: float
-
-
-def tail_moments(values: np.ndarray, threshold: float, logs: bool = False) -> Moments:
-    """Return the moments of the magnitudes of float32[n] that reach a threshold; NaN does not."""
-    n, found = _checked("values", values, np.float32).size, np.empty(5)
-    _call("tail_moments", _address(values), n, threshold, logs, _address(found))
-    return Moments(*found.tolist())
 
 
 def quantize(

@@ -209,7 +209,16 @@ def select_top_k_of_difference(
     indices, info = np.empty(k, np.int64), np.empty(2)
     given = (_address(minuend), _address(subtrahend), n, k, seed, threshold_hint)
     _call("select_top_k_of_difference", *given, _address(indices), _address(info))
-    return indices, minuend[indices] - subtrahend[indices], info
+    return indices, subtract(minuend[indices], subtrahend[indices]), info
+
+
+def subtract(minuend: np.ndarray, subtrahend: np.ndarray) -> np.ndarray:
+    """Return the difference of float32 arrays as the core has it: what overflows is infinite or NaN, without a warning.
+
+    Whoever receives such a difference refuses it: the training has diverged.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return minuend - subtrahend
 
 
 def _check_marks(marks: np.ndarray, n: int) -> None:

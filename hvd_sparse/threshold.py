@@ -1,13 +1,13 @@
 """Thresholds that keep state between steps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
+from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.sampling import hash_index
 
 SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
@@ -21,9 +21,6 @@ LARGEST_FLOAT = float(np.finfo(np.float32).max)
 LARGEST_GROWTH = 0.22  # of a threshold's logarithm in a step
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
-
-
-Sample = Callable[[np.ndarray | None], np.ndarray]  # the values of runs that are sampled, or all, once accumulated
 
 
 @dataclass
@@ -61,11 +58,13 @@ class Plan:
     """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest.
 
     The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found. Where k is
-    below 0, the -k largest and no others, whatever is equal to them.
+    below 0, the -k largest and no others, whatever is equal to them. Where there are stages, a threshold that about k
+    elements reach is fitted in them; the threshold here is a guess at it, which changes nothing but the cost.
     """
 
     threshold: float
     k: int = 0
+    stages: int = 0
 
 
 class ConstantThreshold:
@@ -84,11 +83,11 @@ class ConstantThreshold:
     def restore(self, numbers: Sequence[float]) -> None:
         """There is nothing to restore."""
 
-    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
+    def plan(self, step: int, k: int, n: int) -> Plan:
         """Return what to select by in a step."""
         return self._plan
 
-    def learn(self, k: int, threshold: float, count: int) -> None:
+    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
         """There is nothing to learn from how many were sent."""
 
 
@@ -113,7 +112,7 @@ class KeptThreshold:
         """Continue from `numbers()`."""
         self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
 
-    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
+    def plan(self, step: int, k: int, n: int) -> Plan:
         """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
         self._drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
@@ -122,7 +121,7 @@ class KeptThreshold:
             return Plan(self._value if known else 0.0, k)
         return Plan(SMALLEST if self._drains else self._value)
 
-    def learn(self, k: int, threshold: float, count: int) -> None:
+    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
         """Keep the threshold, if it was taken anew; take it anew in the next step if the count has left the band."""
         if self._due:
             self._value, self._k = threshold, k
@@ -184,19 +183,17 @@ class FittedThreshold:
         """Continue from `numbers()`."""
         more, turned, error, knows, self._achieved, steps = map(float, numbers)
         self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
-        self._steps, self._density, self._ratio = int(steps), 1.0, 0.0
+        self._steps, self._density, self._guess = int(steps), 1.0, 0.0
 
-    def plan(self, step: int, k: int, n: int, sample: Sample) -> Plan:
+    def plan(self, step: int, k: int, n: int) -> Plan:
         """Return what to select by in a step."""
-        values = sample(sample_for_fit(n, k, self._algorithm.seed + step))
         self._density = k / n
-        fit = fit_tail(values, self._density, self._stages.count, self._algorithm.distribution)
-        self._ratio = fit.ratio
-        return Plan(0.0, -k) if fit.is_misfit else Plan(fit.threshold)
+        return Plan(self._guess, k, self._stages.count)
 
-    def learn(self, k: int, threshold: float, count: int) -> None:
-        """Adapt the stages to how many reached the fitted threshold."""
-        self._achieved += self._ratio
+    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
+        """Adapt the stages to how many of the sample reached the fitted threshold, over how many should."""
+        self._guess = threshold
+        self._achieved += ratio
         self._steps += 1
         if self._steps == ADAPT_STEPS:
             self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)

@@ -177,6 +177,19 @@ Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, d
   return Status::Ok();
 }
 
+Part CutPart(const Part& part, int64_t begin, int64_t end) {
+  Part cut = part;
+  const int64_t first = std::clamp<int64_t>(begin - part.begin, 0, part.gradient.size);
+  const int64_t last = std::clamp<int64_t>(end - part.begin, first, part.gradient.size);
+  cut.gradient.data = static_cast<const char*>(part.gradient.data) + first * ItemSize(part.gradient.dtype);
+  cut.gradient.size = last - first;
+  cut.memory.residual += first;
+  if (cut.memory.velocity != nullptr) cut.memory.velocity += first;
+  if (cut.params.parameter != nullptr) cut.params.parameter += first;
+  cut.begin = part.begin + first - begin;
+  return cut;
+}
+
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
   int64_t joined = 0;
   for (const Part& part : parts) {

@@ -45,6 +45,9 @@ struct Part {
   int64_t begin = 0;
 };
 
+// What of a part lies in [begin, end) of the selection, counted from `begin`.
+Part CutPart(const Part& part, int64_t begin, int64_t end);
+
 // The residuals of parts, which ascend and do not overlap, as one array of n, zero where there is no part: where they
 // lie, if that is already one, or in `copy`.
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy);

@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <iterator>
 
@@ -12,6 +13,8 @@
 namespace hvd_sparse {
 namespace {
 
+constexpr double kFitMargin = 0.95;          // of a guess at a fitted threshold: what is gathered
+constexpr int64_t kFitSpan = 1 << 16;        // elements that are accumulated before their part of the sample is read
 constexpr double kSmallestFloat = 0x1p-149;  // every float32 that is not zero reaches it
 
 // The residual at the ascending indices; zero where there is no part.
@@ -51,33 +54,72 @@ Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& 
   return Pack(format, indices.data(), sent, entries, payload);
 }
 
-// Updates the memory if active; selects what reaches the threshold, in the same pass where that is known before. Where
-// it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another pass follows.
-Status FilterMemory(const Part& part, bool active, const FilterParams& filter, const ParallelFor& parallel_for,
+// Updates the memory unless that is done; selects what reaches the threshold, in the same pass where that is known
+// before. Where it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another
+// pass follows.
+Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, const ParallelFor& parallel_for,
                     bool* finite, double* threshold, std::vector<int64_t>* indices) {
-  const int64_t n = part.gradient.size;
-  const Array residual{part.memory.residual, n, DType::kFloat32};
+  const Array residual{part.memory.residual, part.gradient.size, DType::kFloat32};
   *threshold = filter.threshold;
-  if (filter.k != 0) {
-    const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
-    Selection largest;
-    HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK({part}, n, select, parallel_for, finite, &largest)
-                                      : SelectKept({part}, n, select, parallel_for, finite, &largest));
-    *threshold = std::max(largest.threshold, kSmallestFloat);
-    if (filter.k < 0) {
-      const float* values = part.memory.residual;
-      std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
-                   [values](int64_t index) { return values[index] != 0; });
-      return Status::Ok();
-    }
-  } else {
+  if (filter.k == 0) {
     HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
-    if (active) {
-      return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
-    }
-    *finite = AllFinite(part.gradient, parallel_for);
+    if (is_done) return FilterThreshold(residual, *threshold, parallel_for, indices);
+    return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
   }
-  return FilterThreshold(residual, *threshold, parallel_for, indices);
+  const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
+  Selection largest;
+  HVD_SPARSE_RETURN_IF_ERROR(is_done ? SelectTopK(residual, select, parallel_for, &largest)
+                                     : AccumulateTopK({part}, residual.size, select, parallel_for, finite, &largest));
+  *threshold = std::max(largest.threshold, kSmallestFloat);
+  if (filter.k > 0) return FilterThreshold(residual, *threshold, parallel_for, indices);
+  const float* values = part.memory.residual;
+  std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
+               [values](int64_t index) { return values[index] != 0; });
+  return Status::Ok();
+}
+
+// Updates the memory if active, and selects what reaches a threshold that is then fitted to it: in the same pass, if
+// the guess at it was good.
+Status FilterFitted(const Part& part, bool active, FilterParams filter, const ParallelFor& parallel_for, bool* finite,
+                    Filtered* filtered, std::vector<int64_t>* indices) {
+  const int64_t n = part.gradient.size;
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, n));
+  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
+    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
+  }
+  const double bar = kFitMargin * filter.threshold;
+  const bool guesses = active && bar > 0 && bar < HUGE_VAL;
+  const float* residual = part.memory.residual;
+  FitSample sample(n, filter.k, filter.fit);
+  *finite = active || *finite;
+  for (int64_t begin = 0; active && begin < n; begin += kFitSpan) {
+    const Part span = CutPart(part, begin, begin + kFitSpan);
+    bool is_finite = true;
+    if (guesses) {
+      std::vector<int64_t> found;
+      HVD_SPARSE_RETURN_IF_ERROR(
+          AccumulateFilter(span.gradient, span.params, bar, parallel_for, span.memory, &is_finite, &found));
+      for (const int64_t index : found) indices->push_back(begin + index);
+    } else {
+      is_finite = Accumulate(span.gradient, span.params, parallel_for, span.memory);
+    }
+    *finite &= is_finite;
+    sample.Read(residual, begin + span.gradient.size);
+  }
+  const Fit fit = sample.Run(residual);
+  filtered->ratio = fit.ratio;
+  filtered->threshold = fit.threshold;
+  if (guesses && !fit.is_misfit && fit.threshold >= bar) {
+    const auto falls_short = [residual, least = SmallestReaching<float>(fit.threshold)](int64_t index) {
+      return MagnitudeBits(residual[index]) < least;
+    };
+    indices->erase(std::remove_if(indices->begin(), indices->end(), falls_short), indices->end());
+    return Status::Ok();
+  }
+  indices->clear();
+  filter.threshold = fit.is_misfit ? 0 : fit.threshold;
+  filter.k = fit.is_misfit ? -filter.k : 0;
+  return FilterMemory(part, true, filter, parallel_for, finite, &filtered->threshold, indices);
 }
 
 }  // namespace
@@ -101,7 +143,11 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   format.n = part.gradient.size;
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
-  HVD_SPARSE_RETURN_IF_ERROR(FilterMemory(part, active, filter, parallel_for, finite, &filtered->threshold, &indices));
+  if (!active) *finite = AllFinite(part.gradient, parallel_for);
+  HVD_SPARSE_RETURN_IF_ERROR(
+      filter.fit.stages > 0
+          ? FilterFitted(part, active, filter, parallel_for, finite, filtered, &indices)
+          : FilterMemory(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
   format.k = std::max<int64_t>(1, filtered->count);
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "accumulate.h"
+#include "fit.h"
 #include "low_bit.h"
 #include "parallel.h"
 #include "payload.h"
@@ -23,15 +24,21 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
 // What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero:
 // `threshold` then is a guess at it, that changes nothing but the time this takes, or 0. If k < 0, the -k largest are,
 // and no more: equal magnitudes are ordered by a hash of the index; zeros are left out.
+//
+// If `fit` has stages, the threshold is fitted to what the residual becomes, so that about k reach it, and `threshold`
+// is a guess at that, or 0; if no fit is of use, the k largest are selected and no more.
 struct FilterParams {
   double threshold = 0;
   int64_t k = 0;
+  FitParams fit = {};
 };
 
-// What a filter selected: the threshold that it took, and how many elements reached it.
+// What a filter selected: the threshold that it took, and how many elements reached it; where one was fitted, how many
+// of the sample reached it over how many should.
 struct Filtered {
   double threshold = 0;
   int64_t count = 0;
+  double ratio = 0;
 };
 
 // Updates the memory of a part, selects what reaches a threshold in its residual, and adds the payload to `message`,

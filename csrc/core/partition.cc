@@ -10,7 +10,9 @@
 
 #include "accumulate_candidates.h"
 #include "candidates.h"
+#include "multiversion.h"
 #include "random.h"
+#include "strata.h"
 #include "threshold.h"
 
 namespace hvd_sparse {
@@ -18,23 +20,10 @@ namespace {
 
 constexpr double kLowest = 0.92;  // of the share
 constexpr double kHighest = 1.08;
-constexpr double kLeeway = 4;     // elements: a small share is left to chance
-constexpr double kMargin = 0.98;  // of the threshold: what is gathered, in case that too few reach it
-constexpr double kAgain = 0.9;    // of it, where the partition is read again
-
-// What of a part lies in [begin, end) of all, counted from `begin`.
-Part Cut(const Part& part, int64_t begin, int64_t end) {
-  Part cut = part;
-  const int64_t first = std::clamp<int64_t>(begin - part.begin, 0, part.gradient.size);
-  const int64_t last = std::clamp<int64_t>(end - part.begin, first, part.gradient.size);
-  cut.gradient.data = static_cast<const char*>(part.gradient.data) + first * ItemSize(part.gradient.dtype);
-  cut.gradient.size = last - first;
-  cut.memory.residual += first;
-  if (cut.memory.velocity != nullptr) cut.memory.velocity += first;
-  if (cut.params.parameter != nullptr) cut.params.parameter += first;
-  cut.begin = part.begin + first - begin;
-  return cut;
-}
+constexpr double kLeeway = 4;      // elements: a small share is left to chance
+constexpr double kMargin = 0.98;   // of the threshold: what is gathered, in case that too few reach it
+constexpr double kAgain = 0.9;     // of it, where the partition is read again
+constexpr int64_t kTogether = 64;  // runs of the sample that are fetched together
 
 // Of those gathered, in index order, the m largest, in the order of SelectTopK.
 std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Entry> entries, size_t m, uint64_t seed) {
@@ -49,6 +38,66 @@ std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Ent
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.index < b.index; });
   return entries;
 }
+
+// Which counter each magnitude belongs to: that of its bin, the last one for what is below all bins, or NaN.
+HVD_SPARSE_MULTIVERSION void FindBins(const float* values, int64_t n, uint32_t lowest, uint32_t base, uint32_t* bins) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = MagnitudeBits(values[i]);
+    const uint32_t bin = (bits >> kMagnitudeShift) - base;
+    const uint32_t inside = bin < kSketchBins - 1 ? bin : kSketchBins - 1;
+    bins[i] = Reaches<float>(bits, lowest) ? inside : static_cast<uint32_t>(kSketchBins);
+  }
+}
+
+HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, uint32_t bar) {
+  uint32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += Reaches<float>(MagnitudeBits(values[i]), bar) ? 1 : 0;
+  return count;
+}
+
+// Counts magnitudes in bins around a bar, and how many reach it.
+class Sketcher {
+ public:
+  explicit Sketcher(uint32_t bar)
+      : bar_(bar),
+        base_(std::max(0, static_cast<int32_t>(bar >> kMagnitudeShift) - kSketchBelow)),
+        lowest_(std::max(1u, static_cast<uint32_t>(base_) << kMagnitudeShift)) {}
+
+  void Add(const float* values, int64_t n) {
+    std::array<uint32_t, kChunk> bins;
+    for (int64_t i = 0; i < n; i += kChunk) {
+      const int64_t size = std::min(kChunk, n - i);
+      FindBins(values + i, size, lowest_, static_cast<uint32_t>(base_), bins.data());
+      for (int64_t j = 0; j < size; ++j) ++counts_[static_cast<size_t>(j % 2)][bins[static_cast<size_t>(j)]];
+      reached_ += CountReaching(values + i, size, bar_);
+    }
+  }
+
+  int32_t base() const { return base_; }
+  int64_t reached() const { return reached_; }
+
+  // How many of a bin reach the bar.
+  int64_t above(size_t bin) const {
+    if (bin != own()) return bin > own() ? Counted(bin) : 0;
+    int64_t count = reached_;
+    for (size_t higher = bin + 1; higher < kSketchBins; ++higher) count -= Counted(higher);
+    return count;
+  }
+  int64_t below(size_t bin) const { return Counted(bin) - above(bin); }
+
+ private:
+  // The bar's own bin.
+  size_t own() const {
+    return std::min<size_t>((bar_ >> kMagnitudeShift) - static_cast<uint32_t>(base_), kSketchBins - 1);
+  }
+  int64_t Counted(size_t bin) const { return counts_[0][bin] + counts_[1][bin]; }
+
+  uint32_t bar_;
+  int32_t base_;
+  uint32_t lowest_;
+  int64_t reached_ = 0;
+  std::array<std::array<int64_t, kSketchBins + 1>, 2> counts_{};  // neighbours do not wait for each other
+};
 
 class Selecting {
  public:
@@ -130,55 +179,48 @@ class Selecting {
   // Counts a sample. What reaches the threshold is known to be as many as were named, if the threshold fits: its bins
   // are scaled to that.
   void Sketch(bool fits, Partitioned* result) const {
-    const uint32_t bar = CandidateBar<float>(result->threshold);
-    result->base = std::max(0, static_cast<int32_t>(bar >> kMagnitudeShift) - kSketchBelow);
-    const auto lowest = static_cast<uint32_t>(result->base) << kMagnitudeShift;
-    std::array<int64_t, kSketchBins> above{}, below{};
-    int64_t reached = 0;
-    const auto add = [&](const float* values, int64_t n) {
-      if (!AnyReaches(values, n, std::max(1u, lowest))) return;
-      for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = MagnitudeBits(values[i]);
-        if (!Reaches<float>(bits, std::max(1u, lowest))) continue;
-        const auto bin = std::min<uint32_t>((bits - lowest) >> kMagnitudeShift, kSketchBins - 1);
-        const bool is_above = bits >= bar;
-        ++(is_above ? above : below)[bin];
-        reached += is_above;
-      }
-    };
-    const double scale = Sample(add);
+    Sketcher sketcher(CandidateBar<float>(result->threshold));
+    const double scale = Sample(&sketcher);
     const double exact =
-        static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, reached));
+        static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, sketcher.reached()));
+    result->base = sketcher.base();
     for (size_t bin = 0; bin < result->sketch.size(); ++bin) {
-      const double reaching = static_cast<double>(above[bin]) * (fits ? exact : scale);
-      result->sketch[bin] = static_cast<float>(reaching + static_cast<double>(below[bin]) * scale);
+      const auto above = static_cast<double>(sketcher.above(bin));
+      const auto below = static_cast<double>(sketcher.below(bin));
+      result->sketch[bin] = static_cast<float>(above * (fits ? exact : scale) + below * scale);
     }
   }
 
-  // Calls add(values, n) on runs of the partition, one of each of as many strata, or on all of it; returns how many
-  // elements one that was sampled stands for.
-  template <typename Add>
-  double Sample(const Add& add) const {
+  // Gives the sketcher runs of the partition, one of each of as many strata, or all of it; returns how many elements
+  // one that was sampled stands for.
+  double Sample(Sketcher* sketcher) const {
     const int64_t runs = size_ / kSketchRun;
     const int64_t wanted = std::max<int64_t>(1, params_.sample / kSketchRun);
     if (params_.sample >= size_ || wanted >= runs) {
-      for (const Part& part : parts_) {
-        for (int64_t i = 0; i < part.gradient.size; i += kChunk) {
-          add(part.memory.residual + i, std::min(kChunk, part.gradient.size - i));
-        }
-      }
+      for (const Part& part : parts_) sketcher->Add(part.memory.residual, part.gradient.size);
       return 1;
     }
+    struct Piece {
+      const float* values;
+      int64_t size;
+    };
+    std::vector<Piece> pieces;
+    Strata strata(runs, wanted, params_.seed);
     auto part = parts_.begin();
-    for (int64_t j = 0; j < wanted; ++j) {
-      const int64_t begin = SamplePosition(runs, wanted, params_.seed, j) * kSketchRun;
-      const int64_t end = begin + kSketchRun;
-      while (part != parts_.end() && part->begin + part->gradient.size <= begin) ++part;
-      for (auto at = part; at != parts_.end() && at->begin < end; ++at) {
-        const int64_t first = std::max(begin, at->begin);
-        const int64_t last = std::min(end, at->begin + at->gradient.size);
-        add(at->memory.residual + (first - at->begin), last - first);
+    for (int64_t first = 0; first < wanted; first += kTogether) {
+      pieces.clear();
+      for (int64_t j = first; j < std::min(first + kTogether, wanted); ++j) {
+        const int64_t begin = strata.Next() * kSketchRun;
+        const int64_t end = begin + kSketchRun;
+        while (part != parts_.end() && part->begin + part->gradient.size <= begin) ++part;
+        for (auto at = part; at != parts_.end() && at->begin < end; ++at) {
+          const int64_t from = std::max(begin, at->begin);
+          pieces.push_back(
+              {at->memory.residual + (from - at->begin), std::min(end, at->begin + at->gradient.size) - from});
+          __builtin_prefetch(pieces.back().values);
+        }
       }
+      for (const Piece& piece : pieces) sketcher->Add(piece.values, piece.size);
     }
     return static_cast<double>(size_) / static_cast<double>(wanted * kSketchRun);
   }
@@ -217,11 +259,11 @@ Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams
   std::vector<size_t> numbers;
   for (size_t i = 0; i < parts.size(); ++i) {
     finite[i] = true;
-    for (const Part& outside : {Cut(parts[i], 0, params.begin), Cut(parts[i], params.end, kEnd)}) {
+    for (const Part& outside : {CutPart(parts[i], 0, params.begin), CutPart(parts[i], params.end, kEnd)}) {
       if (outside.gradient.size == 0) continue;
       finite[i] &= Accumulate(outside.gradient, outside.params, parallel_for, outside.memory);
     }
-    const Part cut = Cut(parts[i], params.begin, params.end);
+    const Part cut = CutPart(parts[i], params.begin, params.end);
     if (cut.gradient.size == 0) continue;
     inside.push_back(cut);
     numbers.push_back(i);

@@ -2,11 +2,9 @@
 // types of arrays are the caller's business; coding, value type and level are numbers of the wire, which it has
 // checked.
 #include <algorithm>
-#include <iterator>
 
 #include "../core/accumulate.h"
 #include "../core/low_bit.h"
-#include "../core/moments.h"
 #include "../core/quantize.h"
 #include "../core/select.h"
 #include "report.h"
@@ -133,14 +131,5 @@ HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t s
     at += own;
     begin += ns[p];
   }
-  return 0;
-}
-
-// moments[5]: as core/moments.h has them.
-HVD_SPARSE_API int hvd_sparse_tail_moments(const float* values, int64_t n, double threshold, int32_t logs,
-                                           double* moments, char* /*message*/) {
-  const hvd_sparse::Moments found = hvd_sparse::TailMoments(values, n, threshold, logs != 0);
-  const double numbers[] = {found.count, found.sum, found.squares, found.logs, found.positive};
-  std::copy(std::begin(numbers), std::end(numbers), moments);
   return 0;
 }

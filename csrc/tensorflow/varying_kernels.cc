@@ -18,6 +18,11 @@ class FilterBucketKernel : public AccumulatingKernel {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
     OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
+    std::string name;
+    OP_REQUIRES_OK(construction, construction->GetAttr("distribution", &name));
+    distribution_ = name == "gamma"    ? Distribution::kGamma
+                    : name == "pareto" ? Distribution::kPareto
+                                       : Distribution::kExponential;
   }
 
  protected:
@@ -35,17 +40,19 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Report(MemberFormats(form, &formats)));
     const int members = lists.gradients.size();
     TF_RETURN_IF_ERROR(call.Output("finite", {members}, &finite));
-    TF_RETURN_IF_ERROR(call.Output("info", {members, 2}, &info));
+    TF_RETURN_IF_ERROR(call.Output("info", {members, 3}, &info));
     std::vector<uint8_t> message;
     for (int i = 0; i < members; ++i) {
       Job job;
       Filtered found;
       TF_RETURN_IF_ERROR(OpenMember(call, lists, i, numbers.factors[i], &job));
-      TF_RETURN_IF_ERROR(call.Report(FilterAndPack(
-          {job.gradient, job.params, job.memory, 0}, job.is_active, {numbers.thresholds[i], numbers.ks[i]},
-          formats[static_cast<size_t>(i)], level_, call.Pool(), &message, finite + i, &found)));
+      const FilterParams filter{numbers.thresholds[i], numbers.ks[i], {numbers.stages[i], distribution_, numbers.seed}};
+      TF_RETURN_IF_ERROR(call.Report(FilterAndPack({job.gradient, job.params, job.memory, 0}, job.is_active, filter,
+                                                   formats[static_cast<size_t>(i)], level_, call.Pool(), &message,
+                                                   finite + i, &found)));
       *info++ = found.threshold;
       *info++ = static_cast<double>(found.count);
+      *info++ = found.ratio;
     }
     TF_RETURN_IF_ERROR(call.Output("message", {static_cast<int64_t>(message.size())}, &out));
     std::copy(message.begin(), message.end(), out);
@@ -57,18 +64,23 @@ class FilterBucketKernel : public AccumulatingKernel {
     const float* factors;
     const double* thresholds;
     const int64_t* ks;
+    const int64_t* stages;
+    uint64_t seed;
   };
 
   static absl::Status ReadNumbers(const Call& call, const Lists& lists, Numbers* numbers) {
-    int64_t factors = 0, thresholds = 0, ks = 0;
+    int64_t factors = 0, thresholds = 0, ks = 0, stages = 0;
     TF_RETURN_IF_ERROR(call.Vector("factors", &numbers->factors, &factors));
     TF_RETURN_IF_ERROR(call.Vector("thresholds", &numbers->thresholds, &thresholds));
     TF_RETURN_IF_ERROR(call.Vector("ks", &numbers->ks, &ks));
-    return CheckMembers(call, lists, {factors, thresholds, ks});
+    TF_RETURN_IF_ERROR(call.Vector("stages", &numbers->stages, &stages));
+    TF_RETURN_IF_ERROR(call.Seed(&numbers->seed));
+    return CheckMembers(call, lists, {factors, thresholds, ks, stages});
   }
 
   BucketForm form_;
   Level level_ = Level::kMean;
+  Distribution distribution_ = Distribution::kExponential;
 };
 
 class AccumulatePartitionKernel : public AccumulatingKernel {

@@ -18,7 +18,7 @@ absl::Status FilterBucketShape(InferenceContext* c) {
   const auto members = static_cast<int64_t>(types.size());
   c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
   c->set_output(1, c->Vector(members));
-  c->set_output(2, c->Matrix(members, 2));
+  c->set_output(2, c->Matrix(members, 3));
   return absl::OkStatus();
 }
 
@@ -50,6 +50,8 @@ REGISTER_OP("HvdSparseFilterBucket")
     .Input("is_active: bool")
     .Input("thresholds: double")
     .Input("ks: int64")
+    .Input("stages: int64")
+    .Input("seed: int64")
     .Output("message: uint8")
     .Output("finite: bool")
     .Output("info: double")
@@ -62,6 +64,7 @@ REGISTER_OP("HvdSparseFilterBucket")
     .Attr("weight_decays: list(float) = []")
     .Attr("level: {'mean', 'min'} = 'mean'")
     .Attr("channels: list(int) = []")
+    .Attr("distribution: {'exponential', 'gamma', 'pareto'} = 'exponential'")
     .Attr(kCoding)
     .Attr(kValueDType)
     .SetIsStateful()

@@ -33,6 +33,14 @@ inline BucketForm ParseForm(const char* op, IntArrayRef sizes, IntArrayRef chann
   return {sizes.vec(), channels.vec(), joint, ParseFormat(op, 0, 0, coding, value_dtype, {})};
 }
 
+inline Distribution ParseDistribution(const char* op, const std::string& name) {
+  if (name == "gamma") return Distribution::kGamma;
+  if (name == "pareto") return Distribution::kPareto;
+  TORCH_CHECK_VALUE(name == "exponential", "hvd_sparse.", op,
+                    ": distribution must be exponential, gamma or pareto, got ", name);
+  return Distribution::kExponential;
+}
+
 // The payloads of members whose numbers of entries vary, but for these.
 inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef channels,
                                             const std::string& coding, const std::string& value_dtype) {

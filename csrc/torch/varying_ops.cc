@@ -13,29 +13,33 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
                                                   bool nesterov, at::ArrayRef<double> weight_decays, bool is_active,
                                                   at::ArrayRef<double> thresholds, IntArrayRef ks,
                                                   const std::string& coding, const std::string& value_dtype,
-                                                  const std::string& level, IntArrayRef channels) {
+                                                  const std::string& level, IntArrayRef channels, IntArrayRef stages,
+                                                  const std::string& distribution, int64_t seed) {
   const char* op = "filter_bucket";
   const size_t members = gradients.size();
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
   in.Check(op, members);
-  CheckCounts(op, "member", members, {thresholds.size(), ks.size()});
+  CheckCounts(op, "member", members, {thresholds.size(), ks.size(), stages.empty() ? members : stages.size()});
+  const Distribution shape = ParseDistribution(op, distribution);
   std::vector<int64_t> ns;
   for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
   const std::vector<PayloadFormat> formats = FormatsOf(op, ns, channels, coding, value_dtype);
   const Level kind = ParseLevel(op, level);
   std::vector<uint8_t> message;
-  Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
+  Tensor info = at::empty({static_cast<int64_t>(members), 4}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
   for (size_t i = 0; i < members; ++i) {
     std::vector<Tensor> flat;
     const Part part = in.PartOf(op, i, 0, at::kCPU, &flat);
-    double* row = info.mutable_data_ptr<double>() + 3 * i;
+    double* row = info.mutable_data_ptr<double>() + 4 * i;
     Filtered found;
     row[2] = static_cast<double>(message.size());
-    Raise(op, FilterAndPack(part, is_active, {thresholds[i], ks[i]}, formats[i], kind, TorchParallelFor, &message,
+    const FitParams fit{stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)};
+    Raise(op, FilterAndPack(part, is_active, {thresholds[i], ks[i], fit}, formats[i], kind, TorchParallelFor, &message,
                             finite.mutable_data_ptr<bool>() + i, &found));
     row[0] = found.threshold;
     row[1] = static_cast<double>(found.count);
+    row[3] = found.ratio;
   }
   Tensor out = at::empty({static_cast<int64_t>(message.size())}, at::kByte);
   std::copy(message.begin(), message.end(), out.mutable_data_ptr<uint8_t>());
@@ -97,7 +101,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "filter_bucket(Tensor[] gradients, Tensor(a!)[] residuals, Tensor(b!)[] velocities, Tensor[] parameters, "
       "float[] factors, float momentum, bool nesterov, float[] weight_decays, bool is_active, float[] thresholds, "
-      "int[] ks, str coding, str value_dtype, str level, int[] channels) -> (Tensor, Tensor, Tensor)");
+      "int[] ks, str coding, str value_dtype, str level, int[] channels, int[] stages, str distribution, int seed) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "accumulate_partition(Tensor[] gradients, Tensor(a!)[] residuals, float[] factors, int[] begins, int begin, "
       "int end, float threshold, float share, int sample, int seed) -> (Tensor, Tensor, Tensor, Tensor)");

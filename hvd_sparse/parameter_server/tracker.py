@@ -156,7 +156,8 @@ class MirrorTracker:
         """Return the differences to send, and take them as sent."""
         mirror, values = self._mirrors[worker], self._method.pull_values
         if self._density >= 1.0:
-            update = rounded(Update(None, self._parameters - mirror), self._method, values, self._segments)
+            whole = Update(None, native_changes.subtract(self._parameters, mirror))
+            update = rounded(whole, self._method, values, self._segments)
             mirror[update.at] += update.values
             return update
         marks, floors = self._marked(worker), self._markings[worker].floors
@@ -187,7 +188,8 @@ class MirrorTracker:
         k, floor = group.count(self._density), self._markings[worker].floors[number]
         if k == group.end - group.begin:
             part = slice(group.begin, group.end)
-            return np.arange(group.begin, group.end), self._parameters[part] - self._mirrors[worker][part]
+            values = native_changes.subtract(self._parameters[part], self._mirrors[worker][part])
+            return np.arange(group.begin, group.end), values
         if floor is not None:
             found = self._select_marked(worker, number, k)
             is_all = floor == TINIEST and not found.has_nan and self._method.pull_values == "float32"

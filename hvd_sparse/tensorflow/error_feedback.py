@@ -10,7 +10,6 @@ import math
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
-from hvd_sparse.sampling import RUN
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.units import Units
@@ -63,20 +62,6 @@ class ErrorFeedback(tf.Module):
         """
         options = {"is_active": is_active, "factor": factor, "weight_decay": units.decay(self.weight_decay)}
         return ops.accumulate(gradient, *self.destination(), **options, **self.rule())
-
-    def preview(self, gradient: tf.Tensor, factor: tf.Tensor, runs: tf.Tensor) -> tf.Tensor:
-        """Return what the residual will be at some runs of elements, or where there are none at all, float32[m].
-
-        That is, once a gradient is accumulated, scaled by `factor`.
-        """
-        whole, new = self.residual.read_value(), tf.reshape(gradient, [-1])
-        residual, new = tf.cond(
-            tf.size(runs) == 0,
-            lambda: (whole, tf.cast(new, tf.float32)),
-            lambda: (_sampled(whole, runs), tf.cast(_sampled(new, runs), tf.float32)),
-        )
-        total = residual + tf.where(tf.math.is_finite(new), new, tf.zeros_like(new)) * factor
-        return tf.where(tf.math.is_finite(total), total, residual)
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
@@ -312,9 +297,3 @@ def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) 
     norm = tf.sqrt(tf.add_n(squares))
     bound = units.clip_bound(algorithm.clip_norm)
     return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)) * units.incoming, tf.float32)
-
-
-def _sampled(flat: tf.Tensor, runs: tf.Tensor) -> tf.Tensor:
-    """Return the elements of the runs that `hvd_sparse.sampling.sampled_runs` has drawn."""
-    rows = tf.reshape(flat[: flat.shape[0] // RUN * RUN], [-1, RUN])
-    return tf.reshape(tf.gather(rows, runs), [-1])

@@ -238,20 +238,27 @@ def filter_bucket(
     value_dtype: str = "float32",
     level: str = "mean",
     channels: Sequence[int] = (),
+    stages: tf.Tensor | None = None,
+    distribution: str = "exponential",
+    seed: int | tf.Tensor = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
     factors float32[members], thresholds float64[members], ks int64[members]: where above 0, the threshold is that of
     the k largest residuals, once these are accumulated, and at least the smallest float32 above zero, and what
     thresholds says a guess that only changes the cost, 0.0 for none; where below 0, the -k largest are selected and no
-    more, zeros left out. Returns the payloads, uint8[bytes], one after the
-    other, whether each gradient was finite, bool[members], and float64[members, 2], threshold and entries. The k of a
-    payload is its entries, but at least 1.
+    more, zeros left out. stages, int64[members]: where above 0, a threshold that about k
+    residuals reach is fitted in so many, the first to this distribution, by a sample that the seed chooses, and
+    thresholds has a guess at it (SIDCo; without momentum and weight decay). Returns the payloads, uint8[bytes], one
+    after the other, whether each gradient was finite, bool[members], and float64[members, 3], threshold, entries, and
+    of a fit, how many of the sample reached it over how many should. The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
-    numbers = (factors, is_active, thresholds, ks)
+    stages = tf.zeros([len(gradients)], tf.int64) if stages is None else stages
+    numbers = (factors, is_active, thresholds, ks, stages, _seed(seed))
     rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
     form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "level": level}
+    form["distribution"] = distribution
     return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
 

@@ -4,20 +4,19 @@ The rule is that of `hvd_sparse.threshold.ThresholdHint`, on tensors: a graph ca
 vectors cost less than a few on each of many scalars.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
 
 import hvd_sparse.threshold
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages, fit_tail, sample_for_fit
+from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
-Sample = Callable[[tf.Tensor], tf.Tensor]  # the values of runs that are sampled, none: of all, once accumulated
+Plan = dict[str, tf.Tensor]  # what `ops.filter_bucket` takes of each variable: thresholds, ks, and stages if any
 
 
 class ThresholdHints:
@@ -71,10 +70,10 @@ class ConstantThresholds:
         self._value = value
         self.variables: list[tf.Variable] = []
 
-    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
+    def plan(self, step, names: list[str], counts, is_active) -> Plan:
         """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
         thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(math.inf, tf.float64))
-        return tf.fill([len(names)], thresholds), tf.zeros_like(counts)
+        return {"thresholds": tf.fill([len(names)], thresholds), "ks": tf.zeros_like(counts)}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """There is nothing to learn from how many were sent."""
@@ -92,7 +91,7 @@ class KeptThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
+    def plan(self, step, names: list[str], counts, is_active) -> Plan:
         """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
         rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
@@ -103,7 +102,7 @@ class KeptThresholds:
         self._goes_by_it = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(math.inf, tf.float64)))
-        return thresholds, tf.where(self._due, counts, tf.zeros_like(counts))
+        return {"thresholds": thresholds, "ks": tf.where(self._due, counts, tf.zeros_like(counts))}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """Keep the thresholds that were taken anew, after `plan` in the same trace; infos: of `ops.filter_bucket`.
@@ -136,33 +135,19 @@ class FittedThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
+        self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # no state for a checkpoint
 
-    def plan(self, step, names: list[str], counts, is_active, samples: list[Sample]) -> tuple:
-        """Return a threshold, float64, for each variable, infinite unless active, fitted to its sample; and the k of
-        `hvd_sparse.threshold.Plan`: 0, or below.
-        """
-        more = tf.unstack(tf.gather(self._more.read_value(), [self.rows[name] for name in names]))
-        fits = []
-        for name, sample, k, extra in zip(names, samples, tf.unstack(counts), more, strict=True):
-            size = self._sizes[name]
-            runs = tf.numpy_function(functools.partial(self._runs, size), [step, k], tf.int64, stateful=False)
-            given = [sample(tf.ensure_shape(runs, [None])), k, extra]
-            fit = tf.numpy_function(functools.partial(self._fit, size), given, tf.float64, stateful=False)
-            fits.append(tf.ensure_shape(fit, [3]))
-        thresholds, ks, self._ratio = tf.unstack(tf.stack(fits), axis=1)
-        thresholds = tf.where(is_active, thresholds, tf.fill([len(names)], tf.constant(math.inf, tf.float64)))
-        return thresholds, tf.where(is_active, tf.cast(ks, tf.int64), tf.zeros_like(counts))
-
-    def _runs(self, n: int, step: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Return which runs of n elements to fit to, none for all."""
-        runs = sample_for_fit(n, int(k), self._algorithm.seed + int(step))
-        return np.empty(0, np.int64) if runs is None else runs
-
-    def _fit(self, n: int, values: np.ndarray, k: np.ndarray, more: np.ndarray) -> np.ndarray:
-        """Return threshold and k of the plan, and how many reached the fitted threshold over how many should."""
-        stages = self._algorithm.stages + int(more)
-        fit = fit_tail(values, int(k) / n, stages, self._algorithm.distribution)
-        return np.array([0.0, -int(k), fit.ratio] if fit.is_misfit else [fit.threshold, 0.0, fit.ratio])
+    def plan(self, step, names: list[str], counts, is_active) -> Plan:
+        """Return a guess, float64, for each variable, infinite unless active; k, and in how many stages to fit."""
+        rows = [self.rows[name] for name in names]
+        more, guesses = (tf.gather(one.read_value(), rows) for one in (self._more, self._guesses))
+        stages = tf.cast(more, tf.int64) + self._algorithm.stages
+        none, never = tf.zeros_like(counts), tf.fill([len(names)], tf.constant(math.inf, tf.float64))
+        return {
+            "thresholds": tf.where(is_active, guesses, never),
+            "ks": tf.where(is_active, counts, none),
+            "stages": tf.where(is_active, stages, none),
+        }
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """Adapt the stages to how many reached the fitted thresholds, after `plan` in the same trace."""
@@ -170,9 +155,11 @@ class FittedThresholds:
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        planned = tf.numpy_function(self._adapt, [old, self._ratio, density], tf.float64, stateful=False)
+        planned = tf.numpy_function(self._adapt, [old, infos[:, 2], density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
-        return [v.scatter_update(tf.IndexedSlices(value, rows)) for v, value in zip(self.variables, new, strict=True)]
+        new.append(tf.where(is_active, infos[:, 0], tf.zeros_like(k)))
+        changes = zip([*self.variables, self._guesses], new, strict=True)
+        return [variable.scatter_update(tf.IndexedSlices(value, rows)) for variable, value in changes]
 
     def _adapt(self, old: np.ndarray, ratio: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Return the variables' next values, float64[variables, rows]."""

@@ -26,7 +26,7 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
     """Return why a method does not work on CUDA devices here, nothing if it does."""
-    if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit is NumPy's
+    if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit has no kernel
         return (
             f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
             "gradient_dropping, topk, dct and hard_threshold"

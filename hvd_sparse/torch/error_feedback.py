@@ -9,11 +9,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
-from hvd_sparse.sampling import RUN
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
@@ -57,13 +55,6 @@ class ErrorFeedback:
     def residual(self) -> torch.Tensor:
         """The accumulated, unsent gradient, float32[n]."""
         return self.buffer("residual")
-
-    def preview(self, gradient: torch.Tensor, factor: float, runs: np.ndarray | None) -> np.ndarray:
-        """Return what the residual will be at some runs of elements, or at all, once a gradient is accumulated."""
-        places = None if runs is None else torch.from_numpy(runs)
-        residual, new = (_sampled(part, places).float() for part in (self.residual, gradient.detach()))
-        total = residual + torch.where(new.isfinite(), new, 0.0) * factor
-        return torch.where(total.isfinite(), total, residual).numpy()
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return a buffer, float32[n], zero at first."""
@@ -314,11 +305,3 @@ def _norm(tensor: torch.Tensor) -> float:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).to(torch.float32)
-
-
-def _sampled(tensor: torch.Tensor, runs: torch.Tensor | None) -> torch.Tensor:
-    """Return the elements of the runs that `hvd_sparse.sampling.sampled_runs` has drawn; None: all."""
-    flat = tensor.reshape(-1)
-    if runs is None:
-        return flat
-    return flat[: flat.numel() // RUN * RUN].view(-1, RUN).index_select(0, runs).view(-1)

@@ -256,19 +256,26 @@ def filter_bucket(
     value_dtype: str = "float32",
     level: str = "mean",
     channels: Sequence[int] = (),
+    stages: Sequence[int] = (),
+    distribution: str = "exponential",
+    seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
 
     ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least
     the smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Where
     below 0, the -k largest are selected and no more, zeros left out. Unless is_active no gradient enters a
-    residual. channels: of low-bit values, as in `locate_payloads`. Returns the payloads, uint8[bytes], one after the
-    other; float64[members, 3], threshold, entries, and the payload's offset in bytes; and bool[members]: was each
-    gradient finite everywhere? The k of a payload is its entries, but at least 1.
+    residual. channels: of low-bit values, as in `locate_payloads`. stages: one a member, or none; where above
+    0, a threshold that about k residuals reach is fitted in so many, the first to this distribution, by a sample that
+    the seed chooses, and `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the
+    payloads, uint8[bytes], one after the other; float64[members, 4], threshold, entries, the payload's offset in bytes,
+    and of a fit, how many of the sample reached it over how many should; and bool[members]: was each gradient finite
+    everywhere? The k of a payload is its entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
-    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels)
+    fit = (stages, distribution, _signed(seed))
+    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels, *fit)
 
 
 def accumulate_partition(

@@ -1,12 +1,11 @@
-"""SIDCo's fits: against SciPy's distributions, and the count that they reach on data that are distributed so."""
+"""The twin of SIDCo's fits: against SciPy's distributions, and the count that they reach on data distributed so."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from hvd_sparse import fit, reference
-from hvd_sparse.native import Moments, tail_moments
-from hvd_sparse.sampling import RUN
+from hvd_sparse.fit import TOLERANCE, Stages
+from hvd_sparse.reference import fit
 
 N = 400_000
 
@@ -34,17 +33,7 @@ def test_what_is_distributed_so_is_met(density, stages):
 def moments_of(excess):
     """Return the moments in float64."""
     positive = excess[excess > 0.0]
-    return Moments(excess.size, excess.sum(), (excess**2).sum(), np.log(positive).sum(), positive.size)
-
-
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 70_000])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 9.0])
-def test_moments_are_those_of_the_tail(n, threshold):
-    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    values[:1] = np.nan
-    for logs in (False, True):
-        expected = reference.tail_moments(values, threshold, logs)
-        assert tail_moments(values, threshold, logs) == pytest.approx(expected, rel=1e-12, abs=1e-300)
+    return fit.Moments(excess.size, excess.sum(), (excess**2).sum(), np.log(positive).sum(), positive.size)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
@@ -115,31 +104,31 @@ def adapt(stages, *achieved, density=0.01):
 
 
 def test_stages_adapt_by_what_was_sent():
-    assert adapt(fit.Stages(3), 0.79) == (4, 1) and adapt(fit.Stages(3), 1.21) == (2, 1)
-    assert [adapt(fit.Stages(3), mean) for mean in (0.81, 1.0, 1.19)] == [(3, 1)] * 3
+    assert adapt(Stages(3), 0.79) == (4, 1) and adapt(Stages(3), 1.21) == (2, 1)
+    assert [adapt(Stages(3), mean) for mean in (0.81, 1.0, 1.19)] == [(3, 1)] * 3
 
 
 def test_stages_turn_round_when_it_got_worse():
-    assert adapt(fit.Stages(3), 0.5, 0.6) == (5, 1)
-    assert adapt(fit.Stages(3), 0.5, 0.4) == (3, -1)
-    assert adapt(fit.Stages(3), 0.5, 0.4, 0.5) == (2, -1)
-    assert adapt(fit.Stages(3), 1.5, 1.6) == (3, -1)
+    assert adapt(Stages(3), 0.5, 0.6) == (5, 1)
+    assert adapt(Stages(3), 0.5, 0.4) == (3, -1)
+    assert adapt(Stages(3), 0.5, 0.4, 0.5) == (2, -1)
+    assert adapt(Stages(3), 1.5, 1.6) == (3, -1)
 
 
 def test_stages_turn_round_at_their_bounds():
     """log2 of the density is the most that halve it; a tail that one stage is too few for is not stuck there."""
-    assert adapt(fit.Stages(1), 5.0) == (1, -1) and adapt(fit.Stages(1), 5.0, 5.0) == (2, -1)
-    assert adapt(fit.Stages(7), 0.1) == (7, -1)
-    assert adapt(fit.Stages(3), 0.1, density=0.9) == (1, -1)
+    assert adapt(Stages(1), 5.0) == (1, -1) and adapt(Stages(1), 5.0, 5.0) == (2, -1)
+    assert adapt(Stages(7), 0.1) == (7, -1)
+    assert adapt(Stages(3), 0.1, density=0.9) == (1, -1)
 
 
 @pytest.mark.parametrize("distribution", [stats.halfnorm, stats.uniform, stats.genpareto(0.3), stats.expon])
 def test_stages_find_a_number_that_serves(distribution):
     """From one stage on, on fixed data of a light, a bounded, a heavy and an exponential tail."""
-    values, stages, density = draw(distribution), fit.Stages(1), 0.01
+    values, stages, density = draw(distribution), Stages(1), 0.01
     for _ in range(30):
         achieved = reached(values, fit.fitted_threshold(values, density, stages.count, "exponential")) / density
-        if abs(achieved - 1.0) <= fit.TOLERANCE:
+        if abs(achieved - 1.0) <= TOLERANCE:
             return
         stages = stages.adapted(achieved, density)
     assert achieved == pytest.approx(1.0, abs=0.6)
@@ -150,8 +139,7 @@ def test_a_sample_of_a_large_tensor_is_enough(distribution):
     """Runs of elements next to each other, a quarter of them: within the error that the number of them has."""
     n, k = 1_000_000, 1000
     values = np.random.default_rng(3).laplace(size=n).astype(np.float32)
-    runs = fit.sample_for_fit(n, k, 0)
-    sample = values.reshape(-1, RUN)[runs].reshape(-1)
+    sample, runs = fit.take_sample(values, k, 0), fit.sample_for_fit(n, k, 0)
     assert 0.2 * n < sample.size < 0.3 * n and (np.diff(runs) > 0).all()
     whole, found = (fit.fit_tail(part, k / n, 3, distribution) for part in (values, sample))
     assert reached(values, found.threshold) / reached(values, whole.threshold) == pytest.approx(1.0, abs=0.15)

@@ -56,6 +56,15 @@ def drawn_indices(data, n):
     return np.sort(np.random.default_rng(data.draw(SEEDS)).choice(n, many, replace=False))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_difference_that_overflows_is_infinite_without_a_warning():
+    largest = np.float32(3e38)
+    minuend, subtrahend = np.array([largest, 1.0, np.inf], np.float32), np.array([-largest, 0.0, np.inf], np.float32)
+    indices, values, _ = native_changes.select_top_k_of_difference(minuend, subtrahend, 3)
+    assert indices.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(values, np.float32([np.inf, 1.0, np.nan]))
+
+
 @given(st.data(), SIZES)
 @examples(200)
 def test_updates_are_applied_and_marked(data, n):

@@ -1,9 +1,8 @@
 """The codec for elements that reach a threshold: payload sizes differ between ranks and steps."""
 
-import functools
-
 import tensorflow as tf
 
+from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Entry, Round
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
@@ -24,10 +23,9 @@ class Threshold(FixedCount):
         entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
         names = [entry.name for entry in entries]
         counts = self._counts([entry.feedback.size for entry in entries], now)
-        samples = [functools.partial(entry.feedback.preview, entry.gradient, entry.factor) for entry in entries]
-        thresholds, ks = self._thresholds.plan(now.number, names, counts, now.is_active, samples)
+        plan = self._thresholds.plan(now.number, names, counts, now.is_active)
         return [
-            self._filter(name, members, thresholds[part], ks[part], now)
+            self._filter(name, members, {kind: numbers[part] for kind, numbers in plan.items()}, now)
             for name, members, part in self._buckets(entries)
         ]
 
@@ -38,7 +36,7 @@ class Threshold(FixedCount):
         infos = tf.concat([bucket.info for bucket in buckets], 0)
         return self._thresholds.learn([entry.name for entry in entries], counts, infos, now.is_active)
 
-    def _filter(self, name: str, entries: list[Entry], thresholds: tf.Tensor, ks: tf.Tensor, now: Round) -> Bucket:
+    def _filter(self, name: str, entries: list[Entry], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
         """Accumulate, select what reaches the thresholds in the members of a bucket, and pack."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.filter_bucket(
@@ -46,10 +44,10 @@ class Threshold(FixedCount):
             *destinations(feedback),
             factors=tf.stack([entry.factor for entry in entries]),
             weight_decay=decays(feedback, now.units),
-            thresholds=thresholds,
-            ks=ks,
             is_active=now.is_active,
             level=self.algorithm.level,
+            **plan,
+            **self._fit(now),
             **self._form(entries),
             **feedback[0].rule(),
         )
@@ -58,6 +56,12 @@ class Threshold(FixedCount):
         now.counted.add(sent=tf.reduce_sum(found))
         most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in entries)
         return Bucket(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
+
+    def _fit(self, now: Round) -> dict:
+        """Return how thresholds are fitted, if they are."""
+        if not isinstance(self.algorithm, SIDCo):
+            return {}
+        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + now.number}
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum payloads whose sizes stand in them, and clear what was sent."""

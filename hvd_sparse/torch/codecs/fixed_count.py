@@ -87,12 +87,16 @@ class FixedCount(Codec):
         """Clear what was sent, and sum the payloads of all ranks."""
         training = in_training(entries)
         if training:
-            feedback = [self.feedback[name] for name in training]
-            form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
-            ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
+            self.clear(bucket, training)
         bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())
+
+    def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+        """Take what was sent out of the error feedback of those that took part."""
+        feedback = [self.feedback[name] for name in training]
+        form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
+        ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
 
     def _pack_absent(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
         """Write empty payloads for the members that take no part; for all of a joint selection without any."""

@@ -1,14 +1,14 @@
 """The codec for elements that reach a threshold: payload sizes differ between ranks and steps."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 
+from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.threshold import SMALLEST, Plan, Sample, make_threshold
+from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount, cleared
@@ -24,6 +24,7 @@ class Filtered:
     thresholds: list[float]
     counts: list[int]
     offsets: list[int]  # in bytes
+    ratios: list[float]  # of a fit: how many of the sample reached the threshold over how many should
 
     def split(self) -> tuple[torch.Tensor, ...]:
         """Return the payloads."""
@@ -59,8 +60,8 @@ class Threshold(FixedCount):
         training = in_training(entries)
         if training:
             self._own[bucket.name] = own = self._filter(training)
-            for name, threshold, count in zip(training, own.thresholds, own.counts, strict=True):
-                self._thresholds[name].learn(self._payload(name).k, threshold, count)
+            for name, *found in zip(training, own.thresholds, own.counts, own.ratios, strict=True):
+                self._thresholds[name].learn(self._payload(name).k, *found)
             self.traffic.count(sent=sum(own.counts))
             bucket.message = own.payloads
         if len(training) < len(bucket.members):
@@ -70,25 +71,26 @@ class Threshold(FixedCount):
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Clear what was sent, and sum the payloads of all ranks, whose sizes stand in them."""
-        feedback = [self.feedback[name] for name in in_training(entries)]
-        if feedback:
-            own = self._own.pop(bucket.name)
-            layout = self._layout_of(in_training(entries), own)
-            ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
+        training = in_training(entries)
+        if training:
+            self.clear(bucket, training)
         names = list(bucket.members)
         places = [place for place, name in enumerate(names) if name in entries]
         bucket.sums = {names[place]: place_of(entries[names[place]].gradient) for place in places}
         self._sum(gathered, names, places, list(bucket.sums.values()), scale)
+
+    def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+        """Take what was sent out of the error feedback of those that took part."""
+        own, feedback = self._own.pop(bucket.name), [self.feedback[name] for name in training]
+        layout = self._layout_of(training, own)
+        ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
 
     def _filter(self, entries: Mapping[str, Entry]) -> Filtered:
         if device.is_asynchronous(self.device):
             return self._filter_on_device(entries)
         gradients = [entry.gradient for entry in entries.values()]
         feedback, units = [self.feedback[name] for name in entries], self.now.units
-        plans = [
-            self._plan_of(name, functools.partial(self.feedback[name].preview, entry.gradient, entry.factor))
-            for name, entry in entries.items()
-        ]
+        plans = [self._plan_of(name) for name in entries]
         payloads, info, finite = ops.filter_bucket(
             gradients,
             *destinations(feedback),
@@ -99,21 +101,29 @@ class Threshold(FixedCount):
             is_active=True,
             level=self.algorithm.level,
             channels=self._channels(entries),
+            stages=[plan.stages for plan in plans],
+            **self._fit,
             **self._form(),
             **feedback[0].rule(),
         )
         self.finite.append(finite)
-        thresholds, counts, offsets = info.t().tolist()
-        return Filtered(payloads, thresholds, [int(count) for count in counts], [int(offset) for offset in offsets])
+        thresholds, counts, offsets, ratios = info.t().tolist()
+        return Filtered(payloads, thresholds, list(map(int, counts)), list(map(int, offsets)), ratios)
+
+    @property
+    def _fit(self) -> dict:
+        """Return how thresholds are fitted, if they are."""
+        if not isinstance(self.algorithm, SIDCo):
+            return {}
+        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + self.now.step}
 
     def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
         """Do the same tensor by tensor: how much is sent, the host has to know, and waits for it."""
         payloads, thresholds, counts = [], [], []
         self.accumulate(entries)
-        for name, entry in entries.items():
+        for name in entries:
             residual = self.feedback[name].residual
-            sample = functools.partial(self.feedback[name].preview, entry.gradient, 0.0)  # it is accumulated already
-            threshold, k = astuple(self._plan_of(name, sample))
+            threshold, k, _ = astuple(self._plan_of(name))
             if k > 0:
                 threshold = max(ops.select_threshold(residual, k).item(), SMALLEST)
             indices, values = ops.filter_threshold(residual, threshold)
@@ -121,7 +131,8 @@ class Threshold(FixedCount):
             thresholds.append(threshold)
             counts.append(len(indices))
         sizes = [payload.numel() for payload in payloads]
-        return Filtered(torch.cat(payloads), thresholds, counts, [0, *itertools.accumulate(sizes[:-1])])
+        offsets = [0, *itertools.accumulate(sizes[:-1])]
+        return Filtered(torch.cat(payloads), thresholds, counts, offsets, [0.0] * len(counts))
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
@@ -132,9 +143,9 @@ class Threshold(FixedCount):
         ops.pack(indices, values, n, payload.k, out, segments=payload.segments, **self._form())
         return out
 
-    def _plan_of(self, name: str, sample: Sample) -> Plan:
+    def _plan_of(self, name: str) -> Plan:
         payload = self._payload(name)
-        return self._thresholds[name].plan(self.now.step, payload.k, payload.n, sample)
+        return self._thresholds[name].plan(self.now.step, payload.k, payload.n)
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
         sizes = [self.parameters[name].numel() for name in names]

@@ -1,0 +1,122 @@
+"""What SIDCo's compress costs over Gradient Dropping's, which sends as much: what fitting a threshold costs.
+
+    make bench-sidco        or: python benchmarks/sidco.py --output benchmarks/results/sidco.md
+
+One rank, one thread, of one tensor of 25.6 M elements and of ResNet-50's 161 tensors, at two densities: accumulate, fit
+or guess a threshold, select, pack, clear, as the codecs of `hvd_sparse` do; the sum over ranks is left out. All methods
+take the same gradients in turns, in one run: ratios of medians of the CPU time of the process. Milliseconds depend on
+the machine.
+"""
+
+import argparse
+import importlib
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+from machine import machine
+from steps import MODELS
+
+from hvd_sparse.algorithms import Settings
+
+FRAMEWORKS = {"pytorch": "pytorch_worker", "tensorflow": "tensorflow2_worker"}
+SHAPES = {"one": [(25_600_000,)], "resnet50": MODELS["resnet50"]}
+TITLES = {"one": "one of 25,600,000 elements", "resnet50": "ResNet-50's 161"}
+METHODS = {
+    "gd": lambda density: Settings.gradient_dropping(None, density, min_numel=0),
+    "sidco": lambda density: Settings.sidco(None, density, min_numel=0),
+    "three stages": lambda density: Settings.sidco(None, density, min_numel=0, stages=3),
+    "gamma": lambda density: Settings.sidco(None, density, min_numel=0, distribution="gamma"),
+}
+
+
+def gradients(shapes: list[tuple[int, ...]]):
+    """Draw each step's gradients, in turn: a scale of its own for each element, as for those of layers."""
+    generator = np.random.default_rng(0)
+    scales = [np.exp(generator.standard_normal(shape, np.float32)) for shape in shapes]
+    while True:
+        yield [generator.standard_normal(scale.shape, np.float32) * scale for scale in scales]
+
+
+def measure(framework, shapes: list[tuple[int, ...]], density: float, rounds: int, settle: int) -> dict[str, float]:
+    """Return the median CPU seconds of a settled compress of each method, and how many it sent over how many to send.
+
+    They are run in turns, so that the machine's moods fall on all alike.
+    """
+    codecs = {name: framework.Codec(method(density), shapes) for name, method in METHODS.items()}
+    seconds, sent = ({name: [] for name in codecs} for _ in range(2))
+    for step, drawn in zip(range(settle + rounds), gradients(shapes), strict=False):
+        for name, codec in codecs.items():
+            given = [framework.as_tensor(gradient.copy()) for gradient in drawn]
+            start = process_time()
+            codec.compress(given)
+            if step >= settle:
+                seconds[name].append(process_time() - start)
+                sent[name].append(codec.sent)
+    expected = statistics.mean(sent["gd"])
+    figures = {name: statistics.median(times) for name, times in seconds.items()}
+    return figures | {f"{name} sent": statistics.mean(counts) / expected for name, counts in sent.items()}
+
+
+def run_job(framework: str, shapes: str, density: float, args) -> dict[str, float]:
+    """Measure in a process of its own."""
+    options = {"job": shapes, "frameworks": framework, "densities": density, "rounds": args.rounds}
+    command = [sys.executable, __file__, "--settle", str(args.settle)]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def write_report(args) -> str:
+    """Measure everything; return the page."""
+    lines = [
+        "# SIDCo: what fitting a threshold costs",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/sidco.py', *sys.argv[1:]])}`",
+        "",
+        f"{machine()}. CPU time of a compress (accumulate, select, pack, clear)",
+        "of one rank on one thread, medians in turns; over Gradient Dropping's at the same density.",
+        "",
+        "| framework | tensors | density | Gradient Dropping, ms | SIDCo | three stages | gamma |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for framework in args.frameworks:
+        for shapes in args.tensors:
+            for density in args.densities:
+                found = run_job(framework, shapes, density, args)
+                over = [f"{found[name] / found['gd']:.2f}" for name in METHODS if name != "gd"]
+                row = [framework, TITLES[shapes], str(density), f"{1e3 * found['gd']:.1f}", *over]
+                lines.append(f"| {' | '.join(row)} |")
+                print(lines[-1], {name: round(found[f"{name} sent"], 3) for name in METHODS}, flush=True)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the page, or one measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="where to write the page, too")
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--tensors", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--densities", nargs="+", type=float, default=[0.001, 0.01])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--settle", type=int, default=15, help="first steps, that do not count")
+    parser.add_argument("--job", choices=SHAPES, help="measure these alone, and print JSON")
+    args = parser.parse_args()
+    if args.job:
+        framework = importlib.import_module(FRAMEWORKS[args.frameworks[0]])
+        framework.use_threads(1)
+        print(json.dumps(measure(framework, SHAPES[args.job], args.densities[0], args.rounds, args.settle)))
+        return
+    page = write_report(args)
+    print(page)
+    if args.output is not None:
+        args.output.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+#include "fit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <memory>
+
+#include "candidates.h"
+#include "multiversion.h"
+#include "strata.h"
+#include "threshold.h"
+
+namespace hvd_sparse {
+namespace {
+
+constexpr double kFirstDensity = 0.25;  // what the first of several stages keeps; the others share the rest evenly
+constexpr double kSmallestFloat = 0x1p-149;
+constexpr int64_t kMost = 4;  // times as many as wanted may reach a threshold, whatever the fit is like
+constexpr int64_t kSmallestSample = int64_t{1} << 16;
+constexpr int64_t kExpected = 256;  // of the k largest, in a sample
+constexpr int64_t kLanes = kFitLanes;
+
+double Total(const double* lanes) {
+  double total = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+  return total;
+}
+
+// Vectors of the compiler's, half of the lanes each: sums that lie in arrays it would load and store in each turn.
+constexpr int64_t kHalf = kLanes / 2;
+typedef float Floats __attribute__((vector_size(kHalf * sizeof(float))));
+typedef double Doubles __attribute__((vector_size(kHalf * sizeof(double))));
+
+// n is a multiple of kLanes.
+HVD_SPARSE_MULTIVERSION void AddLanes(const float* values, int64_t n, double threshold, double* count, double* sum,
+                                      double* squares) {
+  for (int64_t half = 0; half < kLanes; half += kHalf) {
+    Doubles counts, sums, products;
+    const Doubles zeros = {}, ones = zeros + 1.0;
+    std::memcpy(&counts, count + half, sizeof counts);
+    std::memcpy(&sums, sum + half, sizeof sums);
+    std::memcpy(&products, squares + half, sizeof products);
+    for (int64_t i = half; i < n; i += kLanes) {
+      Floats loaded;
+      std::memcpy(&loaded, values + i, sizeof loaded);
+      const Doubles value = __builtin_convertvector(loaded, Doubles);
+      const Doubles magnitude = value < zeros ? -value : value;
+      const auto reaches = magnitude >= threshold;
+      const Doubles excess = reaches ? magnitude - threshold : zeros;
+      counts += reaches ? ones : zeros;
+      sums += excess;
+      products += excess * excess;
+    }
+    std::memcpy(count + half, &counts, sizeof counts);
+    std::memcpy(sum + half, &sums, sizeof sums);
+    std::memcpy(squares + half, &products, sizeof products);
+  }
+}
+
+void AddMoments(const float* values, int64_t n, double threshold, FitMoments* moments) {
+  constexpr int64_t kSpan = 4096;  // what a cache holds: it is read twice
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kSpan) {
+    AddLanes(values + i, std::min(kSpan, whole - i), threshold, moments->count, moments->sum, moments->squares);
+  }
+  if (whole == n) return;
+  float rest[kLanes];
+  std::fill(std::begin(rest), std::end(rest), std::nanf(""));
+  std::copy(values + whole, values + n, rest);
+  AddLanes(rest, kLanes, threshold, moments->count, moments->sum, moments->squares);
+}
+
+// The sum of the logarithms of the magnitudes above 0, and how many these are: of products of 4, whose exponents are
+// taken out before they overflow. n is a multiple of kLanes.
+HVD_SPARSE_MULTIVERSION void AddLogs(const float* values, int64_t n, double* product, int64_t* exponent,
+                                     double* positive) {
+  constexpr uint64_t kOne = 0x3ff0000000000000ull;
+  constexpr int64_t kFactors = 4;
+  for (int64_t i = 0; i < n; i += kLanes * kFactors) {
+    const int64_t end = i + kLanes * kFactors < n ? i + kLanes * kFactors : n;
+    for (int64_t j = i; j < end; j += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const double magnitude = std::fabs(static_cast<double>(values[j + lane]));
+        product[lane] *= magnitude > 0 ? magnitude : 1.0;
+        positive[lane] += magnitude > 0 ? 1.0 : 0.0;
+      }
+    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      uint64_t bits;
+      std::memcpy(&bits, product + lane, sizeof bits);
+      exponent[lane] += static_cast<int64_t>(bits >> 52) - 1023;
+      bits = (bits & 0x000fffffffffffffull) | kOne;
+      std::memcpy(product + lane, &bits, sizeof bits);
+    }
+  }
+}
+
+double MeanLog(const float* values, int64_t n) {
+  double product[kLanes];
+  double positive[kLanes] = {};
+  int64_t exponent[kLanes] = {};
+  std::fill(std::begin(product), std::end(product), 1.0);
+  const int64_t whole = n / kLanes * kLanes;
+  AddLogs(values, whole, product, exponent, positive);
+  float rest[kLanes] = {};
+  std::copy(values + whole, values + n, rest);
+  AddLogs(rest, kLanes, product, exponent, positive);
+  double logs = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    logs += std::log(product[lane]) + static_cast<double>(exponent[lane]) * 0.69314718055994530942;
+  }
+  return logs / Total(positive);
+}
+
+// Moves the magnitudes that reach the bar, few, to the front of `kept`, which may be the values themselves; returns how
+// many.
+HVD_SPARSE_MULTIVERSION int64_t Keep(const float* values, int64_t n, uint32_t bar, float* kept) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t size = kLanes < n - i ? kLanes : n - i;
+    if (size == kLanes && !AnyReaches(values + i, kLanes, bar)) continue;
+    for (int64_t j = i; j < i + size; ++j) {
+      const uint32_t bits = MagnitudeBits(values[j]);
+      kept[count] = BitsToFloat(bits);
+      count += Reaches<float>(bits, bar);
+    }
+  }
+  return count;
+}
+
+HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, uint32_t bar) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < n;) {
+    const int64_t end = i + kSmallestSample < n ? i + kSmallestSample : n;
+    int32_t count = 0;
+    for (; i < end; ++i) count += Reaches<float>(MagnitudeBits(values[i]), bar) ? 1 : 0;
+    total += count;
+  }
+  return total;
+}
+
+// Minka's closed form, and the first term of the tail (Corollary 1.2).
+double GammaQuantile(double mean, double mean_log, double density) {
+  const double s = std::log(mean) - mean_log;
+  if (!(s > 0)) return mean;  // a constant
+  const double shape = (3 - s + std::sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
+  int sign = 0;
+  return std::max(0.0, -mean / shape * (std::log(density) + lgamma_r(shape, &sign)));
+}
+
+// By two moments (Corollary 1.3).
+double ParetoQuantile(double mean, double variance, double density) {
+  if (!(variance > 0)) return mean;  // a constant
+  const double ratio = mean * mean / variance;
+  const double shape = 0.5 * (1 - ratio);
+  const double scale = 0.5 * mean * (ratio + 1);
+  if (std::abs(shape) < 1e-9) return -scale * std::log(density);  // exponential
+  return scale / shape * (std::pow(density, -shape) - 1);
+}
+
+// Of the excess that has these moments: what a part `density` of the distribution exceeds.
+double Quantile(const FitMoments& moments, const float* values, int64_t n, double density, Distribution kind) {
+  const double count = Total(moments.count);
+  const double mean = count > 0 ? Total(moments.sum) / count : 0;
+  if (!(mean > 0 && mean < HUGE_VAL)) return 0;
+  switch (kind) {
+    case Distribution::kGamma: return GammaQuantile(mean, MeanLog(values, n), density);
+    case Distribution::kPareto: return ParetoQuantile(mean, Total(moments.squares) / count - mean * mean, density);
+    case Distribution::kExponential: break;
+  }
+  return -mean * std::log(density);
+}
+
+// None of the values reached the threshold: were there no rare, large ones?
+bool HasNoTail(const float* values, int64_t n, double mean) {
+  float largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(values[i]));
+  if (largest == 0) return false;
+  if (largest <= 2 * mean) return true;
+  return std::count_if(values, values + n, [largest](float value) { return std::fabs(value) == largest; }) > 1;
+}
+
+// Memory to work in, which the thread keeps: that of a step would be mapped, and set to zero, anew for each tensor.
+float* Scratch(size_t which, int64_t n) {
+  static thread_local std::unique_ptr<float[]> memory[2];
+  static thread_local int64_t sizes[2];
+  if (sizes[which] < n) {
+    memory[which].reset(new float[static_cast<size_t>(n)]);
+    sizes[which] = n;
+  }
+  return memory[which].get();
+}
+
+// `first`: of all values and no threshold.
+Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const FitMoments& first) {
+  const bool is_one = params.stages == 1 || density >= kFirstDensity;
+  const double later = is_one ? 1 : std::pow(density / kFirstDensity, 1.0 / static_cast<double>(params.stages - 1));
+  Distribution kind = params.distribution;
+  double threshold = Quantile(first, values, n, is_one ? density : kFirstDensity, kind);
+  if (kind != Distribution::kExponential) kind = Distribution::kPareto;
+  const float* left = values;  // what reached the last threshold that it was looked for
+  int64_t count = n;
+  // The second stage, which keeps a quarter, looks at all values again: those are too many to be worth moving.
+  const bool moves = !is_one && params.stages > 2;
+  float* kept = moves ? Scratch(0, n) : nullptr;
+  for (int64_t stage = 1; stage < (is_one ? 1 : params.stages); ++stage) {
+    if (stage > 1) {
+      count = Keep(left, count, SmallestReaching<float>(threshold), kept);
+      left = kept;
+    }
+    FitMoments moments;
+    AddMoments(left, count, threshold, &moments);
+    if (Total(moments.count) < 2) break;
+    threshold += Quantile(moments, left, count, later, kind);
+  }
+  Fit fit;
+  fit.threshold = std::max(threshold, kSmallestFloat);
+  const int64_t reached = CountReaching(left, count, SmallestReaching<float>(fit.threshold));
+  const double wanted = density * static_cast<double>(n);
+  fit.ratio = static_cast<double>(reached) / wanted;
+  fit.is_misfit = reached > 0 ? static_cast<double>(reached) > static_cast<double>(kMost) * wanted && 2 * reached > n
+                              : HasNoTail(values, n, Total(first.sum) / std::max(1.0, Total(first.count)));
+  return fit;
+}
+
+}  // namespace
+
+int64_t FitRuns(int64_t n, int64_t k) {
+  const int64_t size = std::max(kSmallestSample, kExpected * n / k);
+  const int64_t wanted = size / kFitRun;
+  return n <= size || wanted >= n / kFitRun ? 0 : wanted;
+}
+
+Fit FitTail(const float* values, int64_t n, double density, const FitParams& params) {
+  FitMoments first;
+  AddMoments(values, n, 0, &first);
+  return FitStages(values, n, density, params, first);
+}
+
+FitSample::FitSample(int64_t n, int64_t k, const FitParams& params)
+    : n_(n),
+      k_(k),
+      params_(params),
+      runs_(FitRuns(n, k)),
+      strata_(std::max<int64_t>(1, n / kFitRun), std::max<int64_t>(1, runs_), params.seed),
+      values_(runs_ == 0 ? nullptr : Scratch(1, runs_ * kFitRun)) {
+  next_ = strata_.Next() * kFitRun;
+}
+
+void FitSample::Read(const float* residual, int64_t end) {
+  const int64_t first = read_;
+  while (read_ < runs_ && next_ < end) {
+    std::memcpy(values_ + kFitRun * read_++, residual + next_, kFitRun * sizeof(float));
+    if (read_ < runs_) next_ = strata_.Next() * kFitRun;
+  }
+  AddMoments(values_ + kFitRun * first, kFitRun * (read_ - first), 0, &first_);
+}
+
+Fit FitSample::Run(const float* residual) {
+  const double density = static_cast<double>(k_) / static_cast<double>(n_);
+  if (runs_ == 0) return FitTail(residual, n_, density, params_);
+  Read(residual, n_);
+  return FitStages(values_, runs_ * kFitRun, density, params_, first_);
+}
+
+}  // namespace hvd_sparse

@@ -1,0 +1,123 @@
+"""Thresholds from distributions fitted to magnitudes, in stages (SIDCo: Abdelmoniem et al., 2021): the twin of fit."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_sparse.reference.selection import tail_moments
+from hvd_sparse.sampling import RUN, sampled_runs
+
+FIRST_DENSITY = 0.25  # what the first of several stages keeps; the others share the rest evenly
+MOST = 4  # times as many as wanted may reach a threshold, whatever the fit is like
+SMALLEST_SAMPLE = 1 << 16
+EXPECTED = 256  # of the k largest, in a sample
+
+
+class Moments(NamedTuple):
+    """Of |value| - threshold over the values whose magnitude reaches a threshold: sums, in float64."""
+
+    count: float
+    sum: float
+    squares: float
+    logs: float  # over those that are above 0, of which there are `positive`; 0 unless asked for
+    positive: float
+
+
+class Fit(NamedTuple):
+    """A threshold fitted to values, how many reached it over how many should, and whether the fit is of no use."""
+
+    threshold: float
+    ratio: float
+    is_misfit: bool
+
+
+def sample_for_fit(n: int, k: int, seed: int) -> np.ndarray | None:
+    """Return which runs of n elements to fit to (`hvd_sparse.sampling.sampled_runs`), so that k of n are well met.
+
+    Where the last of three stages keeps one in 16, as at density 0.001, the count is off by 4 % for the sampling.
+    """
+    return sampled_runs(n, max(SMALLEST_SAMPLE, EXPECTED * n // k), seed)
+
+
+def take_sample(values: np.ndarray, k: int, seed: int) -> np.ndarray:
+    """Return what is fitted to of float32[n] values, so that k of them are well met: a sample, or all."""
+    runs = sample_for_fit(values.size, k, seed)
+    return values if runs is None else values[: values.size // RUN * RUN].reshape(-1, RUN)[runs].reshape(-1)
+
+
+def fit_tail(values: np.ndarray, density: float, stages: int, distribution: str) -> Fit:
+    """Fit to values, float32[m], all of a tensor's or a sample of them, as `fitted_threshold`."""
+    threshold = fitted_threshold(values, density, stages, distribution)
+    reached = int(tail_moments(values, threshold)[0])
+    return Fit(threshold, reached / (density * len(values)), is_misfit(values, reached, density * len(values)))
+
+
+def fitted_threshold(values: np.ndarray, density: float, stages: int, distribution: str) -> float:
+    """Return the magnitude that about density * n of float32[n] values reach, if they are distributed so.
+
+    Zeros take part in the fit. At least SMALLEST of float32, so that zeros never reach it.
+    """
+    threshold, later = 0.0, "exponential" if distribution == "exponential" else "pareto"
+    for stage, part in enumerate(stage_densities(density, stages)):
+        kind = distribution if stage == 0 else later
+        moments = Moments(*tail_moments(values, threshold, logs=kind == "gamma"))
+        if stage > 0 and moments.count < 2:
+            break
+        threshold += quantile(moments, part, kind)
+    return max(threshold, 2.0**-149)
+
+
+def is_misfit(values: np.ndarray, reached: int, k: float) -> bool:
+    """Return whether float32[n] values, of which so many reached a fitted threshold, have no tail that could be fitted.
+
+    None reached it though the largest is no rare one (twice the mean at most, or there are several), or most did. So it
+    is with gradients that are all equal. Difference from the paper, which has no such case and would send nothing, or
+    everything, for ever: the k largest are sent, equal magnitudes in the order of a hash.
+    """
+    if reached > 0:
+        return reached > MOST * k and 2 * reached > len(values)
+    magnitudes = np.abs(values)
+    largest = magnitudes.max()
+    if largest == 0.0:
+        return False
+    return largest <= 2.0 * magnitudes.mean(dtype=np.float64) or np.count_nonzero(magnitudes == largest) > 1
+
+
+def stage_densities(density: float, stages: int) -> list[float]:
+    """Return which part of what the stage before left each stage keeps; their product is the density."""
+    if stages == 1 or density >= FIRST_DENSITY:
+        return [density]
+    return [FIRST_DENSITY, *[(density / FIRST_DENSITY) ** (1.0 / (stages - 1))] * (stages - 1)]
+
+
+def quantile(moments: Moments, density: float, distribution: str) -> float:
+    """Return what a part `density` of the distribution exceeds, fitted by the moments of the excess."""
+    mean = moments.sum / moments.count if moments.count else 0.0
+    if not 0.0 < mean < math.inf:
+        return 0.0
+    if distribution == "gamma":
+        return gamma_quantile(mean, moments.logs / moments.positive, density)
+    if distribution == "pareto":
+        return pareto_quantile(mean, moments.squares / moments.count - mean**2, density)
+    return -mean * math.log(density)
+
+
+def gamma_quantile(mean: float, mean_log: float, density: float) -> float:
+    """Fit a gamma distribution by Minka's closed form, and take its tail's first term (Corollary 1.2)."""
+    s = math.log(mean) - mean_log
+    if s <= 0.0:  # a constant
+        return mean
+    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    return max(0.0, -mean / shape * (math.log(density) + math.lgamma(shape)))
+
+
+def pareto_quantile(mean: float, variance: float, density: float) -> float:
+    """Fit a generalised Pareto distribution by its two moments (Corollary 1.3)."""
+    if variance <= 0.0:  # a constant
+        return mean
+    ratio = mean**2 / variance
+    shape, scale = 0.5 * (1.0 - ratio), 0.5 * mean * (ratio + 1.0)
+    if abs(shape) < 1e-9:  # exponential
+        return -scale * math.log(density)
+    return scale / shape * (density**-shape - 1.0)
