@@ -210,7 +210,7 @@ def resident() -> float:
 def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
     """Return what makes a try: a long run, in which memory and open files must not grow."""
 
-    def train(rank: int) -> dict:
+    def train(rank: int, steps: int) -> dict:
         sizes = {f"t{i:03d}": numel for i in range(tensors)}
         trainer = TorchTrainer(sizes=sizes, bucket_bytes=bucket_bytes)
         draw, series, began = np.random.default_rng(rank), [], time.monotonic()
@@ -225,8 +225,9 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         return {"series": series, "rate": rate, "digest": digest}
 
     def run(found: Found, number: int) -> None:
-        job = forked.run(train, 3, limit=120 + steps)
-        found.tries += steps
+        done = min(steps, found.asked)
+        job = forked.run(lambda rank: train(rank, done), 3, limit=120 + done)
+        found.tries += done
         if not found.check(all(one.status == 0 for one in job.ranks), job.describe()):
             return
         found.check(len({str(one.result["digest"]) for one in job.ranks}) == 1, "ranks differ")
@@ -234,7 +235,7 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         files = [one.result["series"][-1][2] - one.result["series"][0][2] for one in job.ranks]
         found.check(max(growth) < 0.01, f"memory grew: {[one.result['series'] for one in job.ranks]}")
         found.check(max(files) <= 0, f"open files: {files}")
-        found.note(f"RSS {100 * max(growth):+.2f} % from step {steps // 10:,} to {steps:,}, open files +{max(files)}")
+        found.note(f"RSS {100 * max(growth):+.2f} % from step {done // 10:,} to {done:,}, open files +{max(files)}")
         found.note(f"{job.ranks[0].result['rate']:.0f} steps/s")
 
     return run

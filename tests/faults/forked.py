@@ -8,7 +8,10 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +52,7 @@ class Job:
         lines = [
             f"rank {i}: status {one.status}, {one.error or one.result!r}"[:1500] for i, one in enumerate(self.ranks)
         ]
-        return "\n".join([*lines, *(one.output[-3000:] for one in self.ranks if one.status != 0)])
+        return "\n".join([*lines, *(one.output[-9000:] for one in self.ranks if one.status != 0)])
 
 
 def run(
@@ -173,6 +176,18 @@ def _starved(pid: int) -> float:
     return max(found)
 
 
+def _native_stacks(pid: int) -> str:
+    """Return where the threads of a process that hangs stand, as gdb has it; nothing where there is none."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return ""
+    command = [gdb, "-p", str(pid), "-batch", "-ex", "thread apply all bt 14"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+        return "\n".join(line[:200] for line in done.stdout.splitlines() if re.match(r"Thread |#", line))
+    return ""
+
+
 def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> Job:
     job = Job([Rank() for _ in pids], began)
     left = dict(enumerate(pids))
@@ -186,6 +201,7 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
         if watch is not None:
             watch(pids, time.monotonic() - began)
         time.sleep(0.005)
+    stacks = {rank: _native_stacks(pid) for rank, pid in left.items()}
     for pid in left.values():
         os.kill(pid, signal.SIGABRT)  # it shows where it stands
     time.sleep(1.0 if left else 0.0)
@@ -198,5 +214,5 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
             found = json.loads((folder / f"{rank}.json").read_text())
             one.result, one.error = found.get("result"), found.get("error", "")
         if (folder / f"{rank}.output").exists():
-            one.output = (folder / f"{rank}.output").read_text(errors="replace")
+            one.output = (folder / f"{rank}.output").read_text(errors="replace") + stacks.get(rank, "")
     return job

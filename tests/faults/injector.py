@@ -1,8 +1,8 @@
 """Makes a fault happen in a job, at a chosen step and phase of a chosen rank: the product itself has no hooks.
 
 A phase is a function of the product that is wrapped from outside. A fault is {"kind", "rank", "step", "phase", "entry",
-"seconds"}: `entry` counts the calls of the phase within the step. It comes as an argument, or as JSON in the variable
-HVD_SPARSE_FAULT.
+"seconds"}: `entry` counts the calls of the phase within the step; "told", if it is there, is a file that gets the time.
+It comes as an argument, or as JSON in the variable HVD_SPARSE_FAULT.
 """
 
 import functools
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 VARIABLE = "HVD_SPARSE_FAULT"
 PHASES = {  # module, class or nothing, function
@@ -70,6 +71,8 @@ class Injector:
 
     def _happen(self, fault: dict, arguments: tuple) -> None:
         kind = fault["kind"]
+        if "told" in fault:
+            Path(fault["told"]).write_text(str(time.time()))
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":
@@ -83,8 +86,8 @@ class Injector:
         elif kind == "leave":
             sys.exit(0)
         elif kind == "corrupt":
-            payload = next(one for one in arguments if hasattr(one, "numel") and one.numel() > 1)
-            payload[fault["bit"] // 8 % payload.numel()] ^= 1 << fault["bit"] % 8
+            payload = next(one for one in arguments if getattr(one, "ndim", 0) == 1 and len(one) > 1)
+            payload[fault["bit"] // 8 % len(payload)] ^= 1 << fault["bit"] % 8
         else:
             raise ValueError(f"no fault is named {kind!r}")
 
