@@ -39,9 +39,10 @@ class SparseCompressor(Compressor):
 
     Raises:
         ValueError: Wrong arguments; and in the first step, on every rank, models or settings that differ between
-            ranks, or a reduction other than Sum and Average.
+            ranks, or a reduction other than Sum and Average. In a step: damaged payloads.
         TypeError: Arguments of another type.
-        RuntimeError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
+        RuntimeError: In a step: `hvd.join()`, ranks at different steps, on a CUDA device payloads that were damaged in
+            the step before.
     """
 
     def __init__(

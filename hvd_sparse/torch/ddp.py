@@ -52,8 +52,10 @@ class DDPCompressor(Compressor):
 
     Raises:
         ValueError: Wrong arguments; and in the first step, on every rank, settings that differ between ranks.
+            In a step: damaged payloads.
         TypeError: Arguments of another type.
-        RuntimeError: In a step: ranks at different steps, damaged payloads.
+        RuntimeError: In a step: ranks at different steps, on a CUDA device payloads that were damaged in
+            the step before.
     """
 
     def __init__(

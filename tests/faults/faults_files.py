@@ -120,10 +120,11 @@ def differences(state: dict, sums: dict, rounded: bool) -> list[str]:
     return wrong
 
 
-def carry(function, least: int):
+def carry(framework: str, function, least: int):
     """Return what makes a try: one job of 8 ranks, one N of `least` to 8 after the other, each with all M."""
 
     def run(found: Found, number: int) -> None:
+        forked.preload(framework)
         n = MOST - number % (MOST - least + 1)
         with tempfile.TemporaryDirectory() as folder:
             job = forked.run(lambda rank: function(rank, number, n, folder), MOST, limit=300.0)
@@ -174,13 +175,13 @@ def _read(path: Path) -> int | None:
 
 SCENARIOS = {
     "carry_torch": Scenario(
-        "4", "residual and velocity of N ranks to M, N, M in 1..8, PyTorch", 64, carry(carry_torch, 1), "pairs"
+        "4", "residual and velocity of N ranks to M, N, M in 1..8, PyTorch", 64, carry("torch", carry_torch, 1), "pairs"
     ),
     "carry_tensorflow": Scenario(
         "4",
         "the same for N in 2..8, TensorFlow; one rank alone has nothing that waits",
         56,
-        carry(carry_tensorflow, 2),
+        carry("tensorflow", carry_tensorflow, 2),
         "pairs",
     ),
     "killed_writer": Scenario("4", "SIGKILL while a checkpoint is written", 500, killed_writer),

@@ -131,6 +131,7 @@ def not_finite(framework: str, steps: int, dtype: str):
         return wrong
 
     def run(found: Found, number: int) -> None:
+        forked.preload(framework)
         job = forked.run(lambda rank: train(rank, number), 3, limit=60 + 0.5 * steps)
         found.tries += steps
         if found.check(all(one.status == 0 for one in job.ranks), job.describe()):
@@ -169,6 +170,7 @@ def refused(framework: str):
 
     def run(found: Found, number: int) -> None:
         what, who = list(DIFFERENCES)[number % len(DIFFERENCES)], number // len(DIFFERENCES) % 3
+        forked.preload(framework)
         job = forked.run(lambda rank: train(rank, what, who), 3, limit=90.0)
         told = [bool(re.search(DIFFERENCES[what][1], one.error)) for one in job.ranks]
         found.check(all(told) and not job.hung, f"{what} on rank {who}: told {told}\n{job.describe()}")
@@ -194,6 +196,7 @@ def many_ranks(ranks: int):
         return "" if not left.any() and not agree.any() and came_out.any() else f"lost {left.any()}, {agree.any()}"
 
     def run(found: Found, number: int) -> None:
+        forked.preload("torch")
         job = forked.run(lambda rank: train(rank, number), ranks, limit=420.0)
         found.check(all(one.status == 0 and one.result == "" for one in job.ranks), job.describe()[:3000])
         found.worst = max(found.worst, *(one.seconds for one in job.ranks))
@@ -226,6 +229,7 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
 
     def run(found: Found, number: int) -> None:
         done = min(steps, found.asked)
+        forked.preload("torch")
         job = forked.run(lambda rank: train(rank, done), 3, limit=120 + done)
         found.tries += done
         if not found.check(all(one.status == 0 for one in job.ranks), job.describe()):

@@ -6,6 +6,7 @@ forks must not have used a framework yet, only imported it.
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import re
@@ -20,6 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+IMPORTS = {
+    "torch": ("horovod.torch", "hvd_sparse.torch", "torch._dynamo"),
+    "tensorflow": ("horovod.tensorflow", "hvd_sparse.tensorflow"),
+}
 KILLED = -signal.SIGKILL
 LIMIT_SECONDS = 60.0  # of a job that names no other: then it hangs
 
@@ -53,6 +58,12 @@ class Job:
             f"rank {i}: status {one.status}, {one.error or one.result!r}"[:1500] for i, one in enumerate(self.ranks)
         ]
         return "\n".join([*lines, *(one.output[-9000:] for one in self.ranks if one.status != 0)])
+
+
+def preload(framework: str) -> None:
+    """Import what the ranks of a framework need, so that forks have it; neither starts a thread as it is imported."""
+    for module in IMPORTS[framework]:
+        importlib.import_module(module)
 
 
 def run(
