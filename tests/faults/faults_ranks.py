@@ -1,8 +1,12 @@
 """Faults in a rank of a synchronous job of three: killed, stopped, delayed, failing, leaving, payloads corrupted."""
 
 import hashlib
+import os
 import re
+import signal
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import forked
@@ -16,6 +20,7 @@ PHASES = ("backward", "compress", "select", "exchange", "wait", "decompress", "c
 SETTINGS = {"min_numel": 100, "dense_fallback": None}
 DENSITIES = (0.01, 0.5)  # payloads in an all-reduce, and in an all-gather
 ENDS = ("kill", "raise", "leave")  # the job, too
+TOLD = re.compile("HorovodInternalError|Horovod has been shut down|UnknownError|CancelledError|Aborted")
 SUBMISSION = re.compile(r"Current thread .*\n.*horovod/torch/mpi_ops.py.* in _all\w+_async")
 _expected: dict[tuple[str, float], list[str]] = {}
 
@@ -72,6 +77,55 @@ def notes(folder: str, rank: int) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
+def submitting_job(rank: int, density: float) -> None:
+    """Take a step; then one rank is killed, and the other submits with a step in flight, and keeps Python's lock.
+
+    Horovod's thread, which drops what is in flight, could have Python's lock only between two of Python's switches, of
+    which there are none here.
+    """
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_sparse.torch import Compression
+
+    torch.set_num_threads(1)
+    hvd.init()
+    model = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
+    compression = Compression.gradient_dropping(model.items(), density=density, **SETTINGS)
+    inner = torch.optim.SGD(list(model.values()), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, model.items(), compression=compression, op=hvd.Sum)
+    for step in range(2):
+        loss = sum((model[name] * torch.from_numpy(one)).sum() for name, one in gradients(step, rank).items())
+        if step == 1 and rank == 1:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    tensors = [torch.ones(4) for _ in range(4000)]
+    holders = [one.detach() for one in tensors]  # which hold them as the product holds its own
+    for holder, one in zip(holders, tensors, strict=True):
+        holder.grad = one
+    sys.setswitchinterval(1000.0)
+    for number, one in enumerate(tensors):
+        hvd.allreduce_async_(one, name=f"more.{number}", op=hvd.Sum)
+        wait = time.monotonic() + 0.002
+        while time.monotonic() < wait:
+            pass
+
+
+def submits(found: Found, number: int) -> None:
+    """Make a job of two ranks, one of which is killed."""
+    forked.preload("torch")
+    density = DENSITIES[number % 2]
+    job = forked.run(lambda rank: submitting_job(rank, density), 2, limit=30.0)
+    killed, left = job.ranks[1], job.ranks[0]
+    found.check(killed.status == forked.KILLED and not job.hung, f"density {density}: hung\n{job.describe()}")
+    found.check(bool(TOLD.search(left.error)), f"density {density}: not told why\n{job.describe()}")
+    found.worst = max(found.worst, left.seconds - killed.seconds)
+
+
 def expected(framework: str, density: float) -> list[str]:
     """Return the digests of a run that nothing disturbs."""
     forked.preload(framework)
@@ -125,11 +179,7 @@ def judge(found: Found, fault: dict, job: forked.Job, title: str) -> None:
     if fault["kind"] in ENDS:
         status = {"kill": forked.KILLED, "raise": 1, "leave": 1}[fault["kind"]]
         found.check(victim.status == status, title + "another end\n" + job.describe())
-        told = all(
-            re.search("HorovodInternalError|Horovod has been shut down|UnknownError|CancelledError|Aborted", one.error)
-            or one.status == 0
-            for one in others
-        )
+        told = all(TOLD.search(one.error) or one.status == 0 for one in others)
         found.check(told, title + "the others were not told why\n" + job.describe())
         found.worst = max(found.worst, *(one.seconds - victim.seconds for one in others))
     elif fault["kind"] == "corrupt":
@@ -149,6 +199,9 @@ def stopped(framework: str, seconds: float):
 SCENARIOS = {
     "ends_torch": Scenario(
         "2", "a rank is killed, raises or leaves, in any of 8 phases, PyTorch", 300, disturb("torch", ENDS)
+    ),
+    "submits_torch": Scenario(
+        "2", "a rank submits while Horovod drops what is in flight, as another was killed, PyTorch", 20, submits
     ),
     "delays_torch": Scenario(
         "2",

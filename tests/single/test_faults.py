@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="st
         ("corrupted_torch", 1),
         ("killed_writer", 3),
         ("in_server", 2),
+        ("submits_torch", 2),
         pytest.param("in_worker", 2, marks=pytest.mark.exhaustive),
         pytest.param("in_stage_torch", 3, marks=pytest.mark.exhaustive),
     ],

@@ -15,6 +15,7 @@ from hvd_sparse.hierarchy import Hierarchy
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.torch.collectives import Collectives, Handle
+from hvd_sparse.torch.in_flight import held_all
 from hvd_sparse.torch.tokens import TOKEN_BYTES
 
 WITHOUT_CUDA = (
@@ -28,10 +29,13 @@ class HorovodHandle:
 
     def __init__(self, handle: int):
         self._handle = handle
+        self._held = held_all(mpi_ops._handle_map[handle])
 
     def wait(self) -> Any:
         """Return the result, waiting for it."""
-        return hvd.synchronize(self._handle)
+        result = hvd.synchronize(self._handle)
+        self._held.clear()
+        return result
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
