@@ -38,6 +38,7 @@ class Rank:
     error: str = ""  # "TypeOfError: message", if it raised
     seconds: float = 0.0  # from the start of the job
     output: str = ""
+    stacks: str = ""  # of one that hung, where there is gdb
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Job:
         lines = [
             f"rank {i}: status {one.status}, {one.error or one.result!r}"[:1500] for i, one in enumerate(self.ranks)
         ]
-        return "\n".join([*lines, *(one.output[-9000:] for one in self.ranks if one.status != 0)])
+        return "\n".join([*lines, *(one.output[-5000:] + one.stacks for one in self.ranks if one.status != 0)])
 
 
 def preload(framework: str) -> None:
@@ -192,7 +193,7 @@ def _native_stacks(pid: int) -> str:
     gdb = shutil.which("gdb")
     if gdb is None:
         return ""
-    command = [gdb, "-p", str(pid), "-batch", "-ex", "thread apply all bt 14"]
+    command = [gdb, "-p", str(pid), "-batch", "-ex", "thread apply all bt 40"]
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
         return "\n".join(line[:200] for line in done.stdout.splitlines() if re.match(r"Thread |#", line))
@@ -225,5 +226,6 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
             found = json.loads((folder / f"{rank}.json").read_text())
             one.result, one.error = found.get("result"), found.get("error", "")
         if (folder / f"{rank}.output").exists():
-            one.output = (folder / f"{rank}.output").read_text(errors="replace") + stacks.get(rank, "")
+            one.output = (folder / f"{rank}.output").read_text(errors="replace")
+        one.stacks = stacks.get(rank, "")
     return job

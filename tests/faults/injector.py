@@ -22,7 +22,7 @@ PHASES = {  # module, class or nothing, functions
     "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather gather_small"),
     "wait": ("hvd_sparse.torch.exchange", "Pending", "wait"),
     "decompress": ("hvd_sparse.torch.compression", "SparseCompressor", "decompress"),
-    "checkpoint": ("hvd_sparse.torch.compression", "", "gather_state"),
+    "checkpoint": ("hvd_sparse.torch.compressor", "", "gather_state"),
     "file": ("os", "", "replace"),
     "push": ("hvd_sparse.parameter_server.worker", "Worker", "push"),
     "update": ("hvd_sparse.parameter_server.server", "Server", "_push"),

@@ -15,7 +15,7 @@ from hvd_sparse.hierarchy import Hierarchy
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.torch.collectives import Collectives, Handle
-from hvd_sparse.torch.in_flight import held_all
+from hvd_sparse.torch.in_flight import held, held_all
 from hvd_sparse.torch.tokens import TOKEN_BYTES
 
 WITHOUT_CUDA = (
@@ -25,11 +25,11 @@ WITHOUT_CUDA = (
 
 
 class HorovodHandle:
-    """A collective of Horovod under way."""
+    """A collective of Horovod under way. holders: of what was given, made before it was; results are held from now."""
 
-    def __init__(self, handle: int):
+    def __init__(self, handle: int, holders: list[torch.Tensor]):
         self._handle = handle
-        self._held = held_all(mpi_ops._handle_map[handle])
+        self._held = [*holders, *held_all(mpi_ops._handle_map[handle][-1])]
 
     def wait(self) -> Any:
         """Return the result, waiting for it."""
@@ -106,7 +106,9 @@ class HorovodCollectives(Members, Collectives):
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start gathering a tensor."""
-        return HorovodHandle(hvd.allgather_async(tensor, name=self._named(name), process_set=self.process_set))
+        holders = [held(tensor)]
+        handle = hvd.allgather_async(tensor, name=self._named(name), process_set=self.process_set)
+        return HorovodHandle(handle, holders)
 
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start gathering a vector: Horovod's all-gather is the same for both."""
@@ -114,13 +116,16 @@ class HorovodCollectives(Members, Collectives):
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start summing a tensor over the ranks, in place."""
+        holders = [held(tensor)]
         handle = hvd.allreduce_async_(tensor, name=self._named(name), op=hvd.Sum, process_set=self.process_set)
-        return HorovodHandle(handle)
+        return HorovodHandle(handle, holders)
 
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start sending each rank its part of a vector; Horovod finds out what to expect."""
         split = torch.tensor(sizes, dtype=torch.int32)
-        return SentHandle(hvd.alltoall_async(tensor, split, name=self._named(name), process_set=self.process_set))
+        holders = held_all([tensor, split])
+        handle = hvd.alltoall_async(tensor, split, name=self._named(name), process_set=self.process_set)
+        return SentHandle(handle, holders)
 
     def _named(self, name: str) -> str:
         return f"{self._prefix}.{name}"
