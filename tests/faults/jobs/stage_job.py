@@ -16,6 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "shared")]
 
+if sys.argv[2] == "tensorflow":
+    import tensorflow as tf  # before MPI: after it, MPI_Finalize may take TensorFlow's hwloc for its own, and crash
+
 import numpy as np  # noqa: E402
 from injector import Injector  # noqa: E402
 from mpi4py import MPI  # noqa: E402
@@ -55,7 +58,6 @@ def torch_step():
 
 def tensorflow_step():
     """The same in TensorFlow."""
-    import tensorflow as tf
     from pipeline_oracle_tensorflow import cross_entropy, make_stages
 
     from hvd_sparse.tensorflow.model_parallel import Pipeline
