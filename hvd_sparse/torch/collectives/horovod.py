@@ -25,11 +25,11 @@ WITHOUT_CUDA = (
 
 
 class HorovodHandle:
-    """A collective of Horovod under way. holders: of what was given, made before it was; results are held from now."""
+    """A collective of Horovod under way. holders: of what it was given; made before, as its thread resizes outputs."""
 
     def __init__(self, handle: int, holders: list[torch.Tensor]):
         self._handle = handle
-        self._held = [*holders, *held_all(mpi_ops._handle_map[handle][-1])]
+        self._held = holders
 
     def wait(self) -> Any:
         """Return the result, waiting for it."""
@@ -106,8 +106,9 @@ class HorovodCollectives(Members, Collectives):
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start gathering a tensor."""
-        holders = [held(tensor)]
-        handle = hvd.allgather_async(tensor, name=self._named(name), process_set=self.process_set)
+        output = tensor.new()  # as hvd.allgather_async would make it
+        holders = held_all([tensor, output])
+        handle = mpi_ops._allgather_async(tensor, output, self._named(name), self.process_set)
         return HorovodHandle(handle, holders)
 
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
@@ -123,8 +124,9 @@ class HorovodCollectives(Members, Collectives):
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start sending each rank its part of a vector; Horovod finds out what to expect."""
         split = torch.tensor(sizes, dtype=torch.int32)
-        holders = held_all([tensor, split])
-        handle = hvd.alltoall_async(tensor, split, name=self._named(name), process_set=self.process_set)
+        output, received = tensor.new(), split.new()  # as hvd.alltoall_async would make them
+        holders = held_all([tensor, split, output, received])
+        handle = mpi_ops._alltoall_async(tensor, split, output, received, self._named(name), self.process_set)
         return SentHandle(handle, holders)
 
     def _named(self, name: str) -> str:
