@@ -19,6 +19,15 @@ def add_arguments(parser, add_shared=reporting.add_arguments):
     parser.add_argument("--plot", metavar="PATH", help='(default: digits-METHOD.png; "" for none)')
 
 
+def add_checkpoint(parser):
+    """Add the switch of those that can go on where they were."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="a file that is written after each epoch and, where it is there, read by every rank at the start",
+    )
+
+
 def count_steps(images, args):
     """Set args.steps_per_epoch and args.warmup_steps for a number of training images."""
     args.steps_per_epoch = images // (args.batch_size * args.size)

@@ -37,6 +37,7 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     digits_data.add_arguments(parser, training.add_arguments)
+    digits_data.add_checkpoint(parser)
     return training.start(parser)
 
 
@@ -57,13 +58,14 @@ def evaluate(model, images, labels, args):
     return loss / count, 100 * correct / count
 
 
-def train(model, optimizer, traffic, data, args):
-    """Train for `args.epochs` epochs and return one dict of metrics an epoch."""
+def train(model, optimizer, compression, traffic, data, args):
+    """Train until there have been `args.epochs` epochs, and return one dict of metrics an epoch."""
     train_images, test_images, train_labels, test_labels = data
-    steps, rows = args.epochs * args.steps_per_epoch, []
-    shifts = np.random.default_rng([args.seed, args.rank])
+    steps, (rows, done) = args.epochs * args.steps_per_epoch, training.load(model, optimizer, compression, args)
+    traffic.resume(done)
+    shifts = np.random.default_rng([args.seed, args.rank, len(rows)])
     with reporting.Progress(steps, args) as bar:
-        for epoch in range(args.epochs):
+        for epoch in range(len(rows), args.epochs):
             model.train()
             losses = 0.0
             for batch in digits_data.epoch_batches(len(train_images), epoch, args):
@@ -80,6 +82,8 @@ def train(model, optimizer, traffic, data, args):
             train_loss = training.sum_over_ranks([losses], "train", args)[0] / args.steps_per_epoch / args.size
             test_loss, accuracy = evaluate(model, test_images, test_labels, args)
             digits_data.end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic)
+            if args.checkpoint:
+                training.save(model, optimizer, compression, rows, traffic.steps, args)
     return rows
 
 
@@ -93,7 +97,7 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
-    rows = train(model, optimizer, traffic, data, args)
+    rows = train(model, optimizer, compression, traffic, data, args)
     digits_data.report("pytorch_digits", rows, traffic, time.perf_counter() - start, args)
 
 

@@ -5,9 +5,12 @@ own and run without the plugin.
 """
 
 import importlib
+import os
 
 import reporting
 import torch
+
+from hvd_sparse.checkpoint import atomic_file
 
 HOSTS = {"horovod": "pytorch_horovod", "ddp": "pytorch_ddp"}
 
@@ -73,6 +76,32 @@ def distribute(model, args, warmup_steps):
             weight_decay=args.weight_decay,
         )
     return host_of(args).distribute(model, optimizer, compression, args)
+
+
+def save(model, optimizer, compression, rows, steps, args):
+    """Write args.checkpoint: model, optimizer, what waits in all ranks' residuals, metrics; every rank calls it.
+
+    A job that is killed meanwhile leaves the file of the epoch before; another number of ranks may go on from it.
+    """
+    model = getattr(model, "module", model)  # DistributedDataParallel has it inside
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows, "steps": steps}
+    if reporting.compresses(args):
+        state["compression"] = compression.state_dict(summed=True)
+    if args.rank == 0:
+        with atomic_file(args.checkpoint) as file:
+            torch.save(state, file)
+
+
+def load(model, optimizer, compression, args):
+    """Take from args.checkpoint what `save` wrote; return metrics and number of steps, none at first."""
+    if not args.checkpoint or not os.path.exists(args.checkpoint):
+        return [], 0
+    state = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
+    getattr(model, "module", model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if reporting.compresses(args) and "compression" in state:
+        compression.load_state_dict(state["compression"])
+    return state["rows"], state["steps"]
 
 
 def count_parameters(model):

@@ -217,6 +217,11 @@ class Traffic:
             return self.compression.stats()
         return self.dense.stats(self.steps)
 
+    def resume(self, steps):
+        """Go on behind a number of steps; bytes are counted from here."""
+        self.steps = steps
+        self.seen = (self.stats()["total"]["payload_bytes"], steps)
+
     def since_last(self):
         """Return the mean payload bytes a step since the last call, and the density of the last step."""
         stats, (payload, steps) = self.stats(), self.seen

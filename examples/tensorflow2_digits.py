@@ -19,6 +19,7 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     digits_data.add_arguments(parser)
+    digits_data.add_checkpoint(parser)
     return training.start(parser)
 
 
@@ -32,12 +33,15 @@ def evaluate(model, images, labels, args):
     return loss / count, 100 * correct / count
 
 
-def train(model, step, traffic, data, args):
-    """Train for `args.epochs` epochs and return one dict of metrics an epoch."""
+def train(model, optimizer, compression, traffic, data, args):
+    """Train until there have been `args.epochs` epochs, and return one dict of metrics an epoch."""
     train_images, test_images, train_labels, test_labels = data
-    shifts, rows = np.random.default_rng([args.seed, args.rank]), []
+    rows, done = training.load(model, optimizer, compression, args)
+    traffic.resume(done)
+    step = training.make_step(model, optimizer, compression, args)
+    shifts = np.random.default_rng([args.seed, args.rank, len(rows)])
     with reporting.Progress(args.epochs * args.steps_per_epoch, args) as bar:
-        for epoch in range(args.epochs):
+        for epoch in range(len(rows), args.epochs):
             losses = 0.0
             for batch in digits_data.epoch_batches(len(train_images), epoch, args):
                 images = digits_data.shifted(train_images[batch], shifts)[..., None]
@@ -47,6 +51,8 @@ def train(model, step, traffic, data, args):
             train_loss = training.sum_over_ranks([losses], "train")[0] / args.steps_per_epoch / args.size
             test_loss, accuracy = evaluate(model, test_images, test_labels, args)
             digits_data.end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic)
+            if args.checkpoint:
+                training.save(model, optimizer, compression, rows, traffic.steps, args)
     return rows
 
 
@@ -63,7 +69,7 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
-    rows = train(model, training.make_step(model, optimizer, compression, args), traffic, data, args)
+    rows = train(model, optimizer, compression, traffic, data, args)
     digits_data.report("tensorflow2_digits", rows, traffic, time.perf_counter() - start, args)
 
 

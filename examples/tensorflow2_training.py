@@ -4,6 +4,7 @@ The baselines (`none`, `fp16`) use Horovod's own compressors and run without the
 """
 
 import importlib.util
+import json
 import os
 
 if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 without it
@@ -11,8 +12,11 @@ if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 w
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import horovod.tensorflow as hvd
+import numpy as np
 import reporting
 import tensorflow as tf
+
+from hvd_sparse.checkpoint import atomic_file
 
 
 def start(parser):
@@ -84,6 +88,45 @@ def make_step(model, optimizer, compression, args):
         return loss
 
     return step
+
+
+def save(model, optimizer, compression, rows, steps, args):
+    """Write args.checkpoint: model, optimizer, what waits in all ranks' residuals, metrics; every rank calls it.
+
+    A job that is killed meanwhile leaves the file of the epoch before; another number of ranks may go on from it.
+    """
+    arrays = {f"variable/{i}": variable.numpy() for i, variable in enumerate([*model.variables, *optimizer.variables])}
+    told = {"rows": rows, "steps": steps}
+    if reporting.compresses(args):
+        told["compression"] = compression.state_dict(summed=True)
+        memory = told["compression"].pop("memory")
+        told["compression"]["names"] = list(memory)
+        for name, buffers in memory.items():
+            arrays |= {f"memory/{name}/{kind}": buffer for kind, buffer in buffers.items()}
+    if args.rank == 0:
+        with atomic_file(args.checkpoint) as file:
+            np.savez(file, told=np.array(json.dumps(told)), **arrays)
+
+
+def load(model, optimizer, compression, args):
+    """Take from args.checkpoint what `save` wrote; return metrics and number of steps, none at first."""
+    if not args.checkpoint or not os.path.exists(args.checkpoint):
+        return [], 0
+    optimizer.build(model.trainable_variables)
+    with np.load(args.checkpoint) as file:
+        told = json.loads(str(file["told"]))
+        for i, variable in enumerate([*model.variables, *optimizer.variables]):
+            variable.assign(file[f"variable/{i}"])
+        memory = {}
+        for key in file.files:
+            what, _, place = key.partition("/")
+            name, _, kind = place.rpartition("/")
+            if what == "memory":
+                memory.setdefault(name, {})[kind] = file[key]
+    if reporting.compresses(args) and "compression" in told:
+        memory |= {name: {} for name in told["compression"].pop("names") if name not in memory}
+        compression.load_state_dict({**told["compression"], "memory": memory})
+    return told["rows"], told["steps"]
 
 
 def digits_model():

@@ -20,6 +20,7 @@ from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.elastic import CompressionStateHandler
+from hvd_sparse.torch.in_flight import held
 from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, Units, reduction_differs
 
@@ -39,9 +40,10 @@ class SparseCompressor(Compressor):
 
     Raises:
         ValueError: An argument is wrong. In the first step, on every rank: models or settings differ between
-            ranks, or the reduction is not Sum or Average.
+            ranks, or the reduction is not Sum or Average. In a step: damaged payloads.
         TypeError: An argument has the wrong type.
-        RuntimeError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
+        RuntimeError: In a step: `hvd.join()`, ranks at different steps; on a CUDA device, payloads that were damaged
+            in the step before.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SparseCompressor(Compressor):
         self._collectives = HorovodCollectives(process_set)
         super().__init__(algorithm, named_parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
+        self._held: list[torch.Tensor] = []  # gradients that Horovod all-reduces
         _compressors.add(self)
         self._start_check()
         if algorithm.local_momentum > 0.0 and self._collectives.is_alone():
@@ -76,6 +79,8 @@ class SparseCompressor(Compressor):
                     self._begin()
                 entry = self._entry(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(entry)
+                if not entry.carries_token:
+                    self._held.append(held(carried))
                 self._open.add(name)
                 return carried, entry
 
@@ -111,6 +116,11 @@ class SparseCompressor(Compressor):
         """Give up the step under way."""
         super()._drop()
         self._open.clear()
+        self._held.clear()
+
+    def _end(self) -> None:
+        self._held.clear()
+        super()._end()
 
     def _units(self) -> Units:
         """Return the units of the step that begins; whoever reduces its gradients tells by its op."""

@@ -51,9 +51,11 @@ class DDPCompressor(Compressor):
         process_group: The model's `torch.distributed.ProcessGroup`; None: all ranks.
 
     Raises:
-        ValueError: An argument is wrong; in the first step, on every rank: settings differ between ranks.
+        ValueError: An argument is wrong; in the first step, on every rank: settings differ between ranks. In a step:
+            damaged payloads.
         TypeError: An argument has the wrong type.
-        RuntimeError: In a step: ranks at different steps, damaged payloads.
+        RuntimeError: In a step: ranks at different steps; on a CUDA device, payloads that were damaged in the step
+            before.
     """
 
     def __init__(

@@ -4,6 +4,8 @@ from functools import lru_cache
 
 import torch
 
+from hvd_sparse.torch.in_flight import held, held_all
+
 TOKEN_BYTES = 8
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
@@ -18,6 +20,8 @@ class Tokens:
         self._all = torch.empty(0, 2)
         self._rows: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []
+        self._held_besides: list[torch.Tensor] = []
         self._under_way = False
 
     def begin(self, rank: int, count: int) -> None:
@@ -25,14 +29,20 @@ class Tokens:
         if self._under_way or count != len(self._rows):
             self._all = torch.empty(count, 2)
             self._rows = list(self._all.unbind())
+            self._held = held_all(self._rows)
         self._token = torch.tensor([1.0, rank + 1.0])
         self._all.copy_(self._token)
         self._free = self._rows.copy()
+        self._held_besides.clear()
         self._under_way = True
 
     def take(self) -> torch.Tensor:
         """Return a token, [1, rank + 1]."""
-        return self._free.pop() if self._free else self._token.clone()
+        if self._free:
+            return self._free.pop()
+        token = self._token.clone()
+        self._held_besides.append(held(token))
+        return token
 
     def end(self) -> None:
         """End a step: every token has been reduced and read."""

@@ -1,37 +1,54 @@
 """Damage: mutated payloads and messages, over the decoders of the core, of the server and of the pipeline."""
 
+import functools
+import os
 import re
 import subprocess
 import zlib
+from pathlib import Path
 
 import numpy as np
 from scenario import ROOT, Found, Scenario
 
-FUZZER = ROOT / "build" / "faults-sanitize" / "tests" / "native" / "fuzz_payload_test"
 CORPUS = ROOT / "tests" / "native" / "corpus"
 CHUNK = 10_000  # mutations of one process
 MESSAGES = 20_000  # of one try
 
 
-def build() -> None:
-    """Compile the decoder's fuzz target under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    options = ["-DHVD_SPARSE_TESTS=ON", "-DHVD_SPARSE_SANITIZE=ON", "-DHVD_SPARSE_OPTIMIZE=-O2"]
-    folder = str(ROOT / "build" / "faults-sanitize")
-    subprocess.run(["cmake", "-S", str(ROOT), "-B", folder, *options], check=True, stdout=subprocess.DEVNULL)
-    command = ["cmake", "--build", folder, "--target", "fuzz_payload_test"]
+@functools.cache
+def build(sanitize: str) -> Path:
+    """Compile the decoder's fuzz target, with AddressSanitizer and UndefinedBehaviorSanitizer if ON; return it."""
+    options = ["-DHVD_SPARSE_TESTS=ON", f"-DHVD_SPARSE_SANITIZE={sanitize}", "-DHVD_SPARSE_OPTIMIZE=-O2"]
+    folder = ROOT / "build" / f"faults-sanitize-{sanitize}"
+    subprocess.run(["cmake", "-S", ROOT, "-B", folder, *options], check=True, stdout=subprocess.DEVNULL)
+    command = ["cmake", "--build", folder, "--target", "fuzz_payload_test", "-j", str(os.cpu_count())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder / "tests" / "native" / "fuzz_payload_test"
 
 
-def payloads(found: Found, number: int) -> None:
-    """Mutate payloads of the corpus: the target aborts where one is accepted that the second reader refuses."""
-    if number == 0:
-        build()
-    seed = int(np.random.SeedSequence().entropy % 2**32)
-    done = subprocess.run([FUZZER, CORPUS, str(CHUNK), str(seed)], capture_output=True, text=True)
-    found.tries += CHUNK
-    found.check(done.returncode == 0, f"seed {seed}: {(done.stdout + done.stderr)[-3000:]}")
-    if counts := re.search(r"(\d+) payloads accepted, (\d+) refused", done.stdout):
-        found.check(int(counts[2]) > 0, f"seed {seed}: nothing was refused")
+def payloads(sanitize: str):
+    """Return what makes a try: payloads of the corpus, mutated, as many on each core.
+
+    The target aborts where one is accepted that the second reader refuses, or the other way round.
+    """
+
+    def run(found: Found, number: int) -> None:
+        fuzzer = build(sanitize)
+        seeds = [int(np.random.SeedSequence().entropy % 2**32) for _ in range(os.cpu_count() or 1)]
+        every = [
+            subprocess.Popen(
+                [fuzzer, CORPUS, str(CHUNK), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for seed in seeds
+        ]
+        for seed, one in zip(seeds, every, strict=True):
+            output, _ = one.communicate()
+            found.tries += CHUNK
+            found.check(one.returncode == 0, f"seed {seed}: {output[-3000:]}")
+            if counts := re.search(r"(\d+) payloads accepted, (\d+) refused", output):
+                found.check(int(counts[2]) > 0, f"seed {seed}: nothing was refused")
+
+    return run
 
 
 def damaged(random, data: np.ndarray) -> np.ndarray:
@@ -115,7 +132,10 @@ def pipeline_messages(found: Found, number: int) -> None:
 
 SCENARIOS = {
     "damage_payloads": Scenario(
-        "8", "mutated payloads, core, AddressSanitizer and UBSan", 20_000_000, payloads, "payloads"
+        "8", "mutated payloads, core, AddressSanitizer and UBSan", 2_000_000, payloads("ON"), "payloads"
+    ),
+    "damage_payloads_plain": Scenario(
+        "8", "the same without sanitizers, which is faster: both readers agree", 20_000_000, payloads("OFF"), "payloads"
     ),
     "damage_server": Scenario("8", "damaged and replayed pushes", 2_000_000, server_messages, "messages"),
     "damage_pipeline": Scenario("8", "damaged messages of a stage", 2_000_000, pipeline_messages, "messages"),

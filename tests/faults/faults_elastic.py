@@ -10,13 +10,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from elastic import RANKS, put_in
 from scenario import Found, Scenario
 
-JOB = Path(__file__).resolve().parent / "jobs" / "elastic_job.py"
-RANKS, KILLS = 4, 5  # kills of one job, but of the first one, which has one
+JOBS = Path(__file__).resolve().parent / "jobs"
+KILLS = 2  # of one job, but of the first one, which has one
 
 
-def launch(folder: Path, kept: str, kills: int, seed: int, limit: float) -> tuple[int | None, str]:
+def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: float) -> tuple[int | None, str]:
     """Run a job; return its status, None if it hung, and what it printed."""
     (folder / "hosts").write_text("".join(f"127.{'0' * i}1:1\n" for i in range(RANKS)))
     discover = folder / "discover"
@@ -24,19 +25,19 @@ def launch(folder: Path, kept: str, kills: int, seed: int, limit: float) -> tupl
     discover.chmod(0o755)
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(RANKS), "--min-np", str(RANKS - 1)]
     command += ["--max-np", str(RANKS), "--host-discovery-script", str(discover), "--elastic-timeout", "300"]
-    command += ["--start-timeout", "300", sys.executable, str(JOB), str(folder), kept, str(kills), str(seed)]
+    command += ["--start-timeout", "300", sys.executable, str(JOBS / job), str(folder), kept, str(kills), str(seed)]
     with open(folder / "output", "w") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = job.wait(limit)
+            status = started.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGTERM)
-            job.wait()
+            os.killpg(started.pid, signal.SIGTERM)
+            started.wait()
             status = None
     return status, (folder / "output").read_text(errors="replace")
 
 
-def killed(kept: str):
+def killed(kept: str, job: str = "elastic_job.py"):
     """Return what makes a try: a job in which ranks are killed, and what it must have kept of all gradients."""
 
     def run(found: Found, number: int) -> None:
@@ -44,29 +45,24 @@ def killed(kept: str):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "events").touch()
-            status, output = launch(folder, kept, wanted, number, limit=600.0 + 120.0 * wanted)
+            status, output = launch(job, folder, kept, wanted, number, limit=600.0 + 120.0 * wanted)
             events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
             processes = {int(file.stem): dict(np.load(file)) for file in folder.glob("*.npz")}
         kills = [one for one in events if one["what"] == "kill"]
         found.tries += len(kills)
-        title = f"job {number}, {kept}: "
+        title = f"{job} {number}, {kept}: "
         ended = [json.loads(one) for one in re.findall(r"ended (\{.*?\})", output)]
         if not found.check(status == 0 and len(ended) == RANKS, f"{title}status {status}\n{output[-4000:]}\n{events}"):
             return
         found.check(all(one["same"] for one in ended) and len(kills) == wanted, f"{title}{ended}, {len(kills)} kills")
-        found.check(len(processes) == RANKS + wanted, f"{title}{len(processes)} processes")
         alive = [processes[one["pid"]] for one in ended]
         dead = [one for pid, one in processes.items() if pid not in {rank["pid"] for rank in ended}]
-        put_in, waits = sum(one["total"] for one in processes.values()), sum(one["waiting"] for one in alive)
-        lost = put_in - waits - alive[0]["moved"]
-        if kept == "own":  # exactly what waited on the ranks that were killed
-            found.check(np.array_equal(lost, sum(one["waiting"] for one in dead)), f"{title}lost {np.abs(lost).sum()}")
-            share = 100 * np.abs(lost).sum() / np.abs(put_in).sum()
-            found.note(f"lost: residuals of the killed alone, {np.abs(lost).sum():.0f} of {np.abs(put_in).sum():.0f}"
-                       f" ({share:.1f} % of the L1 norm)")  # fmt: skip
-        else:  # shares of whole numbers are none: float32 rounds them as gradients are added
-            found.check(np.abs(lost).max() < 0.01, f"{title}lost {np.abs(lost).max()}")
-            found.note(f"all committed is there, within {np.abs(lost).max():.0e}")
+        if job == "elastic_job.py":
+            found.check(len(dead) == wanted, f"{title}{len(processes)} processes")
+            total = sum(one["total"] for one in processes.values())
+        else:
+            total = put_in(events, ended[0]["batch"])
+        judge(found, title, kept, total, alive, dead)
         begins = [one["time"] for one in events if one["what"] == "begin"]
         waits = [min((b for b in begins if b > one["time"]), default=one["time"]) - one["time"] for one in kills]
         found.worst = max(found.worst, *waits)
@@ -74,8 +70,25 @@ def killed(kept: str):
     return run
 
 
+def judge(found: Found, title: str, kept: str, total: np.ndarray, alive: list[dict], dead: list[dict]) -> None:
+    """Check what became of the gradients that went in, by what every process wrote down last."""
+    lost = total - sum(one["waiting"] for one in alive) - alive[0]["moved"]
+    if kept == "own":  # exactly what waited on the ranks that were killed
+        found.check(np.array_equal(lost, sum(one["waiting"] for one in dead)), f"{title}lost {np.abs(lost).sum()}")
+        share = 100 * np.abs(lost).sum() / np.abs(total).sum()
+        found.note(f"lost: residuals of the killed alone, {np.abs(lost).sum():.0f} of {np.abs(total).sum():.0f}"
+                   f" ({share:.1f} % of the L1 norm)")  # fmt: skip
+    else:  # shares of whole numbers are none: float32 rounds them as gradients are added
+        found.check(np.abs(lost).max() < 0.01, f"{title}lost {np.abs(lost).max()}")
+        found.note("all committed is there, within 1e-2 of whole numbers")
+
+
 SCENARIOS = {
     f"elastic_{kept}": Scenario("1", f"elastic, 4 -> 3 -> 4 ranks, SIGKILL within a step, {what}, PyTorch", 25,
                                 killed(kept), "kills")
     for kept, what in (("summed", "commits with a summed state"), ("own", "commits of each rank's own state"))
+} | {
+    "elastic_tensorflow": Scenario(
+        "1", "the same within a step or a commit, commits with a summed state, TensorFlow", 25,
+        killed("summed", "elastic_tensorflow_job.py"), "kills")
 }  # fmt: skip

@@ -131,6 +131,7 @@ def not_finite(framework: str, steps: int, dtype: str):
         return wrong
 
     def run(found: Found, number: int) -> None:
+        forked.preload(framework)
         job = forked.run(lambda rank: train(rank, number), 3, limit=60 + 0.5 * steps)
         found.tries += steps
         if found.check(all(one.status == 0 for one in job.ranks), job.describe()):
@@ -169,6 +170,7 @@ def refused(framework: str):
 
     def run(found: Found, number: int) -> None:
         what, who = list(DIFFERENCES)[number % len(DIFFERENCES)], number // len(DIFFERENCES) % 3
+        forked.preload(framework)
         job = forked.run(lambda rank: train(rank, what, who), 3, limit=90.0)
         told = [bool(re.search(DIFFERENCES[what][1], one.error)) for one in job.ranks]
         found.check(all(told) and not job.hung, f"{what} on rank {who}: told {told}\n{job.describe()}")
@@ -194,6 +196,7 @@ def many_ranks(ranks: int):
         return "" if not left.any() and not agree.any() and came_out.any() else f"lost {left.any()}, {agree.any()}"
 
     def run(found: Found, number: int) -> None:
+        forked.preload("torch")
         job = forked.run(lambda rank: train(rank, number), ranks, limit=420.0)
         found.check(all(one.status == 0 and one.result == "" for one in job.ranks), job.describe()[:3000])
         found.worst = max(found.worst, *(one.seconds for one in job.ranks))
@@ -210,7 +213,7 @@ def resident() -> float:
 def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
     """Return what makes a try: a long run, in which memory and open files must not grow."""
 
-    def train(rank: int) -> dict:
+    def train(rank: int, steps: int) -> dict:
         sizes = {f"t{i:03d}": numel for i in range(tensors)}
         trainer = TorchTrainer(sizes=sizes, bucket_bytes=bucket_bytes)
         draw, series, began = np.random.default_rng(rank), [], time.monotonic()
@@ -225,8 +228,10 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         return {"series": series, "rate": rate, "digest": digest}
 
     def run(found: Found, number: int) -> None:
-        job = forked.run(train, 3, limit=120 + steps)
-        found.tries += steps
+        done = min(steps, found.asked)
+        forked.preload("torch")
+        job = forked.run(lambda rank: train(rank, done), 3, limit=120 + done)
+        found.tries += done
         if not found.check(all(one.status == 0 for one in job.ranks), job.describe()):
             return
         found.check(len({str(one.result["digest"]) for one in job.ranks}) == 1, "ranks differ")
@@ -234,7 +239,7 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         files = [one.result["series"][-1][2] - one.result["series"][0][2] for one in job.ranks]
         found.check(max(growth) < 0.01, f"memory grew: {[one.result['series'] for one in job.ranks]}")
         found.check(max(files) <= 0, f"open files: {files}")
-        found.note(f"RSS {100 * max(growth):+.2f} % from step {steps // 10:,} to {steps:,}, open files +{max(files)}")
+        found.note(f"RSS {100 * max(growth):+.2f} % from step {done // 10:,} to {done:,}, open files +{max(files)}")
         found.note(f"{job.ranks[0].result['rate']:.0f} steps/s")
 
     return run

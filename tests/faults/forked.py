@@ -6,9 +6,13 @@ forks must not have used a framework yet, only imported it.
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+IMPORTS = {
+    "torch": ("horovod.torch", "hvd_sparse.torch", "torch._dynamo"),
+    "tensorflow": ("horovod.tensorflow", "hvd_sparse.tensorflow"),
+}
 KILLED = -signal.SIGKILL
 LIMIT_SECONDS = 60.0  # of a job that names no other: then it hangs
 
@@ -30,6 +38,7 @@ class Rank:
     error: str = ""  # "TypeOfError: message", if it raised
     seconds: float = 0.0  # from the start of the job
     output: str = ""
+    stacks: str = ""  # of one that hung, where there is gdb
 
 
 @dataclass
@@ -49,7 +58,13 @@ class Job:
         lines = [
             f"rank {i}: status {one.status}, {one.error or one.result!r}"[:1500] for i, one in enumerate(self.ranks)
         ]
-        return "\n".join([*lines, *(one.output[-3000:] for one in self.ranks if one.status != 0)])
+        return "\n".join([*lines, *(one.output[-5000:] + one.stacks for one in self.ranks if one.status != 0)])
+
+
+def preload(framework: str) -> None:
+    """Import what the ranks of a framework need, so that forks have it; neither starts a thread as it is imported."""
+    for module in IMPORTS[framework]:
+        importlib.import_module(module)
 
 
 def run(
@@ -173,6 +188,18 @@ def _starved(pid: int) -> float:
     return max(found)
 
 
+def _native_stacks(pid: int) -> str:
+    """Return where the threads of a process that hangs stand, as gdb has it; nothing where there is none."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return ""
+    command = [gdb, "-p", str(pid), "-batch", "-ex", "thread apply all bt 40"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+        return "\n".join(line[:200] for line in done.stdout.splitlines() if re.match(r"Thread |#", line))
+    return ""
+
+
 def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> Job:
     job = Job([Rank() for _ in pids], began)
     left = dict(enumerate(pids))
@@ -186,6 +213,7 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
         if watch is not None:
             watch(pids, time.monotonic() - began)
         time.sleep(0.005)
+    stacks = {rank: _native_stacks(pid) for rank, pid in left.items()}
     for pid in left.values():
         os.kill(pid, signal.SIGABRT)  # it shows where it stands
     time.sleep(1.0 if left else 0.0)
@@ -199,4 +227,5 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
             one.result, one.error = found.get("result"), found.get("error", "")
         if (folder / f"{rank}.output").exists():
             one.output = (folder / f"{rank}.output").read_text(errors="replace")
+        one.stacks = stacks.get(rank, "")
     return job

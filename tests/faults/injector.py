@@ -1,8 +1,8 @@
 """Makes a fault happen in a job, at a chosen step and phase of a chosen rank: the product itself has no hooks.
 
 A phase is a function of the product that is wrapped from outside. A fault is {"kind", "rank", "step", "phase", "entry",
-"seconds"}: `entry` counts the calls of the phase within the step. It comes as an argument, or as JSON in the variable
-HVD_SPARSE_FAULT.
+"seconds"}: `entry` counts the calls of the phase within the step; "told", if it is there, is a file that gets the time.
+It comes as an argument, or as JSON in the variable HVD_SPARSE_FAULT.
 """
 
 import functools
@@ -13,15 +13,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 VARIABLE = "HVD_SPARSE_FAULT"
-PHASES = {  # module, class or nothing, function
+PHASES = {  # module, class or nothing, functions
     "compress": ("hvd_sparse.torch.compression", "SparseCompressor", "compress"),
     "select": ("hvd_sparse.torch.step", "Step", "_start"),
-    "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather"),
+    "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather gather_small"),
     "wait": ("hvd_sparse.torch.exchange", "Pending", "wait"),
     "decompress": ("hvd_sparse.torch.compression", "SparseCompressor", "decompress"),
-    "checkpoint": ("hvd_sparse.torch.compression", "", "gather_state"),
+    "checkpoint": ("hvd_sparse.torch.compressor", "", "gather_state"),
     "file": ("os", "", "replace"),
     "push": ("hvd_sparse.parameter_server.worker", "Worker", "push"),
     "update": ("hvd_sparse.parameter_server.server", "Server", "_push"),
@@ -70,6 +71,8 @@ class Injector:
 
     def _happen(self, fault: dict, arguments: tuple) -> None:
         kind = fault["kind"]
+        if "told" in fault:
+            Path(fault["told"]).write_text(str(time.time()))
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":
@@ -83,20 +86,23 @@ class Injector:
         elif kind == "leave":
             sys.exit(0)
         elif kind == "corrupt":
-            payload = next(one for one in arguments if hasattr(one, "numel") and one.numel() > 1)
-            payload[fault["bit"] // 8 % payload.numel()] ^= 1 << fault["bit"] % 8
+            payload = next(one for one in arguments if getattr(one, "ndim", 0) == 1 and len(one) > 1)
+            payload[fault["bit"] // 8 % len(payload)] ^= 1 << fault["bit"] % 8
         else:
             raise ValueError(f"no fault is named {kind!r}")
 
-    def _wrap(self, module: str, owner: str, name: str) -> None:
+    def _wrap(self, module: str, owner: str, names: str) -> None:
         place = importlib.import_module(module)
         place = getattr(place, owner) if owner else place
-        original, phase = getattr(place, name), self.fault["phase"]
+        for name in names.split():
+            setattr(place, name, self._wrapped(getattr(place, name), self.fault["phase"]))
 
+    def _wrapped(self, original, phase: str):
         @functools.wraps(original)
         def wrapped(*arguments, **named):
-            """Let the fault happen first."""
-            self.enter(phase, arguments)
+            """Let the fault happen first, but not in what is no part of a step: the comparison of settings."""
+            if not any(isinstance(one, str) and one.startswith("agree.") for one in arguments):
+                self.enter(phase, arguments)
             return original(*arguments, **named)
 
-        setattr(place, name, wrapped)
+        return wrapped

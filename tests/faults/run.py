@@ -19,7 +19,7 @@ os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 import scenario  # noqa: E402
 
-FILES = ("elastic", "ranks", "files", "numbers", "damage")
+FILES = ("elastic", "ranks", "mpi", "files", "numbers", "damage")
 
 
 def main() -> int:
@@ -45,7 +45,8 @@ def main() -> int:
             continue
         print(f"==> {name}: {one.title}", flush=True)
         began = time.monotonic()
-        found = scenario.make(one, one.tries if args.tries is None else args.tries, args.minutes)
+        first = scenario.tries_of(name) if args.add else 0
+        found = scenario.make(one, one.tries if args.tries is None else args.tries, args.minutes, first)
         for failure in found.failures:
             print(failure, flush=True)
         took = time.monotonic() - began

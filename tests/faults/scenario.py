@@ -16,6 +16,7 @@ COMMAND = "scripts/run.sh python tests/faults/run.py"
 class Found:
     """What became of the tries of one scenario."""
 
+    asked = 1  # how many tries are wanted: those that are steps of one job make no more
     tries: int = 0
     failures: list[str] = field(default_factory=list)
     worst: float = 0.0  # seconds from a fault to recovery, or to the error on the last rank
@@ -53,9 +54,10 @@ class Scenario:
     unit: str = "tries"
 
 
-def make(scenario: Scenario, tries: int, minutes: float) -> Found:
-    """Make so many tries, or as many as a number of minutes permits; stop at five failures."""
-    found, began, number = Found(), time.monotonic(), 0
+def make(scenario: Scenario, tries: int, minutes: float, first: int = 0) -> Found:
+    """Make so many tries, or as many as a number of minutes permits; stop at five failures. They count from `first`."""
+    found, began, number = Found(), time.monotonic(), first
+    found.asked = tries
     while found.tries < tries and len(found.failures) < 5 and time.monotonic() - began < 60 * minutes:
         before = found.tries
         scenario.run(found, number)
@@ -63,6 +65,11 @@ def make(scenario: Scenario, tries: int, minutes: float) -> Found:
         number += 1
     found.seconds = time.monotonic() - began
     return found
+
+
+def tries_of(name: str, path: Path = KEPT) -> int:
+    """Return how many tries of a scenario the results have: more of them are to be others."""
+    return json.loads(path.read_text()).get(name, {}).get("tries", 0) if path.exists() else 0
 
 
 def keep(name: str, found: Found, adds: bool, path: Path = KEPT) -> Found:

@@ -13,25 +13,16 @@ os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for the tests of p
 import horovod.torch as hvd
 from job import Job
 
-job = Job(hvd)
-pytest_runtest_logreport = job.pytest_runtest_logreport
-pytest_collectreport = job.pytest_collectreport
-pytest_internalerror = job.pytest_internalerror
+
+def start():
+    """Wait for all ranks."""
+    hvd.barrier()
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # the tests have a lone process's hooks called too, see helpers.distributed
     config.addinivalue_line("filterwarnings", "ignore:Horovod calls no compressor with one process")
-    job.pytest_configure(config)
+    config.pluginmanager.register(Job(hvd, start))
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def together():
-    """Start each test on all ranks at once."""
-    job.limit()
-    hvd.barrier()
-    torch.manual_seed(0)
-    yield
-    job.unlimit()

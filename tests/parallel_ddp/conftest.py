@@ -36,23 +36,13 @@ class Distributed:
     size = staticmethod(dist.get_world_size)
 
 
-job = Job(Distributed)
-pytest_runtest_logreport = job.pytest_runtest_logreport
-pytest_collectreport = job.pytest_collectreport
-pytest_internalerror = job.pytest_internalerror
+def start():
+    """Wait for all ranks."""
+    dist.barrier()
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    job.pytest_configure(config)
+    config.pluginmanager.register(Job(Distributed, start))
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def together():
-    """Start each test on all ranks at once."""
-    job.limit()
-    dist.barrier()
-    torch.manual_seed(0)
-    yield
-    job.unlimit()

@@ -17,25 +17,16 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from job import Job
 
-job = Job(hvd)
-pytest_runtest_logreport = job.pytest_runtest_logreport
-pytest_collectreport = job.pytest_collectreport
-pytest_internalerror = job.pytest_internalerror
+
+def start():
+    """Wait for all ranks."""
+    hvd.allreduce(tf.zeros([]), name="together")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # nothing of the plugin is at work in a lone process, and that is tested too
     config.addinivalue_line("filterwarnings", "ignore:Horovod compresses nothing with one process")
-    job.pytest_configure(config)
+    config.pluginmanager.register(Job(hvd, start))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-
-
-@pytest.fixture(autouse=True)
-def together():
-    """Start each test on all ranks at once."""
-    job.limit()
-    hvd.allreduce(tf.zeros([]), name="together")
-    yield
-    job.unlimit()

@@ -14,13 +14,17 @@ LIMIT_SECONDS = 120  # of one test; then every rank shows where it stands, and t
 
 
 class Job:
-    """The hooks of a conftest.py: its names that begin with `pytest_` are to be bound to the methods here."""
+    """What a conftest.py registers as a plugin, in its own `pytest_configure`, which is to be the last one.
 
-    def __init__(self, hvd):
-        self.hvd = hvd
+    Args:
+        hvd: Has `init`, `rank` and `size`.
+        start: Called before each test; it returns when all ranks are there.
+    """
+
+    def __init__(self, hvd, start):
+        self.hvd, self.start = hvd, start
         self.console = sys.__stderr__  # the real standard error, whatever pytest captures
 
-    @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config):
         self.hvd.init()
         capture = config.pluginmanager.getplugin("capturemanager")
@@ -50,10 +54,10 @@ class Job:
         time.sleep(1.0)  # ranks that fail alike print too
         os._exit(1)
 
-    def limit(self):
-        """Give what follows its time; end the job, not hang, if it takes too long."""
+    @pytest.fixture(autouse=True)
+    def together(self):
+        """Start each test on all ranks at once; end the job, not hang, if it takes too long."""
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=self.console)
-
-    @staticmethod
-    def unlimit():
+        self.start()
+        yield
         faulthandler.cancel_dump_traceback_later()

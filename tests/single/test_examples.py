@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import launching
+import numpy as np
 import pytest
+import torch
 from launching import launch, mpirun
 
 pytestmark = launching.MARKS
@@ -39,6 +41,31 @@ def test_training_tells_what_was_sent(example, options, tmp_path):
     assert result["target_density"] == 0.01
     # payloads of a small step are rows of an all-reduce: those of both ranks count
     assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 20
+
+
+@pytest.mark.parametrize(
+    ("framework", "example"), [("torch", "pytorch_digits.py"), ("tensorflow", "tensorflow2_digits.py")]
+)
+def test_a_checkpoint_is_gone_on_from(framework, example, tmp_path):
+    """A second epoch alone, of a job that begins with the first one's model and residuals."""
+    options = ["--warmup-epochs", "0", "--batch-size", "32", *LOW_BIT, "--plot", "", "--checkpoint"]
+    options.append(str(tmp_path / "checkpoint"))
+    first = run(example, ["--epochs", "1", *options])
+    waiting = waiting_in(framework, tmp_path / "checkpoint")
+    assert waiting and max(waiting) > 0.0
+    assert run(example, ["--epochs", "1", *options])["loss"] == first["loss"]  # there is nothing left to do
+    second = run(example, ["--epochs", "2", *options])
+    assert second["steps"] == 2 * first["steps"] and second["loss"] < first["loss"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def waiting_in(framework, path):
+    """Return the largest magnitudes of the residuals in a checkpoint."""
+    if framework == "torch":
+        memory = torch.load(path, weights_only=True)["compression"]["memory"]
+        return [float(buffers["residual"].abs().max()) for buffers in memory.values() if buffers]
+    with np.load(path) as file:
+        return [float(np.abs(file[key]).max()) for key in file.files if key.startswith("memory/")]
 
 
 SYNTHETIC = ["--num-warmup-batches", "0", "--num-batches-per-iter", "2", "--num-iters", "2", "--width", "64"]

@@ -1,4 +1,4 @@
-"""The tool of `make test-faults`: two short scenarios. What ends a rank may end in Horovod's own hang: not here."""
+"""The tool of `make test-faults`: short scenarios. What ends a rank may end in Horovod's own hang: not here."""
 
 import os
 import subprocess
@@ -10,7 +10,17 @@ RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "faults", "
 pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside a job")
 
 
-@pytest.mark.parametrize(("name", "tries"), [("corrupted_torch", 1), ("killed_writer", 3)])
+@pytest.mark.parametrize(
+    ("name", "tries"),
+    [
+        ("corrupted_torch", 1),
+        ("killed_writer", 3),
+        ("in_server", 2),
+        ("submits_torch", 2),
+        pytest.param("in_worker", 2, marks=pytest.mark.exhaustive),
+        pytest.param("in_stage_torch", 3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_scenario(name, tries):
     command = [sys.executable, RUN, name, "--tries", str(tries), "--dry"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -15,6 +15,7 @@ from hvd_sparse.hierarchy import Hierarchy
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.torch.collectives import Collectives, Handle
+from hvd_sparse.torch.in_flight import held, held_all
 from hvd_sparse.torch.tokens import TOKEN_BYTES
 
 WITHOUT_CUDA = (
@@ -24,14 +25,17 @@ WITHOUT_CUDA = (
 
 
 class HorovodHandle:
-    """A collective of Horovod under way."""
+    """A collective of Horovod under way. holders: of what it was given; made before, as its thread resizes outputs."""
 
-    def __init__(self, handle: int):
+    def __init__(self, handle: int, holders: list[torch.Tensor]):
         self._handle = handle
+        self._held = holders
 
     def wait(self) -> Any:
         """Return the result, waiting for it."""
-        return hvd.synchronize(self._handle)
+        result = hvd.synchronize(self._handle)
+        self._held.clear()
+        return result
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -102,7 +106,10 @@ class HorovodCollectives(Members, Collectives):
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start gathering a tensor."""
-        return HorovodHandle(hvd.allgather_async(tensor, name=self._named(name), process_set=self.process_set))
+        output = tensor.new()  # as hvd.allgather_async would make it
+        holders = held_all([tensor, output])
+        handle = mpi_ops._allgather_async(tensor, output, self._named(name), self.process_set)
+        return HorovodHandle(handle, holders)
 
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start gathering a vector: Horovod's all-gather is the same for both."""
@@ -110,13 +117,17 @@ class HorovodCollectives(Members, Collectives):
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start summing a tensor over the ranks, in place."""
+        holders = [held(tensor)]
         handle = hvd.allreduce_async_(tensor, name=self._named(name), op=hvd.Sum, process_set=self.process_set)
-        return HorovodHandle(handle)
+        return HorovodHandle(handle, holders)
 
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start sending each rank its part of a vector; Horovod finds out what to expect."""
         split = torch.tensor(sizes, dtype=torch.int32)
-        return SentHandle(hvd.alltoall_async(tensor, split, name=self._named(name), process_set=self.process_set))
+        output, received = tensor.new(), split.new()  # as hvd.alltoall_async would make them
+        holders = held_all([tensor, split, output, received])
+        handle = mpi_ops._alltoall_async(tensor, split, output, received, self._named(name), self.process_set)
+        return SentHandle(handle, holders)
 
     def _named(self, name: str) -> str:
         return f"{self._prefix}.{name}"

@@ -20,16 +20,18 @@ sys.path[:0] = [str(HERE.parent)]
 import horovod.torch as hvd  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from elastic import NUMEL, RANKS, Place  # noqa: E402
 from injector import Injector  # noqa: E402
 
 from hvd_sparse.torch import Compression  # noqa: E402
 
-RANKS, NUMEL, STEADY = 4, 3000, 3  # batches of each world
+STEADY = 3  # batches of each world
 PHASES = ("backward", "compress", "wait", "decompress")
 folder, kept, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
 torch.set_num_threads(1)
 hvd.init()
+place = Place(folder, hvd)
 weights = torch.nn.Parameter(torch.zeros(NUMEL))
 model = torch.nn.ParameterDict({"weights": weights})
 compression = Compression.gradient_dropping([("weights", weights)], density=0.01, dense_fallback=None)
@@ -57,19 +59,6 @@ def write_down(batch: int) -> None:
     partial.rename(folder / f"{os.getpid()}.npz")
 
 
-def say(what: str, state) -> None:
-    """Write a line for whoever started this job."""
-    with open(folder / "events", "a") as file:
-        file.write(json.dumps({"what": what, "time": time.time(), "size": hvd.size(), "batch": state.batch}) + "\n")
-
-
-def next_hosts(number: int) -> None:
-    """Have the discovery script name another host in place of the one that has failed."""
-    hosts = [line for line in (folder / "hosts").read_text().split() if line]
-    (folder / "next").write_text("\n".join([*hosts, f"127.{'0' * (RANKS + number)}1:1"]) + "\n")
-    (folder / "next").rename(folder / "hosts")
-
-
 @hvd.elastic.run
 def train(state):
     """Train until as many ranks were killed as wanted, and replaced."""
@@ -82,20 +71,20 @@ def train(state):
     state.world = hvd.size()
     injector = injector_for(state.kills)
     if hvd.rank() == 0:
-        say("begin", state)
+        place.say("begin", state)
     while True:
         injector.begin(batches)
         gradient = draw.integers(-2, 3, NUMEL)
         optimizer.zero_grad()
         loss = (weights * torch.tensor(gradient, dtype=torch.float32)).sum()
         if injector.fault and injector.fault["step"] == batches:
-            say("kill", state)
+            place.say("kill", state)
         injector.enter("backward")
         loss.backward()
         optimizer.step()
         total, batches, state.batch = total + gradient, batches + 1, state.batch + 1
         if hvd.rank() == 0 and batches == STEADY and hvd.size() == RANKS - 1:
-            next_hosts(state.kills)
+            place.next_hosts(state.kills)
         if kept == "summed":
             state.summed = compression.state_dict(summed=True)
         committed = total

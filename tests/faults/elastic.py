@@ -1,0 +1,58 @@
+"""What the elastic jobs and the scenarios that start them share."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+RANKS, NUMEL = 4, 3000
+
+
+def gradient_of(pid: int, batch: int) -> np.ndarray:
+    """Return a process's gradient of a batch, small whole numbers."""
+    return np.random.default_rng([pid, batch]).integers(-2, 3, NUMEL)
+
+
+class Place:
+    """A folder in which the processes of a job write down what happens.
+
+    Args:
+        folder: Has the files `hosts`, which the discovery script prints, and `events`.
+        hvd: Knows rank and world size.
+    """
+
+    def __init__(self, folder: Path, hvd):
+        self.folder, self._hvd = folder, hvd
+
+    def say(self, what: str, state) -> None:
+        """Write a line for whoever started this job."""
+        told = {"what": what, "time": time.time(), "size": self._hvd.size(), "batch": state.batch}
+        told |= {"kills": state.kills, "pid": os.getpid()}
+        with open(self.folder / "events", "a") as file:
+            file.write(json.dumps(told) + "\n")
+
+    def next_hosts(self, number: int) -> None:
+        """Have the discovery script name another host in place of the one that has failed."""
+        hosts = [line for line in (self.folder / "hosts").read_text().split() if line]
+        (self.folder / "next").write_text("\n".join([*hosts, f"127.{'0' * (RANKS + number)}1:1"]) + "\n")
+        (self.folder / "next").rename(self.folder / "hosts")
+
+
+def put_in(events: list[dict], last: int) -> np.ndarray:
+    """Return the sum of all gradients that commits hold, float64[NUMEL]; `last`: the batch of the last one.
+
+    Every process has told of each world that it began. What a world did after the batch at which the next one begins
+    was undone.
+    """
+    worlds: dict[tuple[int, int], tuple[int, set[int]]] = {}  # in order: a rank is killed, then another one comes
+    for one in (one for one in events if one["what"] == "begin"):
+        worlds.setdefault((one["kills"], one["size"]), (one["batch"], set()))[1].add(one["pid"])
+    begun = [worlds[key] for key in sorted(worlds)]
+    ends = [begin for begin, _ in begun[1:]] + [last]
+    total = np.zeros(NUMEL)
+    for (begin, pids), end in zip(begun, ends, strict=True):
+        for batch in range(begin + 1, end + 1):
+            total += sum(gradient_of(pid, batch) for pid in pids)
+    return total
