@@ -75,9 +75,7 @@ class Bucket:
     sent: Sent | None = None  # the same as it was sent to the owners
     excess: Entries = NOTHING  # what rounding kept back of the sums that this rank owns
     kept: Entries | None = None  # what owners have kept, where all ranks then add their residuals
-    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = (
-        None  # this rank's residuals; None: not added
-    )
+    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: not added
     is_small: bool = False  # all messages of the step are, so that they go at once
     missing: set[str] = field(default_factory=set)
     is_started: bool = False
