@@ -97,16 +97,18 @@ def seconds_until(curve: Curve, goal: float, is_better: str) -> float | None:
 def summarize(results: list[dict]) -> list[dict]:
     """Return one row for each example, rate and method: medians over the seeds that got there.
 
-    The goal is where dense training ends, at the same rate: the median of its seeds.
+    The goal is where dense training ends, under Horovod or else under DDP, at the same rate: the median of its seeds.
     """
     rows = []
     for example, rate, method in dict.fromkeys((one["example"], one["rate"], one["method"]) for one in results):
         row = {"example": example, "rate": rate, "method": method}
         own = [one for one in results if all(one[key] == row[key] for key in row)]
-        dense = [one for one in results if all(one[key] == {**row, "method": "dense"}[key] for key in row)]
+        same = [one for one in results if (one["example"], one["rate"]) == (example, rate)]
+        ends = {host: [one["curve"][-1][1] for one in same if one["method"] == host] for host in ("dense", "ddp")}
+        dense = ends["dense"] or ends["ddp"]
         if not dense:
             continue
-        goal = statistics.median(one["curve"][-1][1] for one in dense)
+        goal = statistics.median(dense)
         times = [seconds_until(one["curve"], goal, EXAMPLES[example].is_better) for one in own]
         reached = [seconds for seconds in times if seconds is not None]
         row |= {
@@ -125,9 +127,9 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
     rows = summarize(results)
     lines = ["# Time to accuracy on slow networks", ""]
     lines.append(
-        f"{count} hosts. Seconds until the final figure of dense training, the median of its seeds. DGC trains the"
+        f"{count} hosts. Seconds until the final figure of dense training (DDP's, if Horovod was not run), the median"
     )
-    lines.append(f"LSTM for {LONGER} times as many steps as dense.")
+    lines.append(f"of its seeds. DGC trains the LSTM for {LONGER} times as many steps as dense.")
     for example, spec in EXAMPLES.items():
         if all(row["example"] != example for row in rows):
             continue

@@ -9,6 +9,7 @@ from validation import validate
 UNLIMITED = "none"
 SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # of plots over the number of hosts, and over the models
 SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc", "ddp_dgc_0.01", "ddp_dgc")
+OURS = {"dgc_0.01": "tab:orange", "dgc": "tab:red", "ddp_dgc_0.01": "tab:cyan", "ddp_dgc": "tab:blue"}  # their colours
 MODEL_NAMES = {
     "mlp10": "MLP\n10.5 M parameters",
     "mlp38": "MLP\n37.8 M",
@@ -156,15 +157,15 @@ def plot_speedups(results: list[dict], path: Path) -> None:
     for number, method in enumerate(SHOWN_METHODS):
         found = [(place, point) for place, point in enumerate(points) if (*point, method) in speeds]
         heights = [speeds[(*point, method)] / speeds[(*point, "dense")] for _, point in found]
-        ours = METHODS[method].is_ours
-        color = f"C{number}" if ours else str(0.85 - 0.15 * number)
+        color = OURS.get(method, str(0.85 - 0.15 * number))
         places = [place - 0.4 + width * (number + 0.5) for place, _ in found]
         bars = axis.bar(places, heights, width, label=METHODS[method].label, color=color)
-        if ours:
+        if method in OURS:
             axis.bar_label(bars, fmt="%.1f", fontsize=8)
+    axis.margins(y=0.1)
     axis.axhline(1, color="black", linewidth=1, linestyle=":")
     axis.set_xticks(range(len(points)), [MODEL_NAMES[model] for _, model, _, _ in points])
     axis.set_ylabel("times as fast as Horovod, dense")
     axis.set_title(f"{SHOWN_HOSTS} hosts, {rate_label(SHOWN_RATE)}", fontsize=10)
-    axis.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=4, loc="outside upper center")
     figure.savefig(path, dpi=150)
