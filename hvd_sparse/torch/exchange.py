@@ -66,8 +66,7 @@ class Exchange:
         return self.collectives.rank()
 
     def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
-        """Start an all-gather of uint8[bytes], a multiple of 8; the result is the ranks' payloads, concatenated in
-        uint8.
+        """Start an all-gather of uint8[bytes], a multiple of 8; the result is uint8, all payloads in rank order.
 
         most_bytes: the upper bound of a rank's payload, the same on all ranks; None if all payloads have one size. It
         determines the number of collectives (`hvd_sparse.pieces`).

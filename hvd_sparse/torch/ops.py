@@ -366,10 +366,9 @@ def reduce_bucket(
     coding: str = "run_length",
     value_dtype: str = "float32",
 ) -> None:
-    """Do `reduce_payloads` for the selections in the ranks' messages, uint8[ranks, bytes]; outs: a float32[n] per
-    member.
+    """Do `reduce_payloads` for the selections in the ranks' messages, uint8[ranks, bytes].
 
-    Layout as in `accumulate_bucket`; members: the numbers of the members whose sums are written.
+    outs: float32[n] for each member. Layout: as in `accumulate_bucket`. Members: those whose sums are written.
     """
     _ops.reduce_bucket(gathered, list(outs), scale, *_numbers(layout, members), coding, value_dtype)
 
