@@ -1,8 +1,8 @@
-"""Clicks that are generated, not collected: a random teacher says how likely each is. For click-through models.
+"""Synthetic data for click-through models: a random teacher model gives the probability of each click.
 
-Dense features are log-normal counts, categories come with Zipf's frequencies, as in logs of advertisements. The teacher
-adds a small random network of the dense features, a weight of each category, and products of the categories' factors;
-no model can be right more often than the teacher is sure, see `best_loss`.
+Dense features are log-normal counts, and categories have Zipf frequencies, as in advertising logs. The teacher's logit
+is the sum of a small random network of the dense features, a weight for each category, and products of the categories'
+factors. `best_loss`, the teacher's own loss, is a lower bound for every model.
 """
 
 import numpy as np
