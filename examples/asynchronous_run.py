@@ -116,7 +116,7 @@ class Digits:
         return self.args.steps or self.args.epochs * self.args.steps_per_epoch
 
     def arrays(self):
-        """Yield images and labels for ever: each epoch a permutation that the workers share out."""
+        """Yield images and labels endlessly: each epoch a permutation that the workers share out."""
         shifts, epoch = np.random.default_rng([self.args.seed, self.args.rank]), 0
         while True:
             for batch in digits_data.epoch_batches(len(self.train_images), epoch, self.args):
@@ -142,7 +142,7 @@ class CharLSTM:
         return self.args.steps or 2000
 
     def arrays(self):
-        """Yield inputs, targets, and whether a pass begins, for ever, in reading order."""
+        """Yield inputs, targets, and whether a pass begins, endlessly, in reading order."""
         length = self.args.sequence_length
         while True:
             for begin in range(0, self.streams.shape[1] - length, length):
@@ -150,7 +150,7 @@ class CharLSTM:
                 yield window[:, :-1], window[:, 1:], begin == 0
 
     def held_out_windows(self):
-        """Yield inputs and targets of the text that was held out, in reading order."""
+        """Yield inputs and targets of the held-out text, in reading order."""
         streams = char_data.split_streams(self.held_out, char_data.EVALUATION_STREAMS)
         for begin in range(0, streams.shape[1] - 1, 256):
             window = streams[:, begin : begin + 257]
@@ -191,7 +191,7 @@ def wait_for_others(session, updates, seconds=120.0):
 
 
 def train(session, task, args, step, evaluate):
-    """Train; return one dict of metrics an evaluation, on the first worker, of the model that the servers have.
+    """Train; return one dict of metrics per evaluation, on the first worker, of the servers' model.
 
     step(number): runs a step, counted from 0, and returns its loss. evaluate(): returns loss and metric of the servers'
     model.

@@ -136,7 +136,7 @@ def perplexity(loss):
 
 
 def train(trainer, args):
-    """Train; return one dict of metrics an evaluation."""
+    """Train; return one dict of metrics per evaluation."""
     text, rows, losses, interval = Text(args), [], [], math.ceil(args.steps / args.evaluations)
     batches = text.batches()
     with reporting.Progress(args.steps, args) as bar:

@@ -132,7 +132,7 @@ def data(clicks, rows):
 
 
 def train(trainer, args):
-    """Train; return one dict of metrics an evaluation."""
+    """Train; return one dict of metrics per evaluation."""
     clicks, test = click_data.Clicks(args.rows, seed=0), click_data.Clicks(max(1, args.rows // 10), seed=1)
     grid, rows, losses = args.grid, [], []
     batches = click_data.batches(clicks, args.batch_size, args.seed, grid.replica, grid.replicas)

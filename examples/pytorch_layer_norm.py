@@ -119,7 +119,7 @@ def train(method, norm, train_text, held_out, args):
 
 
 def evaluate(model, characters, args):
-    """Return the mean loss a character over the held-out text."""
+    """Return the mean loss per character over the held-out text."""
     streams = char_data.split_streams(characters, char_data.EVALUATION_STREAMS)[args.rank :: args.size]
     total, count = 0.0, 0
     with torch.no_grad():

@@ -83,7 +83,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
     A job that is killed meanwhile leaves the previous epoch's file. A job with another world size can resume from it.
     """
-    model = getattr(model, "module", model)  # DistributedDataParallel has it inside
+    model = getattr(model, "module", model)  # the model inside DistributedDataParallel
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows, "steps": steps}
     if reporting.compresses(args):
         state["compression"] = compression.state_dict(summed=True)
@@ -93,7 +93,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 
 def load(model, optimizer, compression, args):
-    """Restore args.checkpoint; return metrics and number of steps, both empty without a checkpoint."""
+    """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
     if not args.checkpoint or not os.path.exists(args.checkpoint):
         return [], 0
     state = torch.load(args.checkpoint, map_location=args.device, weights_only=True)

@@ -223,7 +223,7 @@ class Traffic:
         self.seen = (self.stats()["total"]["payload_bytes"], steps)
 
     def since_last(self):
-        """Return the mean payload bytes a step since the last call, and the density of the last step."""
+        """Return the mean payload bytes per step since the last call, and the density of the last step."""
         stats, (payload, steps) = self.stats(), self.seen
         self.seen = (stats["total"]["payload_bytes"], self.steps)
         mean = (self.seen[0] - payload) / max(1, self.steps - steps)

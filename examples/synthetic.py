@@ -50,7 +50,7 @@ def describe(traffic, tensors, args):
 
 
 def measure(step, args):
-    """Warm up, then return the samples a second of each measurement on this rank; step(n) returns seconds a step."""
+    """Warm up; return the samples per second of each measurement on this rank. step(n) returns seconds per step."""
     step(args.num_warmup_batches)
     rates = []
     for iteration in range(args.num_iters):

@@ -109,7 +109,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 
 def load(model, optimizer, compression, args):
-    """Restore args.checkpoint; return metrics and number of steps, both empty without a checkpoint."""
+    """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
     if not args.checkpoint or not os.path.exists(args.checkpoint):
         return [], 0
     optimizer.build(model.trainable_variables)

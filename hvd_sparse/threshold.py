@@ -84,7 +84,7 @@ class ConstantThreshold:
         """Do nothing: there is no state."""
 
     def plan(self, step: int, k: int, n: int) -> Plan:
-        """Return what to select by in a step."""
+        """Return the plan of a step."""
         return self._plan
 
     def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
@@ -105,7 +105,7 @@ class KeptThreshold:
         self.restore([0.0, 0.0])
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        """Return the state for a checkpoint: the threshold, 0 for none, and its k."""
         return [self._value, float(self._k)]
 
     def restore(self, numbers: Sequence[float]) -> None:
@@ -214,7 +214,7 @@ class PredictedThreshold:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset the state."""
         self.restore([0.0] * self.NUMBERS)
 
     def numbers(self) -> list[float]:
@@ -277,11 +277,11 @@ class ScaledThreshold:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset the state."""
         self.restore([0.0, 0.0])
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        """Return the state for a checkpoint: the threshold, 0 for none, and its k."""
         return [self._value, float(self._k)]
 
     def restore(self, numbers: Sequence[float]) -> None:

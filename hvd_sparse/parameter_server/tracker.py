@@ -38,7 +38,7 @@ class ChangeTracker:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that tracking takes."""
+        """The memory of the tracker in bytes."""
         return self._changed.nbytes + self._log.nbytes + (0 if self._marks is None else self._marks.nbytes)
 
     def join(self, worker: int) -> None:
@@ -48,7 +48,7 @@ class ChangeTracker:
         """Do nothing: there is no state per worker."""
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update from the parameters, and note what changed."""
+        """Subtract an update from the parameters, and record the changed elements."""
         if clock >= NO_CLOCK:
             raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
         if update.indices is None:
@@ -118,7 +118,7 @@ class MirrorTracker:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that tracking takes."""
+        """The memory of the tracker in bytes."""
         marks = [marking.marks for marking in self._markings.values() if marking.marks is not None]
         return sum(array.nbytes for array in [*self._mirrors.values(), *marks]) + self._log.nbytes
 
@@ -134,7 +134,7 @@ class MirrorTracker:
         self._markings.pop(worker, None)
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update from the parameters, and note what changed."""
+        """Subtract an update from the parameters, and record the changed elements."""
         self._clock = clock
         if update.indices is None:
             self._parameters -= update.values
@@ -204,7 +204,7 @@ class MirrorTracker:
         parts = [vector[group.begin : group.end] for vector in (self._parameters, self._mirrors[worker])]
         select, twice = native_changes.select_top_k_of_difference, min(2 * k, group.end - group.begin)
         indices, values, (threshold, _) = select(*parts, twice, group.seed, 0.5 * (marking.floors[number] or 0.0))
-        above = np.abs(values) > threshold  # not those equal to it, as there may be unselected equal ones
+        above = np.abs(values) > threshold  # unselected elements may equal the threshold
         places = (group.begin + indices[above]).astype(np.uint64)
         np.bitwise_or.at(marking.marks, places >> np.uint64(6), np.uint64(1) << (places & np.uint64(63)))
         if np.count_nonzero(above) >= k:

@@ -107,7 +107,7 @@ class SharedIndices(Codec):
         return sums
 
     def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told) -> tuple:
-        """Return the indices, the sums of all ranks' values, and None (no rounding errors); also sum `told`."""
+        """Return the indices, the sums of all ranks' values, and None (no rounding errors); sum `told` (sketches)."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
         if told is not None:
             values = torch.cat([values, told.view(-1)])

@@ -18,7 +18,7 @@ from hvd_sparse.wire import largest_payload
 
 @dataclass
 class Filtered:
-    """The payloads of some members, one after the other."""
+    """The concatenated payloads of the members that take part."""
 
     payloads: torch.Tensor  # uint8[bytes]
     thresholds: list[float]
