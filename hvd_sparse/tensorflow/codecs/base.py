@@ -48,7 +48,7 @@ class Round:
     number: tf.Tensor  # int64, from 0
     seed: tf.Tensor  # int64
     density: tf.Tensor | float
-    is_dense: tf.Tensor | None  # whether this step is dense; None if the schedule has no dense steps
+    is_dense: tf.Tensor | None  # whether this step is dense; None if no step can be
     units: Units  # with a tensor as loss scale
     suffix: str  # distinguishes several calls in one graph
     is_active: tf.Tensor | bool = True  # whether gradients are accumulated: false in a dense step
