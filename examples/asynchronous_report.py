@@ -1,10 +1,10 @@
-"""What was sent in an asynchronous run, in words and as a plot: of `Session.stats()`, whatever the framework."""
+"""The report of an asynchronous run from `Session.stats()`, as text and as a plot, for both frameworks."""
 
 BAR, ROWS = 40, 12  # characters of the longest bar of the histogram; rows, the last has all that is staler
 
 
 def report(stats):
-    """Return lines that say what a worker pushed and pulled, what the servers did, and how stale updates were."""
+    """Return the lines of the report: a worker's pushes and pulls, the servers' counters, and the staleness."""
     everyone = stats["all"]
     up, down = (
         f"{size(stats[f'bytes_{way}']):>11}, ratio {stats[f'ratio_{way}']:.1f}, density {stats[f'density_{way}']:.4g}"
@@ -25,7 +25,7 @@ def report(stats):
 
 
 def histogram(stats):
-    """Return one line a number of updates that came between a worker's pull and its push."""
+    """Return one line for each staleness, the number of updates between a worker's pull and its push."""
     counts = dict.fromkeys(range(ROWS), 0)
     for stale, count in staleness(stats):
         counts[min(stale, ROWS - 1)] += count
@@ -62,7 +62,7 @@ def staleness(stats):
 
 
 def size(count):
-    """Return a number of bytes in words."""
+    """Return a number of bytes as text."""
     if count < 1024:
         return f"{count} B"
     power = min(3, (int(count).bit_length() - 1) // 10)

@@ -1,4 +1,4 @@
-"""What the asynchronous examples share, whatever their framework: switches, data, the order of batches, the report."""
+"""The common part of the asynchronous examples of both frameworks: switches, data, batch order and report."""
 
 import argparse
 import dataclasses
@@ -84,7 +84,7 @@ def start(args, tasks):
 
 
 def is_sparse(args):
-    """Return whether the method pushes less than all."""
+    """Return whether the method pushes sparse updates."""
     return args.method not in ("asgd", "msgd")
 
 
@@ -116,7 +116,7 @@ class Digits:
         return self.args.steps or self.args.epochs * self.args.steps_per_epoch
 
     def arrays(self):
-        """Yield images and labels for ever: each epoch a permutation that the workers share out."""
+        """Yield images and labels endlessly: each epoch a permutation that the workers share out."""
         shifts, epoch = np.random.default_rng([self.args.seed, self.args.rank]), 0
         while True:
             for batch in digits_data.epoch_batches(len(self.train_images), epoch, self.args):
@@ -142,7 +142,7 @@ class CharLSTM:
         return self.args.steps or 2000
 
     def arrays(self):
-        """Yield inputs, targets, and whether a pass begins, for ever, in reading order."""
+        """Yield inputs, targets, and whether a pass begins, endlessly, in reading order."""
         length = self.args.sequence_length
         while True:
             for begin in range(0, self.streams.shape[1] - length, length):
@@ -150,7 +150,7 @@ class CharLSTM:
                 yield window[:, :-1], window[:, 1:], begin == 0
 
     def held_out_windows(self):
-        """Yield inputs and targets of the text that was held out, in reading order."""
+        """Yield inputs and targets of the held-out text, in reading order."""
         streams = char_data.split_streams(self.held_out, char_data.EVALUATION_STREAMS)
         for begin in range(0, streams.shape[1] - 1, 256):
             window = streams[:, begin : begin + 257]
@@ -165,7 +165,8 @@ def perplexity(loss):
 def run(example, description, tasks, prepare, connect, learn):
     """Run an example on every rank: servers serve, workers train, the first of them reports.
 
-    prepare(args): sets the framework up. connect: the framework's. learn(session, task, model, args): see `train`.
+    prepare(args): initialises the framework. connect: the framework's function. learn(session, task, model, args): see
+    `train`.
     """
     args = parse_arguments(description)
     prepare(args)
@@ -183,16 +184,17 @@ def run(example, description, tasks, prepare, connect, learn):
 
 
 def wait_for_others(session, updates, seconds=120.0):
-    """Wait until the servers have so many updates, those of all workers, or it has taken too long."""
+    """Wait until the servers have applied this number of updates from all workers, or until a timeout."""
     end = time.monotonic() + seconds
     while session.stats()["all"]["pushes"] < updates and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def train(session, task, args, step, evaluate):
-    """Train; return one dict of metrics an evaluation, on the first worker, of the model that the servers have.
+    """Train; return one dict of metrics per evaluation, on the first worker, of the servers' model.
 
-    step(number): does one from 0 on, and returns its loss. evaluate(): returns loss and metric of the servers' model.
+    step(number): runs a step, counted from 0, and returns its loss. evaluate(): returns loss and metric of the servers'
+    model.
     """
     rows, losses, interval = [], [], math.ceil(args.steps / args.evaluations)
     with reporting.Progress(args.steps, args) as bar:
@@ -211,7 +213,7 @@ def train(session, task, args, step, evaluate):
 
 
 def report(example, rows, stats, seconds, task, args):
-    """Print what was sent, and a JSON line; draw the plot."""
+    """Print the traffic and a JSON line; draw the plot."""
     if args.verbose:
         print(asynchronous_report.report(stats))
     if args.plot:

@@ -1,4 +1,4 @@
-"""The text of the character-level examples, whatever their framework: the source of Python's standard library."""
+"""The text of the character-level examples of both frameworks: the source of Python's standard library."""
 
 import pathlib
 import string

@@ -1,8 +1,8 @@
-"""Clicks that are generated, not collected: a random teacher says how likely each is. For click-through models.
+"""Synthetic data for click-through models: a random teacher model gives the probability of each click.
 
-Dense features are log-normal counts, categories come with Zipf's frequencies, as in logs of advertisements. The teacher
-adds a small random network of the dense features, a weight of each category, and products of the categories' factors;
-no model can be right more often than the teacher is sure, see `best_loss`.
+Dense features are log-normal counts, and categories have Zipf frequencies, as in advertising logs. The teacher's logit
+is the sum of a small random network of the dense features, a weight for each category, and products of the categories'
+factors. No model can have a lower expected loss than the teacher itself, see `best_loss`.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ FACTORS = 6
 
 
 class Clicks:
-    """rows samples of one teacher. dense: float32[rows, 13]; categories: int32[rows, 8]; clicked: float32[rows, 1]."""
+    """`rows` samples of a teacher. dense: float32[rows, 13]; categories: int32[rows, 8]; clicked: float32[rows, 1]."""
 
     def __init__(self, rows, seed=0, teacher_seed=0):
         teacher = np.random.default_rng([teacher_seed, 1])
@@ -38,13 +38,13 @@ class Clicks:
         return len(self.clicked)
 
     def best_loss(self):
-        """Return the cross entropy of the teacher itself, in nats a click."""
+        """Return the cross entropy of the teacher itself, in nats per click."""
         chance = np.clip(self._chance, 1e-9, 1 - 1e-9)
         return float(-(chance * np.log(chance) + (1 - chance) * np.log1p(-chance)).mean())
 
 
 def batches(clicks, batch_size, seed, part=0, parts=1):
-    """Yield the indices of batches for ever, epoch after epoch; part of parts takes its share of each epoch."""
+    """Yield the indices of batches endlessly, epoch after epoch; each of `parts` parts gets its share of an epoch."""
     epoch = 0
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(len(clicks))[part::parts]

@@ -1,11 +1,11 @@
-"""Train one model with every method, and put accuracy, density, build-up, local error, traffic and time side by side.
+"""Train one model with every method, and compare accuracy, density, build-up, local error, traffic and time.
 
     horovodrun -np 4 python examples/compare_methods.py --density 0.01
     horovodrun -np 4 python examples/compare_methods.py --framework tensorflow --methods none dgc dgc:values=int2
 
-A method may have settings of its own behind a colon, those of its compressor: dct:lifespan=100,drain=50. The constant
-of hard_threshold is, unless given, what the wanted part of the first gradient reaches. Writes steps.csv, comparison.md
-and comparison.png into --out; the last line is one JSON object.
+A method may be followed by a colon and settings of its compressor: dct:lifespan=100,drain=50. The default threshold of
+hard_threshold is the magnitude that a fraction `--density` of the first gradient reaches. Writes steps.csv,
+comparison.md and comparison.png into --out; the last line is one JSON object.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def settings_of(method, own, trainer, data, args):
 
 
 def quantile(gradient, density):
-    """Return the magnitude that this part of all elements reaches."""
+    """Return the magnitude that this fraction of all elements reaches."""
     magnitudes = np.sort(np.concatenate([np.abs(part).reshape(-1) for part in gradient]))
     return float(magnitudes[-max(1, round(density * magnitudes.size))])
 
@@ -122,7 +122,7 @@ def measures(trainer, union, seconds):
     split = stats["step"]["seconds"]
     n, dense = trainer.large, trainer.parameters - trainer.large
     sent = trainer.mean(stats["step"]["density"]) * trainer.parameters - dense
-    union = n if sent == n else union  # a gradient of zero is sent, too
+    union = n if sent == n else union  # gradients of zero are sent, too
     return {
         "sent": sent / n,
         "achieved": union / n,

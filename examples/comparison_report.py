@@ -1,4 +1,4 @@
-"""What compare_methods.py writes: a table in Markdown, every step in CSV, six plots, one JSON object."""
+"""The report of compare_methods.py: a table in Markdown, every step in CSV, six plots, one JSON object."""
 
 import csv
 import os
@@ -6,7 +6,7 @@ import platform
 
 import numpy as np
 
-COLUMNS = {  # of the table: what it says, and how
+COLUMNS = {  # columns of the table: heading and format
     "accuracy": ("accuracy, %", "{:.2f}"),
     "loss": ("test loss", "{:.4f}"),
     "sent": ("sent a rank", "{:.5f}"),
@@ -56,7 +56,7 @@ def table(results):
 
 
 def title(args):
-    """Return what was run."""
+    """Return a description of the run."""
     steps = args.epochs * args.steps_per_epoch
     return (
         f"digits, {args.framework}, {args.size} ranks, density {args.density:g}, {steps} steps of batch "

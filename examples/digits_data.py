@@ -1,4 +1,4 @@
-"""What the digits examples share, whatever their framework: switches, data, the order of batches, the report."""
+"""The common part of the digits examples of both frameworks: switches, data, batch order and report."""
 
 import numpy as np
 import reporting
@@ -20,7 +20,7 @@ def add_arguments(parser, add_shared=reporting.add_arguments):
 
 
 def add_checkpoint(parser):
-    """Add the switch of those that can go on where they were."""
+    """Add the switch of examples that can resume from a checkpoint."""
     parser.add_argument(
         "--checkpoint",
         metavar="PATH",
@@ -67,16 +67,16 @@ def load():
 
 
 def epoch_batches(count, epoch, args):
-    """Return this rank's batches of indices: a permutation all ranks agree on, sliced by rank.
+    """Return this rank's batches of indices: a permutation that is equal on all ranks, sliced by rank.
 
-    What does not fill a batch on every rank is left out, so that all ranks take the same number of steps.
+    Images that do not fill a batch on every rank are left out, so that all ranks take the same number of steps.
     """
     order = np.random.default_rng([args.seed, epoch]).permutation(count)[args.rank :: args.size]
     return order[: args.steps_per_epoch * args.batch_size].reshape(args.steps_per_epoch, args.batch_size)
 
 
 def shifted(images, generator):
-    """Return the images, each moved by at most one pixel each way: handwriting is not placed to the pixel."""
+    """Return the images, each shifted at random by at most one pixel in each direction, as data augmentation."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     rows, columns = generator.integers(0, 3, (2, len(images), 1)) + np.arange(8)
     return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -1,4 +1,4 @@
-"""What the model-parallel examples share, whatever their framework: switches, batches, the loop, the report.
+"""The common part of the model-parallel examples of both frameworks: switches, batches, training loop and report.
 
 The task: predict each next character of the source of Python's standard library, by a small causal transformer that is
 cut into stages of whole blocks. An example has a trainer, one a rank, with
@@ -71,7 +71,7 @@ def parse_arguments(description, add_arguments=None):
 
 
 def place(args, grid):
-    """Fill in what depends on where this rank is: grid, size, rank, verbose, and the stages of the network."""
+    """Set the arguments that depend on this rank: grid, size, rank, verbose, and the stages of the network."""
     args.grid, args.rank, args.size = grid, grid.rank, grid.size
     args.verbose = args.rank == 0 and not args.quiet
     if args.boundaries is None:
@@ -85,7 +85,7 @@ def place(args, grid):
 
 
 def stages_here(args):
-    """Return the numbers of the stages that this rank has: one, or where there is one rank a replica, all."""
+    """Return the numbers of this rank's stages: one, or all stages if a replica has one rank."""
     return range(args.boundaries + 1) if args.grid.stages == 1 else [args.grid.stage]
 
 
@@ -112,13 +112,13 @@ class Text:
         self.train_text, self.held_out_text = char_data.load_text()
 
     def batches(self):
-        """Yield a batch after the other, for ever: drawn by seed and replica, the same on all stages of a replica."""
+        """Yield batches endlessly, drawn by seed and replica: the same on all stages of a replica."""
         random = np.random.default_rng([self.args.seed, self.args.grid.replica])
         while True:
             yield self._windows(self.train_text, random, self.args.batch_size)
 
     def held_out(self):
-        """Yield batches of the text that was held out, always the same."""
+        """Yield batches of the held-out text, always the same."""
         random = np.random.default_rng(7)
         for _ in range(HELD_OUT_BATCHES):
             yield self._windows(self.held_out_text, random, HELD_OUT_ROWS)
@@ -136,7 +136,7 @@ def perplexity(loss):
 
 
 def train(trainer, args):
-    """Train; return one dict of metrics an evaluation."""
+    """Train; return one dict of metrics per evaluation."""
     text, rows, losses, interval = Text(args), [], [], math.ceil(args.steps / args.evaluations)
     batches = text.batches()
     with reporting.Progress(args.steps, args) as bar:
@@ -155,7 +155,7 @@ def train(trainer, args):
 
 
 def report(example, rows, everyone, seconds, args):
-    """Print a table and a JSON line of what all ranks say of themselves, and draw the plot; on rank 0."""
+    """Print a table and a JSON line of all ranks' reports, and draw the plot; on rank 0."""
     if args.verbose:
         print("\nsent between stages, headers included")
         reporting.print_table([table_row(one) for one in everyone])
@@ -171,7 +171,7 @@ def report(example, rows, everyone, seconds, args):
 
 
 def describe(trainer, args):
-    """Return what a rank says of itself."""
+    """Return a rank's report."""
     grid = args.grid
     occupancies = [one["mean_occupancy"] for one in trainer.boundaries()]
     places = {"rank": grid.rank, "stage": grid.stage, "replica": grid.replica, "stages": grid.stages}
@@ -179,7 +179,7 @@ def describe(trainer, args):
 
 
 def table_row(one):
-    """Return a rank's row of the table of what was sent."""
+    """Return a rank's row of the traffic table."""
     row = {name: one[name] for name in ("rank", "replica", "stage")}
     for name in ("forward", "backward"):
         dense, sent = (one[name][f"{what}_bytes"] / 1e6 for what in ("dense", "sent"))
@@ -188,7 +188,7 @@ def table_row(one):
 
 
 def summary(everyone):
-    """Return the JSON fields of what was sent: occupancy of all boundaries, bytes that were not sent as ratios."""
+    """Return the JSON fields of the traffic: the occupancy of all boundaries, and the compression ratios."""
     result = {"occupancy": occupancy(everyone)}
     for name in ("forward", "backward"):
         dense, sent = (sum(one[name][f"{what}_bytes"] for one in everyone) for what in ("dense", "sent"))
@@ -198,7 +198,7 @@ def summary(everyone):
 
 
 def occupancy(everyone):
-    """Return the mean part that boundaries kept, those between ranks and those inside; 1.0 where there is none."""
+    """Return the mean retained fraction of all boundaries, between and within ranks; 1.0 without boundaries."""
     between = [one["occupancy"] for one in everyone if one["stage"] < one["stages"] - 1]
     kept = between + [value for one in everyone for value in one["inside"]]
     return float(np.mean(kept)) if kept else 1.0

@@ -30,7 +30,7 @@ class Model(nn.Module):
             self.lstm.bias_ih_l0[hidden : 2 * hidden] = 1.0  # remember by default
 
     def forward(self, characters, state=None):
-        """Return the logits of each next character and the state to go on with."""
+        """Return the logits of each next character and the next state."""
         output, state = self.lstm(self.embedding(characters), state)
         return self.decoder(output), state
 
@@ -59,7 +59,7 @@ def load_text():
 
 
 def training_windows(characters, args):
-    """Yield (inputs, targets, is_start) for ever from this rank's streams, in reading order."""
+    """Yield (inputs, targets, is_start) endlessly from this rank's streams, in reading order."""
     streams = char_data.split_streams(characters, args.batch_size * args.size)[args.rank :: args.size].to(args.device)
     while True:
         for start in range(0, streams.shape[1] - args.sequence_length, args.sequence_length):
@@ -68,7 +68,7 @@ def training_windows(characters, args):
 
 
 def evaluate(model, characters, args):
-    """Return the mean loss a character over the held-out text; the same for any number of ranks."""
+    """Return the mean loss per character over the held-out text; the same for any number of ranks."""
     model.eval()
     streams = char_data.split_streams(characters, char_data.EVALUATION_STREAMS)[args.rank :: args.size].to(args.device)
     total, count, state = 0.0, 0, None
@@ -88,7 +88,7 @@ def perplexity(loss):
 
 
 def train(model, optimizer, traffic, train_text, held_out_text, args):
-    """Train for `args.steps` steps and return one dict of metrics an evaluation."""
+    """Train for `args.steps` steps and return one dict of metrics per evaluation."""
     rows, losses, state = [], [], None
     interval = math.ceil(args.steps / args.evaluations)
     windows = training_windows(train_text, args)

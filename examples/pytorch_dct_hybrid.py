@@ -3,7 +3,7 @@
     mpirun -np 4 python examples/pytorch_dct_hybrid.py                      # two stages, two replicas
     mpirun -np 6 python examples/pytorch_dct_hybrid.py --stages 3 --density 0.1
 
-Clicks are generated, not collected: see `click_data.py`. The network is like DLRM, the splits are those of "Dynamic
+The clicks are synthetic: see `click_data.py`. The network is like DLRM, the splits are those of "Dynamic
 Communication Thresholding" (Gupta et al., 2021, section 3.1 and tables 1 to 3). Activations are sent by MPI between the
 stages of a replica, gradients by Horovod between the replicas of a stage, with `Compression.dct`.
 """
@@ -113,7 +113,7 @@ class Trainer:
         return None if logits is None else 100.0 * ((logits > 0) == (labels > 0)).double().mean().item()
 
     def traffic(self, args):
-        """Return what this rank sent: forward, backward, and to the replicas of its stage."""
+        """Return this rank's traffic: forward, backward, and to the replicas of its stage."""
         gradients = {"dense_bytes": self.dense_bytes * args.steps, "sent_bytes": self.dense_bytes * args.steps}
         if hasattr(self.compression, "stats"):
             total = self.compression.stats()["total"]
@@ -132,7 +132,7 @@ def data(clicks, rows):
 
 
 def train(trainer, args):
-    """Train; return one dict of metrics an evaluation."""
+    """Train; return one dict of metrics per evaluation."""
     clicks, test = click_data.Clicks(args.rows, seed=0), click_data.Clicks(max(1, args.rows // 10), seed=1)
     grid, rows, losses = args.grid, [], []
     batches = click_data.batches(clicks, args.batch_size, args.seed, grid.replica, grid.replicas)
@@ -152,7 +152,7 @@ def train(trainer, args):
 
 
 def report(rows, everyone, seconds, args):
-    """Print what was sent on every link, and a JSON line; on rank 0."""
+    """Print the traffic of every link, and a JSON line; on rank 0."""
     links = [traffic for traffic, _ in everyone]
     if args.verbose:
         print("\nwhat each rank sent: MB dense would be, MB sent")

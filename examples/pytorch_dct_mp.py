@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         self.places = nn.Parameter(0.02 * torch.randn(args.sequence_length, args.width))
 
     def forward(self, characters):
-        """Return the sum of what stands for characters and for places."""
+        """Return the sum of the character and position embeddings."""
         return self.characters(characters) + self.places[: characters.shape[1]]
 
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
-        """Return what the block makes of x."""
+        """Return the block's output for x."""
         parts = self.mixed(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
         attended = F.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.joined(attended.transpose(-2, -3).flatten(-2))
@@ -94,11 +94,11 @@ class Trainer:
         return self.pipeline.evaluate(torch.from_numpy(inputs), torch.from_numpy(targets))
 
     def stats(self):
-        """Return what was sent."""
+        """Return this rank's traffic."""
         return self.pipeline.stats()
 
     def boundaries(self):
-        """Return what the boundaries inside this rank's part say."""
+        """Return the statistics of the boundaries within this rank's part."""
         return [module.stats() for module in self.stage if isinstance(module, ThresholdBoundary)]
 
     def dp_ratio(self):

@@ -1,4 +1,4 @@
-"""What the PyTorch examples ask of DistributedDataParallel: torchrun --nproc-per-node 4 EXAMPLE --host ddp.
+"""The DistributedDataParallel part of the PyTorch examples: torchrun --nproc-per-node 4 EXAMPLE --host ddp.
 
 Horovod is not needed. The baselines `none` and `fp16`, and PowerSGD, are PyTorch's own.
 """
@@ -17,7 +17,7 @@ VARIABLES |= {"LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
 
 
 class Compression:
-    """The names of PyTorch's own ways."""
+    """Return the names of PyTorch's own methods."""
 
     none, fp16 = "none", "fp16"
 
@@ -40,12 +40,12 @@ def local_rank():
 
 
 def has_cuda():
-    """Tell whether gradients may lie on a GPU."""
+    """Return whether gradients may be on a GPU."""
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 class PowerSGDStats:
-    """What `stats()` of a compressor says, for PyTorch's PowerSGD."""
+    """Traffic counters for PyTorch's PowerSGD, with the interface of a compressor's `stats()`."""
 
     def __init__(self, state, parameters):
         self._state, self._dense_bytes = state, 4 * parameters
@@ -60,7 +60,7 @@ class PowerSGDStats:
 
 
 def distribute(model, optimizer, compression, args):
-    """Return model, optimizer, and what tells of the traffic; rank 0's parameters are broadcast."""
+    """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
     devices = [torch.cuda.current_device()] if args.device == "cuda" else None
     buckets = {"bucket_cap_mb": ONE_BUCKET} if args.powersgd else {}
     wrapped = DistributedDataParallel(model, device_ids=devices, **buckets)

@@ -36,7 +36,7 @@ class Digits(asynchronous_run.Digits):
         )
 
     def losses(self, model):
-        """Yield the loss of one batch after the other, for ever."""
+        """Yield the loss of one batch after the other, endlessly."""
         for images, labels in self.arrays():
             yield F.cross_entropy(model(torch.from_numpy(images[:, None])), torch.from_numpy(labels))
 
@@ -58,7 +58,7 @@ class Characters(nn.Module):
         self.decoder = nn.Linear(hidden, len(char_data.CHARACTERS))
 
     def forward(self, characters, state=None):
-        """Return the logits of each next character and the state to go on with."""
+        """Return the logits of each next character and the next state."""
         output, state = self.lstm(self.embedding(characters), state)
         return self.decoder(output), state
 
@@ -71,7 +71,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
         return Characters(self.args.hidden)
 
     def losses(self, model):
-        """Yield the loss of one window after the other, for ever."""
+        """Yield the loss of one window after the other, endlessly."""
         state = None
         for characters, targets, is_start in self.arrays():
             state = None if is_start else tuple(part.detach() for part in state)
@@ -79,7 +79,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
             yield F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten())
 
     def evaluate(self, model):
-        """Return loss a character, and perplexity, on the text that was held out."""
+        """Return loss per character, and perplexity, on the held-out text."""
         losses, count, state = 0.0, 0, None
         for characters, targets in self.held_out_windows():
             logits, state = model(torch.from_numpy(characters), state)
@@ -92,7 +92,7 @@ TASKS = {"digits": Digits, "char_lstm": CharLSTM}
 
 
 def train(session, task, model, args):
-    """Train; return one dict of metrics an evaluation, on the first worker, of the model that the servers have."""
+    """Train; return one dict of metrics per evaluation, on the first worker, of the servers' model."""
     optimizer = session.optimizer(lr=args.lr, weight_decay=args.weight_decay)
     losses, everyones = task.losses(model), task.make_model()
 

@@ -1,4 +1,4 @@
-"""What the PyTorch examples ask of Horovod: horovodrun -np 4 python EXAMPLE."""
+"""The Horovod part of the PyTorch examples: horovodrun -np 4 python EXAMPLE."""
 
 import horovod.torch as hvd
 import torch
@@ -9,12 +9,12 @@ PLUGIN = "hvd_sparse.torch"
 
 
 def has_cuda():
-    """Tell whether gradients may lie on a GPU."""
+    """Return whether gradients may be on a GPU."""
     return torch.cuda.is_available() and hvd.cuda_built()
 
 
 def distribute(model, optimizer, compression, args):
-    """Return model, optimizer, and what tells of the traffic; rank 0's parameters are broadcast."""
+    """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)

@@ -2,11 +2,11 @@
 
     horovodrun -np 4 python examples/pytorch_layer_norm.py
 
-One threshold for all tensors together compares gradients of different scales: what is small everywhere is hardly ever
-sent. Layer normalisation brings the scales together; a threshold of each tensor's own needs no help. A network predicts
-the next character of Python's standard library from the sixteen before it, once dense and once with each threshold,
-with and without normalisation. The table tells the perplexity, and how unevenly the tensors were served: the density
-of the tensor that got least, over that of all.
+A global threshold compares gradients of tensors with different scales, so it rarely sends tensors with small gradients.
+Layer normalisation makes the scales similar; per-tensor thresholds do not need it. A network predicts the next
+character of Python's standard library from the previous sixteen. It is trained dense and with each threshold, with and
+without normalisation. The table shows the perplexity, and how unevenly the tensors were sent: the lowest density of a
+tensor over the density of all.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def train(method, norm, train_text, held_out, args):
 
 
 def evaluate(model, characters, args):
-    """Return the mean loss a character over the held-out text."""
+    """Return the mean loss per character over the held-out text."""
     streams = char_data.split_streams(characters, char_data.EVALUATION_STREAMS)[args.rank :: args.size]
     total, count = 0.0, 0
     with torch.no_grad():

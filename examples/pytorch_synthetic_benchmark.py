@@ -61,7 +61,7 @@ def parse_arguments():
 
 
 def train_batches(count, model, optimizer, traffic, data, target, args):
-    """Take `count` training steps on the same batch and return the seconds a step."""
+    """Take `count` training steps on the same batch and return the seconds per step."""
     start = time.perf_counter()
     for _ in range(count):
         optimizer.zero_grad()

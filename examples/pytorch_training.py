@@ -1,4 +1,4 @@
-"""Share what every PyTorch example does: host framework, optimizer and compression, learning rate, sums over ranks.
+"""The common part of the PyTorch examples: host framework, optimizer, compression, learning rate, sums over ranks.
 
 The host is Horovod, or PyTorch's DistributedDataParallel (`--host ddp`). The baselines (`none`, `fp16`) are the host's
 own and run without the plugin.
@@ -79,11 +79,11 @@ def distribute(model, args, warmup_steps):
 
 
 def save(model, optimizer, compression, rows, steps, args):
-    """Write args.checkpoint: model, optimizer, what waits in all ranks' residuals, metrics; every rank calls it.
+    """Write args.checkpoint: model, optimizer, the sum of all ranks' error feedback, metrics; every rank calls it.
 
-    A job that is killed meanwhile leaves the file of the epoch before; another number of ranks may go on from it.
+    A job that is killed meanwhile leaves the previous epoch's file. A job with another world size can resume from it.
     """
-    model = getattr(model, "module", model)  # DistributedDataParallel has it inside
+    model = getattr(model, "module", model)  # the model inside DistributedDataParallel
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows, "steps": steps}
     if reporting.compresses(args):
         state["compression"] = compression.state_dict(summed=True)
@@ -93,7 +93,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 
 def load(model, optimizer, compression, args):
-    """Take from args.checkpoint what `save` wrote; return metrics and number of steps, none at first."""
+    """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
     if not args.checkpoint or not os.path.exists(args.checkpoint):
         return [], 0
     state = torch.load(args.checkpoint, map_location=args.device, weights_only=True)

@@ -1,4 +1,4 @@
-"""Share what every example needs, whatever its framework: arguments, traffic counts, progress, tables, plots, JSON."""
+"""The common part of all examples: arguments, traffic counters, progress, tables, plots, JSON."""
 
 import argparse
 import importlib
@@ -24,7 +24,7 @@ DEFAULT_DENSITY = {
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)
-LOCAL_MOMENTUM = ("dgc", "samomentum")  # the momentum is in the compressor: the optimizer has none
+LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
 HOSTED = (*SCOPED, "micro", "cltk", "random_k")  # may add gradients in each host first
 MIN_NUMEL = 1024  # of the plugin: smaller tensors are sent dense
@@ -134,12 +134,12 @@ def parse_arguments(parser, hvd):
 
 
 def compresses(args):
-    """Tell whether a compressor of the plugin is at work: a single process never calls it."""
+    """Return whether a compressor of the plugin is in use: a single process never calls it."""
     return args.method not in DENSE_METHODS and args.size > 1
 
 
 def compresses_momentum(args):
-    """Tell whether the compressor does momentum, weight decay and clipping."""
+    """Return whether the compressor applies momentum, weight decay and clipping."""
     return args.method in LOCAL_MOMENTUM and compresses(args)
 
 
@@ -182,7 +182,7 @@ def learning_rate(peak, step, steps, warmup_steps):
 
 
 class DenseStats:
-    """What `stats()` of a compressor says, for Horovod's own `none` and `fp16`; float32 gradients."""
+    """Traffic counters for Horovod's own `none` and `fp16`, with the interface of a compressor; float32 gradients."""
 
     def __init__(self, parameters, method, exchanged=True):
         self.dense_bytes = 4 * parameters if exchanged else 0
@@ -218,12 +218,12 @@ class Traffic:
         return self.dense.stats(self.steps)
 
     def resume(self, steps):
-        """Go on behind a number of steps; bytes are counted from here."""
+        """Resume after a number of steps; bytes are counted from here."""
         self.steps = steps
         self.seen = (self.stats()["total"]["payload_bytes"], steps)
 
     def since_last(self):
-        """Return the mean payload bytes a step since the last call, and the density of the last step."""
+        """Return the mean payload bytes per step since the last call, and the density of the last step."""
         stats, (payload, steps) = self.stats(), self.seen
         self.seen = (stats["total"]["payload_bytes"], self.steps)
         mean = (self.seen[0] - payload) / max(1, self.steps - steps)

@@ -1,4 +1,4 @@
-"""What the synthetic benchmarks share, whatever their framework: switches, measuring, the report."""
+"""The common part of the synthetic benchmarks of both frameworks: switches, timing and report."""
 
 import statistics
 import time
@@ -36,12 +36,12 @@ def add_arguments(parser, add_shared=reporting.add_arguments):
 
 
 def default_width(args):
-    """Return the width asked for, or that which suits the model."""
+    """Return the requested width, or the model's default."""
     return args.width or {"mlp": 1024, "convnet": 32, "lstm": 512}[args.model]
 
 
 def describe(traffic, tensors, args):
-    """Print what is measured, on rank 0."""
+    """Print a description of the measurement, on rank 0."""
     if args.verbose:
         print(
             f"Model {args.model}, width {args.width}: {traffic.parameters:,} parameters in {tensors} tensors; "
@@ -50,7 +50,7 @@ def describe(traffic, tensors, args):
 
 
 def measure(step, args):
-    """Warm up, then return the samples a second of each measurement on this rank; step(n) returns seconds a step."""
+    """Warm up; return the samples per second of each measurement on this rank. step(n) returns seconds per step."""
     step(args.num_warmup_batches)
     rates = []
     for iteration in range(args.num_iters):

@@ -50,7 +50,7 @@ class Block(layers.Layer):
 
 
 def make_layers(stage, args):
-    """Return a stage's layers: its blocks, and what comes before the first of all and after the last."""
+    """Return a stage's layers: its blocks, and in the first and last stage the input and output layers."""
     found = [Block(args.width, args.heads) for _ in model_parallel_run.blocks_of(stage, args)]
     if model_parallel_run.is_first(stage):
         found.insert(0, Embedding(args.sequence_length, args.width))
@@ -100,11 +100,11 @@ class Trainer:
         return self.pipeline.evaluate(inputs, targets)
 
     def stats(self):
-        """Return what this rank has sent."""
+        """Return this rank's traffic."""
         return self.pipeline.stats()
 
     def boundaries(self):
-        """Return what the boundaries inside this rank's part have kept."""
+        """Return the statistics of the boundaries within this rank's part."""
         return [cut.stats() for cut in self.cuts]
 
     def dp_ratio(self):
@@ -117,7 +117,7 @@ class Trainer:
 
 
 def shape_before(stage, args):
-    """Return the shape of what a stage takes."""
+    """Return the shape of a stage's input."""
     return (None, args.sequence_length) + (() if model_parallel_run.is_first(stage) else (args.width,))
 
 

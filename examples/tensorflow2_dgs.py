@@ -41,7 +41,7 @@ class Digits(asynchronous_run.Digits):
         )
 
     def batches(self):
-        """Yield (inputs, targets) for ever."""
+        """Yield (inputs, targets) endlessly."""
         for images, labels in self.arrays():
             yield (tf.constant(images[..., None]),), tf.constant(labels)
 
@@ -73,7 +73,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
         return tf.keras.Model([characters, *state], [layers.Dense(len(char_data.CHARACTERS))(output), *after])
 
     def batches(self):
-        """Yield (inputs, targets) for ever; the first of a pass has a state of zeros with it."""
+        """Yield (inputs, targets) endlessly; the first of a pass has a state of zeros with it."""
         for characters, targets, is_start in self.arrays():
             zeros = self.zeros(len(characters)) if is_start else ()
             yield (tf.constant(characters), *zeros), tf.constant(targets)
@@ -91,7 +91,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
         return outputs[0], tuple(outputs[1:])
 
     def evaluate(self, model):
-        """Return loss a character, and perplexity, on the text that was held out."""
+        """Return loss per character, and perplexity, on the held-out text."""
         run = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
         state, losses, count = self.zeros(char_data.EVALUATION_STREAMS), 0.0, 0
         for characters, targets in self.held_out_windows():
@@ -127,7 +127,7 @@ def make_step(task, model, optimizer, clip_norm):
 
 
 def train(session, task, model, args):
-    """Train; return one dict of metrics an evaluation, on the first worker, of the model that the servers have."""
+    """Train; return one dict of metrics per evaluation, on the first worker, of the servers' model."""
     optimizer = session.optimizer(
         lambda step: reporting.learning_rate(args.lr, step, args.steps, args.warmup_steps), args.weight_decay
     )

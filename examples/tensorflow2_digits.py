@@ -34,7 +34,7 @@ def evaluate(model, images, labels, args):
 
 
 def train(model, optimizer, compression, traffic, data, args):
-    """Train until there have been `args.epochs` epochs, and return one dict of metrics an epoch."""
+    """Train until there have been `args.epochs` epochs, and return one dict of metrics per epoch."""
     train_images, test_images, train_labels, test_labels = data
     rows, done = training.load(model, optimizer, compression, args)
     traffic.resume(done)

@@ -37,7 +37,7 @@ def make_model(name, width):
 
 
 def train_batches(count, step, data, target, traffic):
-    """Take `count` training steps on the same batch and return the seconds a step."""
+    """Take `count` training steps on the same batch and return the seconds per step."""
     start = time.perf_counter()
     for _ in range(count):
         step(data, target).numpy()

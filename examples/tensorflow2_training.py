@@ -1,4 +1,4 @@
-"""Share what every TensorFlow example does with Horovod: start, compression, optimizer, sums over ranks.
+"""The common part of the TensorFlow examples with Horovod: start, compression, optimizer, sums over ranks.
 
 The baselines (`none`, `fp16`) use Horovod's own compressors and run without the plugin.
 """
@@ -91,9 +91,9 @@ def make_step(model, optimizer, compression, args):
 
 
 def save(model, optimizer, compression, rows, steps, args):
-    """Write args.checkpoint: model, optimizer, what waits in all ranks' residuals, metrics; every rank calls it.
+    """Write args.checkpoint: model, optimizer, the sum of all ranks' error feedback, metrics; every rank calls it.
 
-    A job that is killed meanwhile leaves the file of the epoch before; another number of ranks may go on from it.
+    A job that is killed meanwhile leaves the previous epoch's file. A job with another world size can resume from it.
     """
     arrays = {f"variable/{i}": variable.numpy() for i, variable in enumerate([*model.variables, *optimizer.variables])}
     told = {"rows": rows, "steps": steps}
@@ -109,7 +109,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 
 def load(model, optimizer, compression, args):
-    """Take from args.checkpoint what `save` wrote; return metrics and number of steps, none at first."""
+    """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
     if not args.checkpoint or not os.path.exists(args.checkpoint):
         return [], 0
     optimizer.build(model.trainable_variables)

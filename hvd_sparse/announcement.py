@@ -1,10 +1,10 @@
-"""A rank that waits for the others between two steps announces it in the sum that begins a step.
+"""Announcement of a rank that waits for the others between two steps, in the presence sum that starts a step.
 
-Ranks that are in a step see the announcement, and all ranks raise at once; otherwise each would wait for the other.
+Ranks that have begun a step see the announcement, and all ranks raise at once; otherwise they would deadlock.
 """
 
 MOST_RANKS = 4096
-BETWEEN_STEPS = float(MOST_RANKS**2)  # in the sum, float64, of a rank that waits for the others between two steps
+BETWEEN_STEPS = float(MOST_RANKS**2)  # added to the float64 sum by a rank that waits between two steps
 
 
 def refuse_apart(total: float, ranks: int) -> None:
@@ -14,7 +14,7 @@ def refuse_apart(total: float, ranks: int) -> None:
 
 
 def ranks_apart(waiting: int, ranks: int) -> str:
-    """Say what it means if so many ranks wait for the others between two steps, while others are in a step."""
+    """Return the error message for `waiting` ranks that wait between two steps while the others are in a step."""
     return f"hvd_sparse: {waiting} of {ranks} {RANKS_APART}"
 
 

@@ -1,14 +1,14 @@
-"""The assignment of tensors to messages and selections, the same on every rank."""
+"""The assignment of tensors to buckets and selections, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
 class BucketLayout(NamedTuple):
-    """What the operators of buckets are told about a message, whose payloads lie one after the other.
+    """The layout of a bucket's message of concatenated payloads, for the bucket operators.
 
-    sizes: elements of each member. ks: entries of each selection. channels: how many groups of low-bit values each
-    member has; empty for other values. is_joint: one selection in all members, in place of one in each.
+    sizes: elements of each member. ks: entries of each selection. channels: for low-bit values, the number of groups of
+    each member; empty for other values. is_joint: one selection in all members, instead of one in each.
     """
 
     sizes: Sequence[int]
@@ -18,10 +18,10 @@ class BucketLayout(NamedTuple):
 
 
 def plan_buckets(sizes: Mapping[str, int], bucket_bytes: int, prefix: str) -> dict[str, list[str]]:
-    """Cut payloads, {tensor name: bytes}, in name order into buckets of at most `bucket_bytes`, one payload at least.
+    """Divide payloads, {tensor name: bytes}, in name order into buckets of at most `bucket_bytes` or one payload.
 
-    The result, {bucket name: members}, depends on nothing but the arguments: equal on all ranks, whatever the order of
-    their hooks.
+    The result, {bucket name: members}, depends only on the arguments. So it is equal on all ranks, in whatever order
+    their gradient hooks run.
     """
     buckets: dict[str, list[str]] = {}
     members: list[str] = []

@@ -3,12 +3,12 @@
 {"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
  "thresholds": {name: float64[numbers]}, "regions": [(parameters of a message, bounds), ...]}
 
-Thresholds are those that persist between steps, one per parameter or one for the "model". A summed state has none:
-they belong to one rank's residual, and start anew for a share of the sum. The same holds for the regions of a
-reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
+Thresholds are those that persist across steps, one per parameter or one for the "model". A summed state has none, as a
+threshold belongs to one rank's residual; it is computed again for a share of the sum. The same holds for the regions of
+a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 
-Sums are computed in float64 and rounded once, to float32: world size and order do not matter. The shares of a sum add
-up to it exactly.
+Sums are computed in float64 and rounded once, to float32, so that world size and order do not matter. The shares of a
+sum add up to it exactly.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import numpy as np
 from hvd_sparse.wire import checked_integer
 
 VERSION = 2
-REASON_BYTES = 512  # of why a rank cannot load its state, as the others hear of it
+REASON_BYTES = 512  # of the reason why a rank cannot load its state, in the message to other ranks
 
 
 def check_state(
@@ -32,9 +32,9 @@ def check_state(
     thresholds: Mapping[str, int],
     ranks: int,
 ) -> None:
-    """Raise ValueError unless a state fits parameters of these sizes and buffers, on this number of ranks.
+    """Raise ValueError unless a state fits parameters of these sizes and buffers, and this world size.
 
-    thresholds: how many numbers each has.
+    thresholds: the count of numbers of each threshold.
     """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
@@ -108,7 +108,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def _permissions(path: str | os.PathLike) -> int:
-    """Return the mode of a file that is there, or that of a file that `open` would make."""
+    """Return the mode of an existing file, or the mode with which `open` would create it."""
     with contextlib.suppress(FileNotFoundError):
         return os.stat(path).st_mode & 0o777
     mask = os.umask(0)
@@ -117,9 +117,9 @@ def _permissions(path: str | os.PathLike) -> int:
 
 
 def share_of(total: np.ndarray, place: int, count: int) -> np.ndarray:
-    """Return the share of one of `count` ranks of a sum, float32[n]; the shares add up to it exactly, in float64.
+    """Return the share of rank `place` of `count` in a sum, float32[n]; in float64, the shares add up to it exactly.
 
-    Each is a multiple of the last bit of its sum; the first rank takes what rounding leaves.
+    Each share is a multiple of the last bit of the sum; the first rank's share includes the rounding error.
     """
     total = np.asarray(total, np.float32)
     mantissa, exponent = np.frexp(total.astype(np.float64))
@@ -130,12 +130,12 @@ def share_of(total: np.ndarray, place: int, count: int) -> np.ndarray:
 
 
 def on_host(saved) -> np.ndarray:
-    """Return a saved buffer, of any framework and on any device, as an array."""
+    """Return a saved buffer, of any framework and on any device, as a NumPy array."""
     return np.asarray(saved.cpu() if hasattr(saved, "cpu") else saved)
 
 
 def refused(check: Callable[[], None]) -> str:
-    """Return why a check of a state fails, nothing if it does not: for all ranks to hear of it."""
+    """Return why a check of a state fails, to report it to all ranks; an empty string if it succeeds."""
     try:
         check()
     except (ValueError, TypeError, AttributeError) as error:
@@ -144,5 +144,5 @@ def refused(check: Callable[[], None]) -> str:
 
 
 def refusal(reasons: Sequence[str]) -> str:
-    """Return what all ranks raise where a rank, or several, cannot load its state; nothing if all can."""
+    """Return the error message of all ranks if any cannot load its state; an empty string if all can."""
     return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)

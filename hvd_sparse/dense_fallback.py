@@ -1,9 +1,10 @@
-"""Dense gradients where they cost fewer bytes: in whole steps, as at the start of a warm-up, and for small tensors.
+"""The dense fallback: gradients are sent dense where this costs fewer bytes than payloads.
 
-What a rank receives decides: in an all-gather the payloads of all N ranks but its own, so more with every rank; in a
-ring all-reduce of m bytes 2 m (N - 1) / N, whatever N is. Both are compared without their common factor (N - 1) / N:
-N payloads against twice the gradient; in a reduce-scatter, two. With dense_fallback="measured", steps that cost
-fewer bytes as payloads are sent dense, too, where that takes less time (`hvd_sparse.trials`).
+It applies to whole steps, as at the start of a warm-up, and to small tensors. The rule compares the bytes that a rank
+receives: in an all-gather, the payloads of the N - 1 other ranks; in a ring all-reduce of m bytes, 2 m (N - 1) / N.
+Without the common factor (N - 1) / N, it compares N payloads (in a reduce-scatter, 2) with twice the gradient. With
+dense_fallback="measured", a step for which payloads cost fewer bytes is also sent dense if this takes less time
+(`hvd_sparse.trials`).
 """
 
 import functools
@@ -20,7 +21,7 @@ VALUE_BYTES = 4
 
 
 class Tensor(NamedTuple):
-    """A parameter: its shape, and the bytes of an element of its gradient, which is sent as float32 at least."""
+    """A parameter's shape and the bytes of a gradient element, which is sent with at least 4 bytes (float32)."""
 
     shape: Sequence[int]
     itemsize: int
@@ -35,9 +36,9 @@ class Tensor(NamedTuple):
 
 
 class DenseFallback:
-    """The rule for the tensors of one compressor on `world_size` ranks: the same on all of them.
+    """The rule for the tensors of one compressor at one world size; all ranks decide the same.
 
-    tensors: those that the method would send as payloads, by name.
+    tensors: the tensors that the method would send as payloads, by name.
     """
 
     def __init__(self, algorithm: Algorithm, tensors: Mapping[str, Tensor], world_size: int):
@@ -48,16 +49,16 @@ class DenseFallback:
         self._settled = algorithm.schedule.settled
         self._decided: dict[float, bool] = {}
         self._trials, self._tried_density = Trials(), self._settled
-        self._chosen: dict[int, bool] = {}  # by step: was it sent dense? Of the last two
+        self._chosen: dict[int, bool] = {}  # by step, for the last two: was it sent dense?
 
     def density(self, density: float) -> float:
-        """Return 1.0 where payloads of this density cost more bytes than dense, in all tensors; else the density."""
+        """Return 1.0 if payloads of all tensors at this density cost more bytes than dense; else the density."""
         if density not in self._decided:
             self._decided[density] = self._costs_more(tuple(self._tensors), density)
         return 1.0 if self._decided[density] else density
 
     def choose(self, number: int, density: float) -> float:
-        """Return the density of a step, counted from 0: the schedule's, or 1.0 where dense is cheaper, or faster."""
+        """Return the density of a step, counted from 0: the schedule's, or 1.0 if dense is cheaper or faster."""
         chosen = self.density(density)
         if self.is_measured and chosen < 1.0:
             if self._tried_density != density:
@@ -68,13 +69,13 @@ class DenseFallback:
         return chosen
 
     def note(self, number: int, seconds: float) -> None:
-        """Take the seconds from the beginning of the step before this one to its own, the mean of all ranks."""
+        """Record the duration of step `number - 1`, from its beginning to that of `number`: the mean over ranks."""
         is_dense = self._chosen.get(number - 1)
         if is_dense is not None and seconds > 0.0:
             self._trials.note(is_dense, seconds)
 
     def forget(self) -> None:
-        """Time both ways anew."""
+        """Restart the timing of both ways."""
         self._trials, self._chosen = Trials(), {}
 
     @property
@@ -84,7 +85,7 @@ class DenseFallback:
 
     @functools.cached_property
     def always(self) -> frozenset[str]:
-        """The tensors that are sent dense in every step: their payloads cost more even at the last density."""
+        """The tensors that are sent dense in every step: their payloads cost more even at the final density."""
         if not self.is_on:
             return frozenset()
         if isinstance(self.algorithm.schedule, Constant) and self.density(self._settled) >= 1.0:
@@ -95,11 +96,11 @@ class DenseFallback:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to decide."""
+        """Whether the rule applies: it is enabled, and there are several ranks and any tensors."""
         return self.algorithm.dense_fallback is not None and self.world_size > 1 and bool(self._tensors)
 
     def explain(self, number: int, density: float) -> dict:
-        """Return what `stats` tells of a step at a density of the schedule: what was chosen, and what both cost."""
+        """Return the entry of `stats` for a step at the schedule's density: the choice, and the cost of both ways."""
         names = tuple(self._tensors)
         dense = self._dense_bytes(names) if names else 0
         factor = (self.world_size - 1) / self.world_size
@@ -123,14 +124,14 @@ class DenseFallback:
         return sum(2 * max(VALUE_BYTES, tensor.itemsize) * tensor.numel for tensor in map(self._tensors.get, names))
 
     def _payload_bytes(self, names: Sequence[str], density: float) -> int:
-        """Return N / (N - 1) times what a rank receives of these tensors, in bytes."""
+        """Return N / (N - 1) times the bytes that a rank receives for these tensors."""
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
         if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size, self._numels):
             selections = [tensors] if algorithm.layout == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)
             completing = 2 * VALUE_BYTES * kept if algorithm.complete else 0  # an all-reduce
-            return 2 * (size + self.world_size * HEADER_BYTES) + completing  # to the owners, and what they keep
+            return 2 * (size + self.world_size * HEADER_BYTES) + completing  # entries to the owners, and kept sums
         if algorithm.layout in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
         if algorithm.layout == "model":
@@ -144,13 +145,13 @@ class DenseFallback:
         return values + self._index_bytes(n, k)
 
     def _payload(self, tensors: Sequence[Tensor], density: float) -> int:
-        """Return the bytes of one rank's payload of tensors that share a selection."""
+        """Return the bytes of one rank's payload of tensors with a joint selection."""
         algorithm, n = self.algorithm, sum(tensor.numel for tensor in tensors)
         segments = segments_of([tensor.shape for tensor in tensors], algorithm)
         return payload_size(n, top_k_count(n, density), algorithm.coding, algorithm.values, segments)
 
     def _index_bytes(self, n: int, k: int) -> int:
-        """Return the bytes of all ranks' messages that name k shared indices."""
+        """Return the bytes of all ranks' messages with k shared indices."""
         coding = self.algorithm.coding
         if self.algorithm.layout == "random":
             return 0

@@ -1,13 +1,14 @@
-"""Hosts, and each rank's part of every tensor, in a hierarchical exchange.
+"""Hosts, columns and shards of the hierarchical exchange.
 
-    dense gradients of a host ==all-to-all in it==> shards of their sum
+    dense gradients of a host ==all-to-all in the host==> shards of their sum
     shard -> error feedback, selection, exchange with the same shards of other hosts -> shard of the result
     shards of the result ==all-gather in the host==> result
 
-The ranks of a host cut each tensor into shards, one a rank. With L ranks on a host a rank has 1/L of the error
-feedback and of the selection, and a host sends 1/L of what its ranks would send each for itself; a selection sees the
-sum of the host's gradients, not those of one rank. Ranks that keep the same shard are a column. Where hosts have
-different numbers of ranks, there are as many shards as the smallest host has ranks; the others keep none.
+Each tensor is cut into shards, one for each rank of a host. With L ranks on a host, a rank has 1/L of the error
+feedback and of the selection, and a host sends 1/L of the bytes that its ranks would send in a flat exchange. The
+selection is made from the sum of the host's gradients, not from those of one rank. Ranks with the same shard form a
+column. If hosts differ in their number of ranks, the number of shards is that of the smallest host, and the remaining
+ranks of larger hosts have no shard.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ class Hierarchy(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """How many parts a tensor is cut into."""
+        """The number of shards of a tensor."""
         return min(map(len, self.hosts))
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that keep the same shard, for each shard."""
+        """The ranks with the same shard, for each shard."""
         return tuple(tuple(host[shard] for host in self.hosts) for shard in range(self.shards))
 
     def host_of(self, rank: int) -> tuple[int, ...]:
@@ -40,18 +41,18 @@ class Hierarchy(NamedTuple):
         return next(host for host in self.hosts if rank in host)
 
     def shard_of(self, rank: int) -> int | None:
-        """Return the number of the shard that a rank keeps, None if it keeps none."""
+        """Return the number of a rank's shard, None if it has none."""
         place = self.host_of(rank).index(rank)
         return place if place < self.shards else None
 
     def cut(self, n: int, row: int = 1) -> np.ndarray:
-        """Return where the shards of n elements begin and end, int64[shards + 1]: at whole rows, if these suffice."""
+        """Return the shards' bounds in n elements, int64[shards + 1]: at whole rows if there is one for each shard."""
         rows, unit = (n // row, row) if n // row >= self.shards else (n, 1)
         return np.arange(self.shards + 1, dtype=np.int64) * rows // self.shards * unit
 
 
 def by_name(names: Sequence[Hashable]) -> Hierarchy:
-    """Return the hosts of ranks whose hosts have these names."""
+    """Return the hosts, given the host name of each rank."""
     hosts: dict[Hashable, list[int]] = {}
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
@@ -59,9 +60,9 @@ def by_name(names: Sequence[Hashable]) -> Hierarchy:
 
 
 def by_size(sizes: int | Sequence[int], world_size: int) -> Hierarchy:
-    """Return the hosts of ranks that follow one another, all with one size, or each with its own.
+    """Return hosts of consecutive ranks, all with one size (the last may have fewer ranks), or each with its own.
 
-    Raises ValueError if they have more or fewer ranks together.
+    Raises ValueError if the sizes do not add up to the world size.
     """
     if isinstance(sizes, int):
         rest = world_size % sizes
@@ -75,9 +76,9 @@ def by_size(sizes: int | Sequence[int], world_size: int) -> Hierarchy:
 def find_hierarchy(
     ranks_per_host: int | Sequence[int] | None, world_size: int, everywhere: Callable[[str, str], Sequence[str]]
 ) -> Hierarchy:
-    """Return the hosts of all ranks: as given, or as their names tell. Call it on every rank.
+    """Return the hosts of all ranks, from `ranks_per_host` or the host names. Call it on every rank.
 
-    everywhere: gathers, under a name, a text of each rank.
+    everywhere: all-gathers a string of each rank, under a name.
     """
     if ranks_per_host is not None:
         return by_size(ranks_per_host, world_size)
@@ -85,9 +86,9 @@ def find_hierarchy(
 
 
 def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float], exchange: str) -> Algorithm:
-    """Return the method of a column: gradients are clipped before they are added, and all shards are compressed.
+    """Return the method of a column: without clipping, as gradients are clipped before the sum, and without min_numel.
 
-    weight_decays: of each tensor that is cut. exchange: between hosts, for methods that have a choice.
+    weight_decays: of each sharded tensor. exchange: the exchange between hosts, for methods with a choice.
     """
     names = {field.name for field in dataclasses.fields(algorithm)}
     settings: dict = {"min_numel": 0, "exchange": exchange if isinstance(algorithm, Scoped) else "gather"}
@@ -99,5 +100,5 @@ def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float], exch
 
 
 def row_of(shape: Sequence[int], granularity: str) -> int:
-    """Return the elements of a row that shards do not cut: those that share no magnitude with one another."""
+    """Return the length of a row, which shards do not cut: the number of channels with that granularity, else 1."""
     return int(shape[-1]) if granularity == "channel" and len(shape) > 1 else 1

@@ -1,21 +1,22 @@
 """Reduce-scatter of sparse gradients: the bytes that a rank receives do not grow with the world size.
 
-The elements of a message are cut into as many regions as there are ranks, and each rank owns one:
+The elements of a message are divided into one region per rank, and each rank owns one region:
 
     selected entries -> split ==all-to-all==> reduce: add, keep the largest ==all-gather==> join -> sums
 
-Each rank sends the k entries that it has selected to the owners of their regions. An owner adds what it receives, in
-rank order, keeps the k / N sums of largest magnitude, and sends these to all. A rank receives fewer than 2 k entries,
-whatever the number N of ranks is; an all-gather brings it (N - 1) k.
+Each rank sends its k selected entries to the owners of their regions. An owner sums the received entries in rank order,
+keeps the k / N sums of largest magnitude, and sends these to all ranks. A rank receives fewer than 2 k entries at any
+world size N; with an all-gather, it receives (N - 1) k.
 
-Nothing is lost. A rank clears its error feedback at those of its own entries that an owner has kept; the others stay
-in its residual. What rounding keeps back of a sum goes to the owner's residual.
+No gradient is lost. A rank clears its error feedback at those of its own entries that an owner has kept; the other
+entries stay in its residual. The rounding error of a sum is added to the owner's residual.
 
-Regions are cut so that all receive about as many entries: by where the selections of all ranks fall, which they agree
-on in the first step and in every 64th.
+The bounds of the regions are chosen so that all owners receive about the same number of entries. They follow from a
+histogram of all ranks' selected indices, which the ranks sum in the first step and in every 64th step.
 
 Source: Ok-Topk (Li and Hoefler, 2022), section 3; SparCML (Renggli et al., 2019). Differences: each owner keeps k / N
-sums, so that messages are alike, where Ok-Topk keeps what reaches a threshold; sums are added in rank order.
+sums, so that messages have similar sizes, where Ok-Topk keeps the sums that reach a threshold; entries are summed in
+rank order.
 """
 
 import zlib
@@ -28,13 +29,13 @@ import numpy as np
 from hvd_sparse import native, native_changes
 from hvd_sparse.wire import Segments, entries_of, largest_payload, payload_size
 
-BALANCE_STEPS = 64  # from one agreement on the regions to the next
-BINS = 4096  # in which selected elements are counted
-SPARE = 1.25  # room for entries in a message that is padded, over what it holds on average
+BALANCE_STEPS = 64  # steps between two agreements on the regions
+BINS = 4096  # of the histogram of selected indices
+SPARE = 1.25  # capacity of a padded message, relative to its average number of entries
 
 
 class Entries(NamedTuple):
-    """Elements of a message, and their values."""
+    """Sparse entries of a message: indices and values."""
 
     indices: np.ndarray  # int64[m], ascending
     values: np.ndarray  # float32[m]
@@ -45,7 +46,7 @@ NOTHING = Entries(np.empty(0, np.int64), np.empty(0, np.float32))
 
 @dataclass(frozen=True)
 class Form:
-    """What the ranks have to agree on of a message: its elements, the entries that each selects, and their coding."""
+    """The format of a message, equal on all ranks: elements n, selected entries k of each rank, and the coding."""
 
     n: int
     k: int
@@ -59,7 +60,7 @@ class Form:
         return payload_size(end - begin, max(1, k), self.coding, self.values, self.part(begin, end))
 
     def part(self, begin: int, end: int) -> Segments:
-        """Return which of a region's elements share the levels of low-bit values."""
+        """Return the groups of a region's elements that share the quantization levels of low-bit values."""
         if self.segments is None:
             return None
         begins, channels = np.asarray(self.segments, np.int64).reshape(-1, 2).T
@@ -71,19 +72,19 @@ class Form:
 
 
 class Sent(NamedTuple):
-    """What a rank has sent to the owners of regions."""
+    """The message of a rank to the owners of regions."""
 
-    message: np.ndarray  # uint8[bytes]: a payload for each region, then what pads this rank's own
+    message: np.ndarray  # uint8[bytes]: a payload for each region; padding follows this rank's own
     splits: np.ndarray  # int64[N]: the bytes for each rank
     padding: int  # bytes
-    entries: Entries  # with the values that survive the coding
+    entries: Entries  # with the values that the owners decode
 
 
 class Regions:
-    """The regions of one message, and what becomes of its entries: the same on all ranks.
+    """The regions of one message, and the operations of its reduce-scatter. The bounds are equal on all ranks.
 
     Args:
-        form: The message.
+        form: The format of the message.
         world_size: The number of ranks N.
         rank: This rank, the owner of region `rank`.
     """
@@ -92,38 +93,38 @@ class Regions:
         self.form = form
         self.world_size = world_size
         self.rank = rank
-        self.bounds: np.ndarray | None = None  # int64[N + 1], where regions begin and end; None: not agreed on yet
-        self._padded: tuple[np.ndarray | None, int] = None, 0  # bounds, and what messages are then padded to
+        self.bounds: np.ndarray | None = None  # int64[N + 1], the regions' bounds; None: not agreed on yet
+        self._padded: tuple[np.ndarray | None, int] = None, 0  # bounds, and the padded message size for them
 
     @property
     def kept_count(self) -> int:
-        """How many sums the owner of a region keeps at most."""
+        """The maximum number of sums that the owner of a region keeps."""
         return -(-self.form.k // self.world_size)
 
     @property
     def most_kept_bytes(self) -> int:
-        """What the payload of any region's kept sums takes at most."""
+        """The maximum bytes of the payload of a region's kept sums."""
         k, form = min(self.kept_count, self.form.n), self.form
         return largest_payload(form.n, k, form.coding, form.values, form.segments)
 
     def count(self, entries: Entries) -> np.ndarray:
-        """Return how many entries fall into each of the bins that the elements are cut into, float64[bins]."""
+        """Return the histogram of the entries' indices, float64[bins]."""
         bins = min(self.form.n, BINS)
         return np.bincount(entries.indices * bins // self.form.n, minlength=bins).astype(np.float64)
 
     def balance(self, counts: np.ndarray) -> None:
-        """Cut the regions so that each gets as many of all ranks' entries, which were counted by `count` and summed."""
+        """Set the bounds so that regions have about equal numbers of entries. counts: `count`, summed over ranks."""
         edges = np.arange(counts.size + 1) * (self.form.n / counts.size)
-        passed = np.concatenate([[0.0], np.cumsum(counts + 1e-6)])  # ascending, even where nothing was selected
+        passed = np.concatenate([[0.0], np.cumsum(counts + 1e-6)])  # strictly ascending, even across empty bins
         cuts = np.interp(np.arange(1, self.world_size) * (passed[-1] / self.world_size), passed, edges)
         inner = np.clip(np.rint(cuts).astype(np.int64), 0, self.form.n)
         self.bounds = np.concatenate([[0], inner, [self.form.n]]).astype(np.int64)
 
     def split(self, entries: Entries) -> Sent:
-        """Return the message to the owners of regions: a payload for each, empty where there are no entries.
+        """Return the message to the owners of regions: a payload for each, without entries where none were selected.
 
-        This rank's own part is padded, so that messages have the same size in most steps: Horovod negotiates a
-        message of another size anew. Padding does not leave the rank.
+        This rank's own part is padded, so that messages have the same size in most steps: Horovod has to negotiate a
+        message of a new size. The padding is not sent to other ranks.
         """
         cuts = np.searchsorted(entries.indices, self.bounds)
         payloads, survived = [], []
@@ -138,15 +139,15 @@ class Regions:
         return Sent(np.concatenate(payloads), sizes, padding, Entries(entries.indices, np.concatenate(survived)))
 
     def reduce(self, received: np.ndarray, padding: int, seed: int) -> tuple[np.ndarray, Entries]:
-        """Add what all ranks sent of this rank's region, in rank order, and keep the sums of largest magnitude.
+        """Sum the entries of this rank's region from all ranks, in rank order, and keep the sums of largest magnitude.
 
         Args:
             received: uint8[bytes], the payloads of all ranks, in rank order.
-            padding: Of this rank's own.
-            seed: Decides among equal magnitudes, the same on all ranks.
+            padding: The padding of this rank's own part, in bytes.
+            seed: Breaks ties of equal magnitudes; the same on all ranks.
 
         Returns:
-            The payload of the kept sums; and what rounding keeps back of them, which belongs in this rank's residual.
+            The payload of the kept sums; and their rounding errors, which belong in this rank's residual.
 
         Raises:
             ValueError: A payload is damaged; the message names its rank.
@@ -171,7 +172,7 @@ class Regions:
         return Entries(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def _pack(self, begin: int, end: int, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the payload of entries of a region, and their values as they survive the coding."""
+        """Return the payload of a region's entries, and their values as decoded from it."""
         form, segments = self.form, self.form.part(begin, end)
         inner = indices - begin
         if form.values != "float32" and inner.size:
@@ -181,7 +182,7 @@ class Regions:
         return native.pack(inner, values, end - begin, k, form.coding, form.values, segments), values
 
     def _unpack(self, message: np.ndarray, spans: Sequence[tuple[int, int]], padding: int) -> list[Entries]:
-        """Return the entries of the payloads in a message, one of each rank, of these regions."""
+        """Return the entries of a message's payloads, one from each rank; spans: the region of each."""
         found, at, form = [], 0, self.form
         for rank, (begin, end) in enumerate(spans):
             try:
@@ -202,7 +203,7 @@ class Regions:
         return (self._span(rank) for rank in range(self.world_size))
 
     def _span(self, rank: int) -> tuple[int, int]:
-        """Return where a region begins and ends. An empty one takes an element beside it: a payload has one."""
+        """Return the bounds of a region. An empty one gets an adjacent element, as a payload has at least one."""
         begin, end = int(self.bounds[rank]), int(self.bounds[rank + 1])
         if begin < end:
             return begin, end
@@ -210,7 +211,7 @@ class Regions:
         return begin, begin + 1
 
     def _room(self) -> int:
-        """Return what the size of a message is a multiple of, in bytes: a whole message, in most steps."""
+        """Return the unit of message sizes, in bytes; in most steps, a message has one unit."""
         if self._padded[0] is not self.bounds:
             most = int(SPARE * self.kept_count) + 16
             sizes = (self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
@@ -219,23 +220,24 @@ class Regions:
 
 
 def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> Entries:
-    """Return the entries, without zeros, of payloads that lie one after the other, counted through all."""
+    """Return the nonzero entries of concatenated payloads, with indices into the concatenated elements."""
     indices, values = native.unpack_payloads(message, ns, ks, coding)
     kept = values != 0.0
     return Entries(indices, values) if kept.all() else Entries(indices[kept], values[kept])
 
 
 def add_in_order(parts: Sequence[Entries]) -> Entries:
-    """Return the sums of the ranks' entries, float32, added in the order of the ranks."""
+    """Return the sums of the ranks' entries, float32, added in rank order."""
     indices, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return Entries(*native_changes.add_entries(indices, values, np.array([part.indices.size for part in parts])))
 
 
 def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:
-    """Return what each rank adds to a sum at the beginning of a step, so that all know whether to agree on regions.
+    """Return a rank's numbers for the presence sum, from which all ranks know whether to agree on regions.
 
-    Whether it is time to, and a digest of all regions that this rank knows, by the tensors of their message, with its
-    square. A rank that was added to an elastic job, or that continues from another file, knows others.
+    They are whether an agreement is due in this step, and a digest of all regions that this rank knows, by the tensors
+    of their message, with its square. A new rank of an elastic job, or a rank that loaded another checkpoint, knows
+    other regions.
     """
     digest = 0
     for names, one in sorted(regions.items()):
@@ -246,18 +248,18 @@ def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:
 
 
 def must_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether to agree on all regions in this step, from the sums over ranks of what they `told`."""
+    """Return whether to agree on all regions in this step. sums: the numbers of `told`, summed over ranks."""
     due, digests, squares = sums
-    return due > 0.0 or digests**2 != squares * world_size  # equal only if all digests are (Cauchy and Schwarz)
+    return due > 0.0 or digests**2 != squares * world_size  # equal only if all digests are equal (Cauchy-Schwarz)
 
 
 def state_of(regions: Mapping[tuple[str, ...], Regions]) -> list[tuple[list[str], list[int]]]:
-    """Return the regions that are known, as a checkpoint holds them: the tensors of a message, and its bounds."""
+    """Return the known regions in the layout of a checkpoint: the tensors of a message, and its bounds."""
     return [(list(names), one.bounds.tolist()) for names, one in sorted(regions.items()) if one.bounds is not None]
 
 
 def restored(state: Sequence[tuple[list[str], list[int]]], sizes: Mapping[str, int], rank: int) -> dict:
-    """Return {names: Regions} of what `state_of` returned; what does not fit these tensors is left out."""
+    """Return {names: Regions} from the result of `state_of`; regions that do not fit these tensors are left out."""
     found = {}
     for names, bounds in state:
         n = sum(sizes.get(name, 0) for name in names)

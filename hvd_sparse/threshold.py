@@ -10,26 +10,26 @@ from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, S
 from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.sampling import hash_index
 
-SMALLEST = 2.0**-149  # of float32: every number that is not zero reaches it
-HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: the exponent and four bits more
+SMALLEST = 2.0**-149  # of float32: every nonzero number reaches it
+HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: exponent and four mantissa bits
 HISTOGRAM_BINS = 1 << (31 - HISTOGRAM_SHIFT)
 HISTOGRAM_INFINITY = 0x7F800000 >> HISTOGRAM_SHIFT
-SKETCH_BINS = 64  # of a histogram, around a threshold
-SAMPLED = 512  # of the k largest: how many samples of all ranks together have
-FEWEST_SAMPLED = 1 << 16  # elements of a partition, if it has so many: they cost next to nothing
+SKETCH_BINS = 64  # bins of a sketch: the part of a histogram around a threshold
+SAMPLED = 512  # number of the k largest elements in the samples of all ranks together
+FEWEST_SAMPLED = 1 << 16  # elements of a partition, or all of a smaller one: the cost is negligible
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
-LARGEST_GROWTH = 0.22  # of a threshold's logarithm in a step
+LARGEST_GROWTH = 0.22  # of a threshold's logarithm per step
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
 
 @dataclass
 class ThresholdHint:
-    """Last step's threshold, taken slightly low, as the guess at this step's: it makes one pass over the data enough.
+    """The last step's threshold, slightly lowered, as a guess for this step, so that one pass over the data suffices.
 
-    Error feedback piles the residual up just under the threshold, so the margin has to be small, and it adapts: a
-    miss (fewer than k elements reached the hint, the data were read again) lowers it, a crowd raises it. The selection
-    itself is exact whatever the hint, so this is no state that a checkpoint needs.
+    With error feedback, many residuals lie just below the threshold, so the hint has to be close to it, and its margin
+    adapts: a miss (fewer than k elements reached the hint, and the data was read again) lowers it, and too many
+    elements raise it. The selection is exact with any hint, so a checkpoint does not need it.
     """
 
     threshold: float = 0.0
@@ -37,13 +37,13 @@ class ThresholdHint:
     k: int = 0
 
     def value(self, k: int) -> float:
-        """Return the hint for a selection of k elements, 0.0 where there is none."""
-        if k != self.k:  # another density: last step's threshold says little
+        """Return the hint for a selection of k elements, 0.0 if there is none."""
+        if k != self.k:  # the density has changed: the last threshold is no guess
             return 0.0
         return self.threshold * self.margin
 
     def update(self, k: int, threshold: float, passed: int) -> None:
-        """Learn from a selection: its threshold, and how many elements reached the hint."""
+        """Update the hint from a selection: its threshold, and the number of elements that reached the hint."""
         if self.value(k) > 0.0:
             if passed < k:
                 self.margin = max(LOWEST_MARGIN, 1.0 - 2.0 * (1.0 - self.margin))
@@ -55,11 +55,11 @@ class ThresholdHint:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a tensor's selection in a step goes by: a threshold, or where k is above 0, that of the k largest.
+    """The rule of a tensor's selection in a step: by `threshold`, or if k > 0, by the threshold of the k largest.
 
-    The threshold then is a guess, 0.0 for none, which changes nothing but how fast the k largest are found. Where k is
-    below 0, the -k largest and no others, whatever is equal to them. Where there are stages, a threshold that about k
-    elements reach is fitted in them; the threshold here is a guess at it, which changes nothing but the cost.
+    If k > 0, `threshold` is only a guess, 0.0 for none, which affects speed but not the result. If k < 0, exactly the
+    -k largest elements are selected, even if others equal them. If stages > 0, a threshold that about k elements reach
+    is fitted in this number of stages, and `threshold` is a guess at it, which affects only the cost.
     """
 
     threshold: float
@@ -68,31 +68,31 @@ class Plan:
 
 
 class ConstantThreshold:
-    """A threshold chosen beforehand."""
+    """A fixed threshold."""
 
     def __init__(self, value: float):
         self._plan = Plan(value)
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state."""
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: nothing."""
+        """Return the state for a checkpoint: none."""
         return []
 
     def restore(self, numbers: Sequence[float]) -> None:
-        """There is nothing to restore."""
+        """Do nothing: there is no state."""
 
     def plan(self, step: int, k: int, n: int) -> Plan:
-        """Return what to select by in a step."""
+        """Return the plan of a step."""
         return self._plan
 
     def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
-        """There is nothing to learn from how many were sent."""
+        """Do nothing: a fixed threshold does not adapt."""
 
 
 class KeptThreshold:
-    """The threshold of one of `count` tensors, taken at its turn and kept for a life-span (DCT, Algorithm 1)."""
+    """The threshold of one of `count` tensors, computed at its turn and kept for a life-span (DCT, Algorithm 1)."""
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
         self._turns = Turns(algorithm, count)
@@ -101,11 +101,11 @@ class KeptThreshold:
         self.forget()
 
     def forget(self) -> None:
-        """Take the threshold anew in the next step."""
+        """Reset the state, so that the next step computes a new threshold."""
         self.restore([0.0, 0.0])
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        """Return the state for a checkpoint: the threshold, 0 for none, and its k."""
         return [self._value, float(self._k)]
 
     def restore(self, numbers: Sequence[float]) -> None:
@@ -113,7 +113,7 @@ class KeptThreshold:
         self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
 
     def plan(self, step: int, k: int, n: int) -> Plan:
-        """Return what to select by in a step: k when due, with the last threshold as a guess; SMALLEST to send all."""
+        """Return the plan of a step: by k when a refresh is due; by SMALLEST to drain; else by the kept threshold."""
         self._drains = self._turns.drains(step, self._position)
         known = self._value > 0.0 and k == self._k
         self._due = not self._drains and (not known or self._turns.refreshes(step, self._position))
@@ -122,7 +122,7 @@ class KeptThreshold:
         return Plan(SMALLEST if self._drains else self._value)
 
     def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
-        """Keep the threshold, if it was taken anew; take it anew in the next step if the count has left the band."""
+        """Store a refreshed threshold; if the count has left the band, make the next step refresh it."""
         if self._due:
             self._value, self._k = threshold, k
         elif not self._drains and self._band is not None and not k <= count * self._band <= k * self._band**2:
@@ -130,10 +130,10 @@ class KeptThreshold:
 
 
 class Turns:
-    """When the thresholds of `count` tensors are taken, spread over the life-span, and when a tensor is drained.
+    """The steps in which each of `count` tensors refreshes its threshold, spread over the life-span, or is drained.
 
-    The life-span starts at one step and doubles until it is what was asked for: the first thresholds know no residual,
-    which grows fast at first.
+    The life-span starts at one step and doubles until it reaches the setting, as the first thresholds are computed
+    without residuals, which grow fast at first.
     """
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, count: int):
@@ -145,7 +145,7 @@ class Turns:
         )
 
     def refreshes(self, step: int, position: int) -> bool:
-        """Return whether a tensor's threshold is taken in this step."""
+        """Return whether a tensor refreshes its threshold in this step."""
         octave = 1 << max(0, step.bit_length() - 1)  # the largest power of two up to the step
         lifespan = min(octave, self._lifespan)
         return step % lifespan == position * lifespan // self._count
@@ -158,7 +158,7 @@ class Turns:
 class FittedThreshold:
     """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1).
 
-    Difference from the paper: of a large tensor it is fitted to a sample, so that it costs a small part of a pass.
+    Difference from the paper: for a large tensor, the fit uses a sample, so that it costs a fraction of a pass.
     """
 
     def __init__(self, algorithm: SIDCo):
@@ -166,14 +166,14 @@ class FittedThreshold:
         self.forget()
 
     def forget(self) -> None:
-        """Start with the stages that were asked for."""
+        """Reset the state: start with the number of stages in the settings."""
         self.restore([0.0] * 6)
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: zeros at first.
+        """Return the state for a checkpoint, initially zeros.
 
-        Stages beyond those that were asked for, whether the search for their number has turned, its last error, and
-        whether there is one; the sum of counts over k since then, and of how many steps.
+        The numbers are: stages beyond the setting; whether the search for their number has turned; its last error;
+        whether there is one; and since the last adaptation, the sum of achieved ratios and the number of steps.
         """
         stages, knows = self._stages, math.isfinite(self._stages.error)
         search = [stages.count - self._algorithm.stages, stages.direction < 0, stages.error if knows else 0.0, knows]
@@ -186,12 +186,12 @@ class FittedThreshold:
         self._steps, self._density, self._guess = int(steps), 1.0, 0.0
 
     def plan(self, step: int, k: int, n: int) -> Plan:
-        """Return what to select by in a step."""
+        """Return the plan of a step."""
         self._density = k / n
         return Plan(self._guess, k, self._stages.count)
 
     def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
-        """Adapt the stages to how many of the sample reached the fitted threshold, over how many should."""
+        """Adapt the stages. ratio: sample elements that reached the fitted threshold, over the number that should."""
         self._guess = threshold
         self._achieved += ratio
         self._steps += 1
@@ -201,11 +201,11 @@ class FittedThreshold:
 
 
 class PredictedThreshold:
-    """MiCRO's threshold from the histograms of the step before, of all ranks: known before a step's gradients are.
+    """MiCRO's threshold, predicted from all ranks' histograms of the previous step, before the gradients are known.
 
-    It is the one that k elements reached in that step, times how much it grew of late. With it goes how many of this
-    rank's next partition should reach it: a rank that finds far fewer or more names that many, so that a jump of the
-    gradients' scale does not change how much is sent.
+    It is the threshold that k elements reached in that step, times its recent growth. `share` is the number of elements
+    of this rank's next partition that should reach it. A rank that finds far fewer or more selects `share` elements
+    instead, so that a jump of the gradients' scale does not change the amount sent.
     """
 
     NUMBERS = 6
@@ -214,14 +214,14 @@ class PredictedThreshold:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset the state."""
         self.restore([0.0] * self.NUMBERS)
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: zeros at first.
+        """Return the state for a checkpoint, initially zeros.
 
-        The threshold that k elements reached, k, the logarithm of its growth a step, its elasticity with respect to k,
-        the next share of this rank, and of how many ranks.
+        The numbers are: the threshold that k elements reached; k; the logarithm of its growth per step; its elasticity
+        with respect to k; this rank's next share; and the world size.
         """
         return [self._value, float(self._k), self._growth, self._elasticity, self._share, float(self._ranks)]
 
@@ -231,16 +231,16 @@ class PredictedThreshold:
         self._k, self._ranks = int(k), int(ranks)
 
     def plan(self, k: int, ranks: int) -> tuple[float, float]:
-        """Return a step's threshold, infinite where none is known, and this rank's share of k."""
+        """Return a step's threshold, infinite if unknown, and this rank's share of k."""
         if self._k == 0 or self._ranks != ranks:
             return math.inf, k / ranks
         scale = math.exp(self._growth + self._elasticity * math.log(k / self._k))
         return min(max(self._value * scale, SMALLEST), LARGEST_FLOAT), self._share * k / self._k
 
     def learn(self, k: int, rank: int, sketches: np.ndarray) -> None:
-        """Learn from what the ranks counted in their partitions: float32[ranks, 65], a bin and the counts from there.
+        """Update the threshold from the sketches of the ranks' partitions: float32[ranks, 65], first bin and counts.
 
-        Partition p of a step is that of the rank before in the next one: `partition`.
+        The previous rank has this rank's partition in the next step (`partition`).
         """
         histograms = np.stack([widen(sketch) for sketch in sketches])
         total = histograms.sum(0)
@@ -258,7 +258,7 @@ class PredictedThreshold:
 
 
 def widen(sketch: np.ndarray) -> np.ndarray:
-    """Return the histogram, float64[HISTOGRAM_BINS], that a sketch is the known part of."""
+    """Return the histogram, float64[HISTOGRAM_BINS], of a sketch, with zeros in all other bins."""
     histogram = np.zeros(HISTOGRAM_BINS)
     begin = int(sketch[0])
     histogram[begin : begin + SKETCH_BINS] = sketch[1:]
@@ -266,22 +266,22 @@ def widen(sketch: np.ndarray) -> np.ndarray:
 
 
 def sketch_sample(n: int, k: int) -> int:
-    """Return how many of n elements of a partition to count, so that about 512 of the k largest of all are."""
+    """Return the number of a partition's n elements to sample, for about 512 of the k largest on all ranks."""
     return min(n, max(FEWEST_SAMPLED, -(-n * SAMPLED // k)))
 
 
 class ScaledThreshold:
-    """MiCRO's own: started at 1 / (2 sqrt(k)), and scaled by how many were sent (section IV-C)."""
+    """MiCRO's published rule: starts at 1 / (2 sqrt(k)), and scales with the number sent (section IV-C)."""
 
     def __init__(self):
         self.forget()
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset the state."""
         self.restore([0.0, 0.0])
 
     def numbers(self) -> list[float]:
-        """Return what a checkpoint keeps: the threshold, 0 for none, and its k."""
+        """Return the state for a checkpoint: the threshold, 0 for none, and its k."""
         return [self._value, float(self._k)]
 
     def restore(self, numbers: Sequence[float]) -> None:
@@ -289,18 +289,18 @@ class ScaledThreshold:
         self._value, self._k = float(numbers[0]), int(numbers[1])
 
     def plan(self, k: int, ranks: int) -> tuple[float, float]:
-        """Return a step's threshold, started anew if k is another one, and -1: as many are sent as reach it."""
+        """Return a step's threshold, reset if k has changed, and the share -1: no correction of the selection."""
         if k != self._k:
             self._value, self._k = 0.5 / math.sqrt(k), k
         return self._value, -1.0
 
     def learn(self, k: int, count: int) -> None:
-        """Scale by how many were sent, of all ranks together."""
+        """Scale the threshold by the number of elements that all ranks sent."""
         self._value *= threshold_scale(count / k)
 
 
 def threshold_scale(excess: float) -> float:
-    """Return what MiCRO's published code scales the threshold with after `excess` times as many were sent as wanted."""
+    """Return the factor of the threshold in MiCRO's published code. excess: elements sent over elements wanted."""
     if excess > 1.1:
         return 1.005
     return 1.00125 if excess > 0.909 else 0.995
@@ -310,7 +310,7 @@ Threshold = ConstantThreshold | KeptThreshold | FittedThreshold
 
 
 def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold:
-    """Return the threshold of one of `count` tensors, for a method whose count varies."""
+    """Return the threshold of one of `count` tensors, for a method that selects by threshold."""
     if isinstance(algorithm, SIDCo):
         return FittedThreshold(algorithm)
     if isinstance(algorithm, DynamicCommunicationThresholding):
@@ -319,32 +319,32 @@ def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold
 
 
 def partition(step: int, rank: int, ranks: int, n: int) -> tuple[int, int]:
-    """Return where the partition of a rank begins and ends: another one in each step (MiCRO, Algorithm 1, line 7)."""
+    """Return the bounds of a rank's partition, which rotates each step (MiCRO, Algorithm 1, line 7)."""
     number = (step + rank) % ranks
     return number * n // ranks, (number + 1) * n // ranks
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a histogram of magnitudes is cut, so that about k are above."""
+    """The cut of a histogram of magnitudes that leaves about k elements above it."""
 
     threshold: float
-    bin: int = 0  # the one that the threshold lies in
-    part: float = 0.0  # how much of that bin is to be above
+    bin: int = 0  # the bin with the threshold
+    part: float = 0.0  # fraction of this bin's elements above the cut
 
     def wanted(self, histogram: np.ndarray) -> float:
-        """Return how many of those that a histogram, [HISTOGRAM_BINS], counts are to be above."""
+        """Return the number of elements of a histogram, [HISTOGRAM_BINS], above the cut."""
         return float(histogram[self.bin + 1 :].sum() + self.part * histogram[self.bin])
 
 
 def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
     """Return the threshold that about k of the counted values reach; SMALLEST if there are not that many.
 
-    Within a bin the logarithm of the count is taken to be linear in that of the threshold, as tails are.
+    Within a bin, log(count) is interpolated linearly in log(threshold), as for a power-law tail.
     """
     counts = histogram.astype(np.float64)
     counts[0] = 0.0  # zeros
-    reaching = np.cumsum(counts[::-1])[::-1]  # how many are in a bin or above it
+    reaching = np.cumsum(counts[::-1])[::-1]  # elements in a bin or above it
     if reaching[0] < k:
         return Cut(SMALLEST)
     bin_ = int(np.flatnonzero(reaching >= k)[-1])

@@ -9,10 +9,10 @@ TIMERS = ("compress", "exchange", "decompress")
 class Traffic:
     """Counters of one compressor on this rank.
 
-    dense_bytes: what Horovod alone would have been handed. payload_bytes: what every collective of a step was handed
-    (payloads, tensors sent dense, tokens, votes). surplus_bytes: how much more came from the other ranks; an
-    allreduce brings as much as it was handed. elements and sent: gradient elements, and how many of them were sent.
-    seconds: in compress, waiting for the exchange, in decompress.
+    dense_bytes: the bytes that Horovod alone would have sent. payload_bytes: the input bytes of all collectives of a
+    step (payloads, dense tensors, tokens, votes). surplus_bytes: the bytes received minus payload_bytes; zero for an
+    all-reduce. elements, sent: the number of gradient elements, and how many of them were sent. seconds: the time in
+    compress, waiting for the exchange, and in decompress.
     """
 
     def __init__(self):
@@ -27,21 +27,21 @@ class Traffic:
         self._inner_seconds = 0.0
 
     def count(self, **counts: int) -> None:
-        """Add to the counters, by name, of the step under way."""
+        """Add to the counters of the current step, by name."""
         for name, count in counts.items():
             self._step[name] += count
 
     @property
     def sent(self) -> int:
-        """The elements sent in the step under way."""
+        """The elements sent in the current step."""
         return int(self._step["sent"])
 
     def timed(self, name: str) -> "Timed":
-        """Return what, used with `with`, adds the time of a block to one of TIMERS."""
+        """Return a context manager that adds the time of its block to one of TIMERS."""
         return Timed(self, name)
 
     def end_step(self) -> None:
-        """Close the step under way."""
+        """Close the current step."""
         for name, value in self._step.items():
             self._total[name] += value
         self._last = self._step
@@ -49,18 +49,18 @@ class Traffic:
         self.steps += 1
 
     def drop_step(self) -> None:
-        """Forget a step that was given up."""
+        """Discard the counts of an unfinished step."""
         self._step = defaultdict(float)
 
     def summary(self) -> dict:
-        """Return {"steps": int, "step": last step, "total": all}, the two with bytes, ratio, density, seconds."""
+        """Return {"steps": int, "step": last step, "total": all steps}; the latter two are results of `report`."""
         return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
 
 
 class Timed:
-    """A timed block: its time counts without that of the timed blocks inside it.
+    """A timed block; the time of nested timed blocks is not counted again.
 
-    A generator in its place takes longer than what is timed with every gradient.
+    It is a class because a generator-based context manager would take longer than the timed work of each gradient.
     """
 
     __slots__ = ("_name", "_outer_seconds", "_start", "_traffic")
@@ -81,7 +81,7 @@ class Timed:
 
 
 def report(counters) -> dict:
-    """Turn raw counters into what `stats()` shows; ratio and density are 1.0 where nothing was compressed."""
+    """Convert raw counters to an entry of `stats()`; ratio and density are 1.0 if nothing was compressed."""
     dense_bytes, payload_bytes = int(counters["dense_bytes"]), int(counters["payload_bytes"])
     return {
         "dense_bytes": dense_bytes,

@@ -1,40 +1,40 @@
-"""Timing of sparse and dense steps, at first and at intervals, to choose the faster."""
+"""Timing of sparse and dense steps, initially and at intervals, to choose the faster way."""
 
 import math
 import statistics
 from collections import deque
 
-SETTLE = 3  # steps before anything is timed: buffers are made, and Horovod learns the names
-TIMED = 5  # steps of a trial
-CLEARLY = 2.0  # times as slow: a trial ends at once
-SHARE = 0.01  # of the training time that trials may cost, once both ways are known
-LEAST_BETWEEN = 200  # steps between two trials
+SETTLE = 3  # warm-up steps without timing: buffers are allocated, and Horovod negotiates the names
+TIMED = 5  # timed steps of a trial
+CLEARLY = 2.0  # a trial ends at once if a step is more than this factor slower
+SHARE = 0.01  # fraction of the training time for trials, once both ways have been timed
+LEAST_BETWEEN = 200  # minimum number of steps between two trials
 
 
 class Trials:
-    """The choice at one density, from the seconds of steps: the same on all ranks, as all are told the same seconds.
+    """The choice at one density, from step durations. All ranks choose the same, as they get the same mean durations.
 
-    First payloads are timed, then dense, and the faster is taken. Then the slower is tried again after so many steps
-    that trials cost a hundredth of the time. The first step after a change of ways is not counted. Seconds are those
-    from the beginning of a step to that of the next one, and come when later steps have begun already.
+    First payloads are timed, then dense steps, and the faster way is chosen. The slower way is tried again at such
+    intervals that trials cost a hundredth of the time. The first step after a change is not counted. A duration is the
+    time from the beginning of a step to that of the next one; it arrives after later steps have begun.
     """
 
     def __init__(self):
-        self.is_dense = False  # how the next step is to be sent
+        self.is_dense = False  # whether the next step is sent dense
         self._seconds = {way: deque(maxlen=TIMED) for way in (False, True)}  # by is_dense
-        self._to_try = [True]  # after the trial that runs
-        self._tried: bool | None = False  # the trial that runs; None: none does
+        self._to_try = [True]  # ways to try after the current trial
+        self._tried: bool | None = False  # the way in the current trial; None: no trial
         self._to_skip = SETTLE
         self._left = 0  # steps until the next trial
-        self._noted = 0  # steps of the trial that runs
+        self._noted = 0  # steps of the current trial
 
     def seconds(self, is_dense: bool) -> float | None:
-        """Return the median of the steps that were timed this way; None before any was."""
+        """Return the median duration of the steps timed this way; None if there are none."""
         timed = self._seconds[is_dense]
         return statistics.median(timed) if timed else None
 
     def note(self, is_dense: bool, seconds: float) -> None:
-        """Take the seconds of a step, the mean of all ranks."""
+        """Record the duration of a step: the mean over ranks."""
         if self._tried is None:
             if is_dense == self.is_dense:
                 self._seconds[is_dense].append(seconds)
@@ -67,5 +67,5 @@ class Trials:
         self.is_dense = self.seconds(True) < self.seconds(False)
         self._tried = None
         faster, slower = self.seconds(self.is_dense), self.seconds(not self.is_dense)
-        cost = (slower - faster) * (self._noted + 1)  # a step was under way when the last one's seconds came
+        cost = (slower - faster) * (self._noted + 1)  # plus the step that ran before the last duration arrived
         self._left = max(LEAST_BETWEEN, math.ceil(cost / (SHARE * faster)) if faster > 0.0 else 0)

@@ -1,11 +1,12 @@
 """The units of gradients: only this module handles the loss scale and the reduction `op`.
 
 A rank passes S * g_k, the gradient of its scaled loss; the optimizer receives S * result, where result = s * sum of
-g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). What a user asks for, `clip_norm`, `weight_decay` and a
-constant threshold, is in units of result and g_k: it holds for every op and every loss scale.
+g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). The settings `clip_norm`, `weight_decay` and a constant
+threshold are in units of result and g_k, so they hold for every op and every loss scale.
 
-All that is kept from step to step (residuals, velocities, thresholds, guesses at them) is in units of g_k. A
-gradient is divided by S on its way in, a sum is multiplied by S on its way out: nothing has to change when S does.
+All state that persists across steps (residuals, velocities, thresholds and their hints) is in units of g_k. A gradient
+is divided by S before it is accumulated, and a sum is multiplied by S afterwards, so a change of S leaves the state
+valid.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ REDUCTION_UNKNOWN = (
 class Units:
     """The units of one step.
 
-    world_size: N. reduction: s, what a sum over ranks is multiplied with; None where nobody tells and nothing depends
-    on it. loss_scale: S, a number, or in a graph a float64 scalar tensor. What is returned is of that type, too.
+    world_size: N. reduction: s, the factor of sums over ranks; None if it is unknown and nothing depends on it.
+    loss_scale: S, a number, or in a graph a float64 scalar tensor; the methods return the same type.
     """
 
     world_size: int
@@ -33,15 +34,15 @@ class Units:
 
     @property
     def incoming(self):
-        """Return what a gradient is multiplied with when it is accumulated."""
+        """Return the factor of a gradient when it is accumulated."""
         return 1.0 / self.loss_scale
 
     def outgoing(self, reduction: float | None = None):
-        """Return what a sum over ranks, in units of g_k, is multiplied with: s, or `reduction`, times S."""
+        """Return the factor of a sum over ranks, in units of g_k: s, or `reduction`, times S."""
         return (self.reduction if reduction is None else reduction) * self.loss_scale
 
     def clip_bound(self, clip_norm: float):
-        """Return the bound on the L2 norm of a rank's gradient as it is passed, S * g_k.
+        """Return the bound on the L2 norm of a rank's gradient as Horovod passes it, S * g_k.
 
         N independent gradients of norm clip_norm / (s * sqrt(N)) sum up to a result of norm clip_norm (Deep Gradient
         Compression, section 3.2; Appendix C divides g_k by N beforehand, which leaves the factor N^(-1/2)).
@@ -49,7 +50,7 @@ class Units:
         return clip_norm / (self.reduction * self.world_size**0.5) * self.loss_scale
 
     def decay(self, weight_decay: float) -> float:
-        """Return what each rank multiplies the parameter with, in units of g_k, so that it counts once in result."""
+        """Return each rank's factor of the parameter, in units of g_k, so that the decay counts once in result."""
         return weight_decay / (self.reduction * self.world_size) if weight_decay else 0.0
 
 
@@ -60,7 +61,7 @@ def checked_loss_scale(value) -> float:
 
 
 def loss_scales_differ(own: float, mean: float) -> str:
-    """Return the error of ranks whose loss scales differ."""
+    """Return the error message for ranks whose loss scales differ."""
     return (
         f"hvd_sparse: loss_scale is {own:g} on this rank, the mean over the ranks is {mean:g}. Set "
         "compression.loss_scale to the same number on every rank"
@@ -68,7 +69,7 @@ def loss_scales_differ(own: float, mean: float) -> str:
 
 
 def reduction_differs(found: float, told: float) -> str:
-    """Return the error of a reduction that is another one than the optimizer's op says."""
+    """Return the error message for a reduction that differs from the optimizer's op."""
     return (
         f"hvd_sparse: Horovod multiplied the sum over ranks with {found:g}, where the optimizer's op says {told:g}: "
         "reduce gradients through the optimizer alone, without factors of your own"

@@ -1,7 +1,7 @@
-"""A server: it holds a part of the parameters, applies pushes, and answers with changed elements (Algorithm 2).
+"""A server: it stores a shard of the parameters, applies pushes, and answers with changed elements (Algorithm 2).
 
-It is a state machine without input or output of its own: `handle` takes a message and returns those to send. So the
-same code serves over MPI, in a thread, and in a simulation.
+It is a state machine without I/O: `handle` processes a message and returns the messages to send. So the same code runs
+over MPI, in a thread, and in a simulation.
 """
 
 import collections
@@ -24,17 +24,17 @@ Outgoing = list[tuple[int, np.ndarray]]
 
 @dataclass
 class Record:
-    """What a server knows of a worker that is with it."""
+    """A server's state of a worker that has joined."""
 
     incarnation: int
-    sequence: int = 0  # of its last push
-    answer: np.ndarray | None = None  # to that, where it cannot be made again
+    sequence: int = 0  # of the last push
+    answer: np.ndarray | None = None  # to the last push, if it cannot be computed again
     seen: float = 0.0
 
 
 @dataclass
 class Statistics:
-    """What a server has done: pushes, messages refused, bytes in and out, how stale pushes were."""
+    """A server's counters: pushes, refused and repeated messages, bytes in and out, staleness of pushes."""
 
     pushes: int = 0
     refused: int = 0
@@ -45,11 +45,11 @@ class Statistics:
 
 
 class Server:
-    """Holds elements [begin, end) of a model, float32, which it copies from `parameters`, the whole of it.
+    """Stores elements [begin, end) of a model, float32, copied from `parameters`, which are those of the whole model.
 
-    workers: how many there may be; `is_finished` when all of them have come and left. silence: seconds without a sign
-    of life after which a worker counts as dead, None: never. others: how many servers will ask for `parameters`, to
-    begin with these and not with their own; it is kept until they have. now: gives the time.
+    shard: begin and end. workers: their number; `is_finished` is true when all have joined and left. silence: seconds
+    without a message after which a worker counts as dead; None: never. others: the number of servers that will request
+    `parameters` as their initial ones; they are stored until then. now: returns the time.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Server:
         self.clock = 0
         self.statistics = Statistics()
         self.buffers = np.empty(0, np.float32)
-        self.departures: dict[int, str] = {}  # who left, and why: nothing if it ended well
+        self.departures: dict[int, str] = {}  # workers that left, and why; "" after a normal end
         self._workers, self._silence, self._now, self._started = workers, silence, now, now()
         self._records: dict[int, Record] = {}
-        self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers whose record is gone
+        self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers without a record
         self._others, self._start = others, parameters if others else None
         pieces = layout.pieces(*shard)
         self._segments = segments_of(pieces, shard[0])
@@ -82,28 +82,28 @@ class Server:
 
     @property
     def numel(self) -> int:
-        """The elements that this server holds."""
+        """The number of elements of this server."""
         return self.parameters.size
 
     @property
     def nbytes(self) -> int:
-        """The bytes of parameters and of what is tracked."""
+        """The bytes of parameters, tracker and stored answers."""
         answers = sum(record.answer.nbytes for record in self._records.values() if record.answer is not None)
         start = 0 if self._start is None else self._start.nbytes
         return self.parameters.nbytes + self._tracker.nbytes + answers + start
 
     @property
     def is_occupied(self) -> bool:
-        """Whether a worker is here."""
+        """Whether any worker has joined and not left."""
         return bool(self._records)
 
     @property
     def is_finished(self) -> bool:
-        """Whether all workers have come and left."""
+        """Whether all workers have joined and left."""
         return len(self.departures) == self._workers and not self._records
 
     def handle(self, data: np.ndarray, source: int) -> Outgoing:
-        """Take a message of the rank `source`; return what to send to whom. State stays unless all of it is right."""
+        """Process a message from rank `source`; return (destination, message) pairs. Invalid ones change no state."""
         self.statistics.bytes_in += data.size
         try:
             message = protocol.decode(data)
@@ -143,14 +143,14 @@ class Server:
         known = self._records.get(message.worker)
         last = (known.incarnation, known.sequence) if known else self._last.get(message.worker, (0, 0))
         if last[0] == message.incarnation and last[1] > 0:
-            return None  # the same HELLO a second time
+            return None  # a repeated HELLO
         differences = differing(message.text.split("\n"), introduction(self.layout, self.method))
         if not 0 <= message.worker < self._workers:
             return self._refusal(Reason.WRONG, message, f"there are {self._workers} workers, not {message.worker}")
         if differences:
             text = f"worker {message.worker} and this server differ: {differences}"
             if known is None:
-                self.departures[message.worker] = text  # nobody waits for it any more
+                self.departures[message.worker] = text  # so that `is_finished` does not wait for it
             return self._refusal(Reason.WRONG, message, text)
         if known and known.incarnation != message.incarnation:
             self._last[message.worker] = (known.incarnation, known.sequence)
@@ -162,7 +162,7 @@ class Server:
         )
 
     def _tell(self, message: Message) -> Message:
-        """Answer a question: "statistics", "buffers", "state", or "start", all parameters that the run began with."""
+        """Answer a request: "statistics", "buffers", "state", or "start" for the whole model's initial parameters."""
         description, arrays = self.state()
         if message.text == "start" and self._others > 0:
             arrays = {"parameters": self._start}
@@ -183,7 +183,7 @@ class Server:
             return self._reply(message) if record.answer is None else record.answer
         if 0 < message.sequence < record.sequence:
             self.statistics.repeated += 1
-            return None  # its worker has had the answer, or it would not have gone on
+            return None  # the worker has received the answer, as it has pushed again
         if message.sequence != record.sequence + 1 or message.clock > self.clock:
             text = f"push {message.sequence} at clock {message.clock} is out of turn: {record.sequence} was the last"
             return self._refusal(Reason.WRONG, message, text)
@@ -198,11 +198,11 @@ class Server:
         return reply
 
     def _unpack(self, message: Message) -> Update:
-        """Return an update that was pushed; DamagedMessage unless all of its bytes are as they should be."""
+        """Return the update of a push; raise DamagedMessage if its payload is invalid."""
         return unpack(message, self.numel, self.method.coding, self.method.values, self._segments)
 
     def _apply(self, update: Update) -> None:
-        """M <- M - s: the sum of updates and the first parameters are kept as one."""
+        """M <- M - s, on the parameters: the initial parameters and the sum of updates are stored as one array."""
         self.clock += 1
         self._tracker.apply(update, self.clock)
 
@@ -212,7 +212,7 @@ class Server:
         return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form))
 
     def _average(self, message: Message) -> None:
-        """Move the buffers towards a worker's: by 1/N of the difference, N the workers that are here."""
+        """Move the buffers towards a worker's by 1/N of the difference, for N current workers."""
         if message.body.size % 4:
             raise DamagedMessage(f"{message.body.size} bytes are no float32")
         theirs = message.body.copy().view(np.float32)
@@ -227,7 +227,7 @@ class Server:
             self.buffers = self.buffers * (np.float32(1.0) - part) + theirs * part
 
     def _refusal(self, reason: Reason, message: Message, text: str) -> Message:
-        """Return a refusal; of a worker that this server has known, it says in k which push was the last applied."""
+        """Return a refusal; for a worker of the last incarnation known, k is the last applied push."""
         self.statistics.refused += 1
         incarnation, last = self._last.get(message.worker, (0, 0))
         applied = last if incarnation == message.incarnation else 0
@@ -241,12 +241,12 @@ class Server:
         self.departures[worker] = why
 
     def excuse(self, seconds: float) -> None:
-        """Do not count time in which this server read no messages as silence of workers."""
+        """Do not count `seconds`, in which this server read no messages, as silence of workers."""
         for record in self._records.values():
             record.seen += seconds
 
     def tick(self) -> list[int]:
-        """Free the records of workers that have been silent for too long; return these workers."""
+        """Remove the workers that have been silent for too long; return them."""
         if self._silence is None:
             return []
         limit = self._now() - self._silence
@@ -256,7 +256,7 @@ class Server:
         return dead
 
     def state(self) -> tuple[dict, dict[str, np.ndarray]]:
-        """Return a description and arrays: what `restore` takes, and what statistics are made of."""
+        """Return a description, with the statistics, and arrays: the server's state."""
         numbers = self.statistics
         description = {
             "shard": list(self.shard),
@@ -277,12 +277,12 @@ class Server:
 
 
 def introduction(layout: ParameterLayout, method: Method) -> list[str]:
-    """Return one line for each thing that a worker and its servers must agree on."""
+    """Return one line for each setting that must be equal on a worker and its servers."""
     model = [f"tensors = {len(layout.names)}", f"elements = {layout.numel}", f"layout = {layout.digest()}"]
     return [f"hvd_sparse = {__version__}", *model, *method.describe()]
 
 
 def differing(theirs: list[str], ours: list[str]) -> str:
-    """Return in words where two introductions differ; nothing where they do not."""
+    """Return a description of the differences of two introductions; an empty string if there are none."""
     there = [f"{line} there" for line in theirs if line not in ours]
     return "; ".join(there + [f"{line} here" for line in ours if line not in theirs])

@@ -1,9 +1,10 @@
-"""Tracking of what each worker has: by when elements changed, or by a mirror of each worker's parameters.
+"""Tracking of each worker's parameters: by the clock of each element's last change, or by a mirror for each worker.
 
-The paper keeps v_k, what was sent to worker k, for every worker: N times the parameters (section 5.6.2). Unless answers
-are incomplete (secondary compression) or rounded, v_k = M at the worker's last visit (Equation 4): then the time of an
-element's last change says whether the worker has it, one number for all workers, and the answer holds the parameter
-itself. So every worker's parameters are the server's, bit for bit, and an answer may be sent twice.
+The paper stores v_k, the updates sent to worker k, for every worker: N times the parameters (section 5.6.2). Unless
+answers are incomplete (secondary compression) or rounded, v_k = M at the worker's last visit (Equation 4). Then the
+clock of an element's last change, one number for all workers, tells whether the worker has the current value, and the
+answer contains the parameter itself. So every worker's parameters equal the server's, bit for bit, and an answer may be
+sent twice.
 """
 
 from dataclasses import dataclass
@@ -24,30 +25,30 @@ NO_CLOCK = 2**32 - 1
 
 
 class ChangeTracker:
-    """Keeps when each element changed last: float32 answers that hold all that changed."""
+    """Stores the clock of each element's last change; answers are float32 and contain all changes."""
 
     form = Form.VALUES
 
     def __init__(self, parameters: np.ndarray, method: Method):
         self._parameters, self._coding = parameters, method.coding
         self._changed = np.zeros(parameters.size, np.uint32)
-        self._all_changed = 0  # when all did: a dense update is not worth a pass over memory
+        self._all_changed = 0  # the clock of the last dense update, which spares a pass over memory
         self._log = ChangeLog(parameters.size)
-        self._marks: np.ndarray | None = None  # scratch buffer, from the first sparse answer on
+        self._marks: np.ndarray | None = None  # scratch buffer, allocated at the first sparse answer
 
     @property
     def nbytes(self) -> int:
-        """The bytes that tracking takes."""
+        """The memory of the tracker in bytes."""
         return self._changed.nbytes + self._log.nbytes + (0 if self._marks is None else self._marks.nbytes)
 
     def join(self, worker: int) -> None:
-        """There is nothing to keep of a worker."""
+        """Do nothing: there is no state per worker."""
 
     def leave(self, worker: int) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state per worker."""
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update from the parameters, and note what changed."""
+        """Subtract an update from the parameters, and record the changed elements."""
         if clock >= NO_CLOCK:
             raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
         if update.indices is None:
@@ -59,7 +60,7 @@ class ChangeTracker:
             self._log.append(changed, clock)
 
     def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
-        """Return k and a frame with a payload: the values of what changed after the clock `have`, all of them."""
+        """Return k and a frame with a payload: the values of all elements that changed after the clock `have`."""
         n = self._parameters.size
         k = n if have < self._all_changed else self._mark(have)
         if k == 0:
@@ -74,7 +75,7 @@ class ChangeTracker:
         return k, encoded
 
     def _mark(self, have: int) -> int:
-        """Mark what changed after a clock; return how many elements did."""
+        """Mark the elements that changed after a clock; return their number."""
         if self._marks is None:
             self._marks = make_marks(self._parameters.size)
         if not self._log.covers(have):
@@ -85,10 +86,10 @@ class ChangeTracker:
 
 @dataclass
 class Marking:
-    """Which elements may differ most from a worker's: in each group, those whose difference reaches its floor.
+    """Marks of the elements that may differ most from a worker's: in each group, all differences above a floor.
 
-    floors: of each group; None: nothing is known. marks: none until the first answer. clock: changes up to then are
-    marked.
+    floors: the floor of each group; None: unknown. marks: None until the first answer. clock: all changes up to this
+    clock are marked.
     """
 
     floors: list[float | None]
@@ -97,11 +98,11 @@ class Marking:
 
 
 class MirrorTracker:
-    """Keeps for each worker what it has, w_k: answers are the largest differences, rounded to their wire type.
+    """Stores a mirror w_k of each worker's parameters; answers are the largest differences, rounded to their wire type.
 
-    M - v_k of the paper is the parameters minus w_k, and keeps what was not sent. A worker adds a difference as the
-    mirror does, in float32: both stay equal bit for bit. Only marked elements are looked at: a pass over all is needed
-    where fewer than k of these reach their floor.
+    The paper's M - v_k is the parameters minus w_k, and contains all unsent updates. A worker adds a difference in
+    float32, as the mirror does, so that both stay equal bit for bit. The selection reads only marked elements; it needs
+    a pass over all elements only if fewer than k marked ones reach their floor.
     """
 
     form = Form.DIFFERENCES
@@ -117,12 +118,12 @@ class MirrorTracker:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that tracking takes."""
+        """The memory of the tracker in bytes."""
         marks = [marking.marks for marking in self._markings.values() if marking.marks is not None]
         return sum(array.nbytes for array in [*self._mirrors.values(), *marks]) + self._log.nbytes
 
     def join(self, worker: int) -> None:
-        """A worker has been given all parameters: no difference reaches any floor, if they are numbers."""
+        """Add a worker that has received all parameters; if these are finite, no difference reaches any floor."""
         self._mirrors[worker] = self._parameters.copy()
         floor = TINIEST if np.isfinite(self._parameters).all() else None
         self._markings[worker] = Marking([floor] * len(self._groups), self._clock)
@@ -133,7 +134,7 @@ class MirrorTracker:
         self._markings.pop(worker, None)
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update from the parameters, and note what changed."""
+        """Subtract an update from the parameters, and record the changed elements."""
         self._clock = clock
         if update.indices is None:
             self._parameters -= update.values
@@ -144,7 +145,7 @@ class MirrorTracker:
             )
 
     def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
-        """Return k and a frame with a payload: the differences to send, which are taken as sent."""
+        """Return k and a frame with a payload of the differences to send; the mirror then counts them as sent."""
         update = self.difference(worker)
         n, method = self._parameters.size, self._method
         k, body = pack(update, n, method.coding, method.pull_values, self._segments)
@@ -153,7 +154,7 @@ class MirrorTracker:
         return k, encoded
 
     def difference(self, worker: int) -> Update:
-        """Return the differences to send, and take them as sent."""
+        """Return the differences to send, and add them to the mirror."""
         mirror, values = self._mirrors[worker], self._method.pull_values
         if self._density >= 1.0:
             whole = Update(None, native_changes.subtract(self._parameters, mirror))
@@ -171,7 +172,7 @@ class MirrorTracker:
         return update
 
     def _marked(self, worker: int) -> np.ndarray:
-        """Mark what changed since the last answer to a worker; return its marks."""
+        """Mark the elements that changed since the last answer to a worker; return its marks."""
         marking = self._markings[worker]
         if marking.marks is None:
             marking.marks = make_marks(self._parameters.size)
@@ -183,7 +184,7 @@ class MirrorTracker:
         return marking.marks
 
     def _largest(self, worker: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return indices, ascending, and values of a group's k largest differences; fewer where others are zero."""
+        """Return ascending indices and values of a group's k largest differences; fewer if the others are zero."""
         group = self._groups[number]
         k, floor = group.count(self._density), self._markings[worker].floors[number]
         if k == group.end - group.begin:
@@ -193,30 +194,30 @@ class MirrorTracker:
         if floor is not None:
             found = self._select_marked(worker, number, k)
             is_all = floor == TINIEST and not found.has_nan and self._method.pull_values == "float32"
-            if found.reaching >= k or is_all:  # zeros are not sent as float32
+            if found.reaching >= k or is_all:  # float32 answers omit zeros
                 return group.begin + found.indices, found.values
         return self._scan(worker, number, k)
 
     def _scan(self, worker: int, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Do the same by a pass over the group, and mark twice as many for the answers to come."""
+        """Do the same by a pass over the group, and mark twice as many elements for later answers."""
         group, marking = self._groups[number], self._markings[worker]
         parts = [vector[group.begin : group.end] for vector in (self._parameters, self._mirrors[worker])]
         select, twice = native_changes.select_top_k_of_difference, min(2 * k, group.end - group.begin)
         indices, values, (threshold, _) = select(*parts, twice, group.seed, 0.5 * (marking.floors[number] or 0.0))
-        above = np.abs(values) > threshold  # elsewhere there may be others that equal it
+        above = np.abs(values) > threshold  # unselected elements may equal the threshold
         places = (group.begin + indices[above]).astype(np.uint64)
         np.bitwise_or.at(marking.marks, places >> np.uint64(6), np.uint64(1) << (places & np.uint64(63)))
         if np.count_nonzero(above) >= k:
             marking.floors[number] = float(np.nextafter(np.float32(threshold), np.float32(np.inf)))
             found = self._select_marked(worker, number, k)
             return group.begin + found.indices, found.values
-        is_marked = threshold == 0.0 and all(np.isfinite(part).all() for part in parts)  # all that is not zero
+        is_marked = threshold == 0.0 and all(np.isfinite(part).all() for part in parts)  # all nonzero ones are
         marking.floors[number] = TINIEST if is_marked else None
         indices, values, _ = select(*parts, k, group.seed, threshold)
         return group.begin + indices, values
 
     def _select_marked(self, worker: int, number: int, k: int) -> native_changes.Marked:
-        """Select among marked elements, and go on with the floor that this finds."""
+        """Select among marked elements, and store the resulting floor."""
         group, marking = self._groups[number], self._markings[worker]
         where = (self._parameters, self._mirrors[worker], marking.marks)
         found = native_changes.select_marked(*where, k, (group.begin, group.end), group.seed, marking.floors[number])

@@ -1,7 +1,7 @@
 """A worker: it accumulates gradients, pushes the largest updates, and applies answers (Algorithms 1 and 3).
 
-Like the server it is a state machine without input or output of its own. Parameters are arrays that the caller reads
-gradients at, and that change in place when an answer arrives.
+Like the server, it is a state machine without I/O. The caller computes gradients at the parameters, which are arrays
+that change in place when an answer arrives.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segm
 from hvd_sparse.parameter_server.updates import pack as pack_update
 
 Messages = dict[int, np.ndarray]
-TRIES = 10  # a message that always arrives damaged is no accident
+TRIES = 10  # after so many damaged messages, the damage is systematic
 
 
 class ServerRefused(RuntimeError):
-    """A server does not heed this worker; the text says why, and what differs."""
+    """A server refuses this worker; the message says why."""
 
 
 @dataclass
 class PushCounters:
-    """Bytes and counts of a worker: messages with their headers."""
+    """A worker's counters; bytes include message headers."""
 
     pushes: int = 0
     bytes_up: int = 0
@@ -42,9 +42,9 @@ class PushCounters:
 
 
 class Worker:
-    """Worker `number`, of a model whose parameters, {name: float32[n]}, it keeps up to date in place.
+    """Worker `number`; it updates the model's parameters, {name: float32[n]}, in place.
 
-    servers: how many share the model. incarnation: another one after a restart, so that servers can tell.
+    servers: the number of servers. incarnation: must differ after a restart, so that servers can detect it.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Worker:
         self.residual = np.zeros(layout.numel, np.float32)
         self.velocity = np.zeros(layout.numel, np.float32) if method.has_velocity else None
         self.traffic = PushCounters()
-        self.sequence = 0  # of the last push in this incarnation
-        self.step = 0  # what the density's schedule goes by; it stays when this worker joins again
-        self.changed: set[str] = set()  # tensors that answers have written to; whoever copies them clears it
+        self.sequence = 0  # number of the last push in this incarnation
+        self.step = 0  # for the density schedule; continues when this worker joins again
+        self.changed: set[str] = set()  # tensors changed by answers; the code that copies them clears this set
         self._pieces = layout.tensors()
         self._segments = segments_of(self._pieces, 0)
         self._parts = {piece.name: slice(piece.begin, piece.end) for piece in self._pieces}
@@ -72,39 +72,39 @@ class Worker:
         self._shard_segments = [segments_of(pieces, pieces[0].begin) for pieces in self._shard_pieces]
         self._clocks = [0] * servers
         self._joined: set[int] = set()
-        self._waiting: set[int] = set()  # servers whose answer to the last message is not there yet
+        self._waiting: set[int] = set()  # servers that have not answered the last message
         self._sent: Messages = {}
-        self._awaited = Kind.HELLO  # the kind of what was sent
+        self._awaited = Kind.HELLO  # the kind of the last message
         self._tries = self._rejoins = self._questions = 0
-        self._unknown_to: set[int] = set()  # servers that have forgotten this worker, and have not applied its push
-        # The last update, and the servers that it is for: after joining again, those that have not applied it.
+        self._unknown_to: set[int] = set()  # servers that no longer know this worker
+        # The last update, and its destinations: after joining again, the servers that have not applied it.
         self._pushed: tuple[Update, set[int]] | None = None
-        self.answers: dict[int, tuple[dict, dict[str, np.ndarray]]] = {}  # to the last question
+        self.answers: dict[int, tuple[dict, dict[str, np.ndarray]]] = {}  # to the last request
         self._groups = groups_of(self._pieces, 0, method)
-        # Where each tensor is selected from on its own, that is done while its gradient is accumulated.
+        # With per-tensor selection, selection and accumulation are one pass.
         is_alone = method.scope == "tensor"
         self._own_groups = dict(zip(self._parts, self._groups, strict=True)) if is_alone else {}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a server has not answered yet."""
+        """Whether an answer is missing."""
         return bool(self._waiting)
 
     @property
     def dense_bytes(self) -> int:
-        """The bytes of all parameters: what a dense push is, and a dense answer."""
+        """The bytes of all parameters, as in a dense push or a dense answer."""
         return 4 * self.layout.numel
 
     def part(self, name: str) -> slice:
-        """Return where a tensor lies in the memory."""
+        """Return the slice of a tensor in residual and velocity."""
         return self._parts[name]
 
     def memory(self) -> dict[str, np.ndarray]:
-        """Return residual, and velocity if the method has one, float32[numel] each."""
+        """Return the residual, and the velocity if the method has one, float32[numel] each."""
         return {"residual": self.residual} | ({} if self.velocity is None else {"velocity": self.velocity})
 
     def hello(self) -> Messages:
-        """Return what to say to each server first; its answer brings the parameters."""
+        """Return the first message to each server, which answers with the parameters."""
         body = protocol.as_body("\n".join(introduction(self.layout, self.method)))
         self._joined.clear()
         self._unknown_to.clear()
@@ -118,10 +118,10 @@ class Worker:
         lr: Mapping[str, float],
         weight_decay: Mapping[str, float] | None = None,
     ) -> Messages:
-        """Accumulate gradients, {name: float32[n]}, and return what to send to each server.
+        """Accumulate gradients, {name: float32[n]}, and return the push for each server.
 
-        The residual of a tensor without a gradient stays as it is, and takes part in the selection. lr, weight_decay:
-        of each tensor. What is not finite counts as zero. Raises RuntimeError while an answer is missing.
+        The residual of a tensor without a gradient does not change, but takes part in the selection. lr, weight_decay:
+        of each tensor. Elements that are not finite count as zero. Raises RuntimeError while an answer is missing.
         """
         if self._waiting or len(self._joined) < len(self.shards):
             raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
@@ -138,9 +138,9 @@ class Worker:
         return self._send(Kind.PUSH, self._cut(*self._pushed))
 
     def receive(self, server: int, data: np.ndarray) -> Messages:
-        """Take what a server sent; return what to send again, if it did not arrive as it should.
+        """Process a message from a server; return the messages to send: repeated after damage, or to join again.
 
-        Raises ServerRefused where there is no use in trying again.
+        Raises ServerRefused if a repetition cannot help.
         """
         try:
             message = protocol.decode(data)
@@ -158,15 +158,15 @@ class Worker:
             return self._again(server, str(error))
 
     def alive(self) -> Messages:
-        """Return a sign of life for each server."""
+        """Return an ALIVE message for each server."""
         return {server: self._encoded(Kind.ALIVE) for server in range(len(self.shards))}
 
     def share(self, buffers: np.ndarray) -> Messages:
-        """Return what brings float32 buffers to the first server, which averages them over workers."""
+        """Return a message with float32 buffers for the first server, which averages them over workers."""
         return self._counted({0: self._encoded(Kind.BUFFERS, body=buffers.view(np.uint8))})
 
     def ask(self, what: str) -> Messages:
-        """Return what to ask each server, "state" or "statistics"; `answers` has what they say, once all have."""
+        """Return a request for each server, such as "state" or "statistics"; `answers` then collects their answers."""
         self._questions, self.answers = self._questions + 1, {}
         question = self._encoded(Kind.ASK, k=self._questions, body=protocol.as_body(what))
         return self._await(Kind.ASK, dict.fromkeys(range(len(self.shards)), question))
@@ -177,7 +177,7 @@ class Worker:
         return {server: self._encoded(Kind.LEAVE, body=protocol.as_body(why)) for server in range(len(self.shards))}
 
     def _accumulate(self, piece: Piece, gradient, lr, weight_decay, density: float) -> np.ndarray | None:
-        """Bring a tensor's gradient, if any, into the memory; return what is selected of it, if it is on its own."""
+        """Accumulate a tensor's gradient, if any; with per-tensor selection, return the selected indices."""
         part, group = slice(piece.begin, piece.end), self._own_groups.get(piece.name)
         residual = self.residual[part]
         is_alone = group is not None and density < 1.0
@@ -199,7 +199,7 @@ class Worker:
         return tuple(selected)
 
     def _selected(self, found: list[np.ndarray] | None, density: float) -> Update:
-        """Return what was selected of the residual, as it survives the wire. found: of each tensor, if alone."""
+        """Return the selected update, rounded to its wire type. found: each tensor's indices if selected per tensor."""
         if density >= 1.0:
             update = Update(None, self.residual.copy())
         else:
@@ -208,7 +208,7 @@ class Worker:
         return rounded(update, self.method, self.method.values, self._segments)
 
     def _take(self, update: Update) -> None:
-        """Take what is sent out of the memory: all of it, or for SAMomentum, what the momentum leaves."""
+        """Subtract the sent values from the residual (SAMomentum retains a fraction), and mask the velocity."""
         self.residual[update.at] -= update.values
         if self.method.retained:
             self.residual[update.at] += np.float32(self.method.retained) * update.values
@@ -216,7 +216,7 @@ class Worker:
             self.velocity[update.at] = 0.0
 
     def _cut(self, update: Update, servers: set[int]) -> Messages:
-        """Return a push for each server: to `servers`, of the entries that lie in their shards; of none to others."""
+        """Return a push for each server: for `servers`, the entries in their shards; for the others, no entries."""
         messages = {}
         for server, (begin, end) in enumerate(self.shards):
             part = update.part(begin, end) if server in servers else Update(np.empty(0, np.int64), update.values[:0])
@@ -237,7 +237,7 @@ class Worker:
         return self._counted(self._await(kind, messages))
 
     def _await(self, kind: Kind, messages: Messages) -> Messages:
-        """Keep what must be answered, to send it again where it was damaged."""
+        """Store messages that need an answer, to repeat them after damage."""
         self._awaited, self._sent, self._waiting, self._tries = kind, messages, set(messages), 0
         return dict(messages)
 
@@ -258,19 +258,19 @@ class Worker:
         raise ServerRefused(f"server {server}: {message.text}")
 
     def _forgotten(self, server: int, message: Message) -> Messages:
-        """Take note that a server has forgotten this worker; join again when all others have answered.
+        """Record that a server no longer knows this worker; join again when all other servers have answered.
 
-        Not before: of an answer on its way nobody could say any more whether it is to an update that was applied.
+        Not before: after joining again, an outstanding answer would no longer tell whether its update was applied.
         """
         if message.incarnation != self.incarnation or not self._is_of_push(server, message):
-            return {}  # to what needs no answer, or to what had one
+            return {}  # a refusal of a message that needs no answer, or has had one
         update, servers = self._pushed
         self._pushed = (update, servers - {server} if message.k == self.sequence else servers)
         self._unknown_to.add(server)
         return self._rejoin(message.text)
 
     def _rejoin(self, why: str) -> Messages:
-        """Begin anew with all servers, if no answer is open; what was not applied yet is pushed again."""
+        """Join all servers again, if no other answer is missing; updates not yet applied are pushed again."""
         if self._waiting != self._unknown_to:
             return {}
         self._rejoins += 1
@@ -289,7 +289,7 @@ class Worker:
         self._write(server, Update(None, message.body.copy().view(np.float32)), Form.VALUES)
         self._clocks[server] = message.clock
         if server in self._joined:
-            return {}  # it has answered a HELLO that came twice
+            return {}  # the answer to a repeated HELLO
         self._joined.add(server)
         self._waiting.discard(server)
         if self._waiting or self._pushed is None:
@@ -317,11 +317,11 @@ class Worker:
         return self._rejoin("forgotten") if self._unknown_to else {}
 
     def _is_of_push(self, server: int, message: Message) -> bool:
-        """Whether a message is the first answer to the push that is open."""
+        """Return whether a message is the first answer to the outstanding push."""
         return self._awaited == Kind.PUSH and message.sequence == self.sequence and server in self._waiting
 
     def _write(self, server: int, update: Update, form: Form) -> None:
-        """Set the parameters of a server's shard, or add to them."""
+        """Set the parameters of a server's shard, or add differences to them."""
         begin = self.shards[server][0]
         for piece in self._shard_pieces[server]:
             part = update.part(piece.begin - begin, piece.end - begin)

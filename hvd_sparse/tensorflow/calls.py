@@ -1,6 +1,6 @@
-"""Which variable does a gradient belong to? Horovod hands the gradient over without its variable.
+"""Finds the variable of a gradient, as Horovod calls `compress` with the gradient alone.
 
-The answer is in Horovod's own frames, which are on the stack while it traces `compress`.
+The variable is in a local list of Horovod's own stack frames while it traces `compress`.
 """
 
 import sys
@@ -21,34 +21,34 @@ REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of Horovod's function that reduces a list of gradients, seen while it is traced."""
+    """One traced call of Horovod's function that reduces a list of gradients."""
 
     gradients: list  # of Tensor, IndexedSlices or None
     variables: list
     in_order: bool  # whether compress is called in the order of the list
     reduction: int
     process_set: hvd.ProcessSet
-    optimizer: object  # the Keras or v1 optimizer that called, None under a tape
+    optimizer: object  # the calling Keras or v1 optimizer, None under a tape
 
     def positions(self, tensor) -> list[int]:
-        """Return where a gradient stands in the list."""
+        """Return the positions of a gradient in the list."""
         return [i for i, gradient in enumerate(self.gradients) if gradient is tensor]
 
 
 def is_stand_in(variable) -> bool:
-    """Return whether a variable only stands for one that a caller of a saved model would pass.
+    """Return whether a variable is a placeholder for a variable that the caller of a saved model passes.
 
-    Keras, when it saves a model in TensorFlow's format, traces the optimizer's functions once more, with such ones.
+    When Keras saves a model in TensorFlow's format, it traces the optimizer's functions again with placeholders.
     """
     operation = getattr(getattr(variable, "handle", None), "op", None)
     return operation is not None and operation.type == "Placeholder"
 
 
 def find_call(tensor, deepest: int = 100) -> Call | None:
-    """Return the call of Horovod's `allreduce_grads` that this gradient came through, None if there is none.
+    """Return the call of Horovod's `allreduce_grads` that passed this gradient, None if there is none.
 
-    Horovod holds the lists `grads` and `vars` there, position by position. AutoGraph renames the function, and what
-    it rewrites keeps its variables' names.
+    In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
+    but its rewritten code keeps the names of local variables.
     """
     frame, known, optimizer, lists = sys._getframe(1), {}, None, None
     for _ in range(deepest):
@@ -74,7 +74,7 @@ def _holds(gradients, tensor) -> bool:
 
 
 class Traced:
-    """A gradient between its compress and its decompress, in a trace."""
+    """A gradient between its compress and its decompress, during tracing."""
 
     def __init__(self, entry: Entry, step: Round):
         self.entry = entry
@@ -82,18 +82,18 @@ class Traced:
 
 
 class TracedCall:
-    """One call of Horovod's, while its gradients come one by one."""
+    """One call of Horovod's, which passes its gradients one by one."""
 
     def __init__(self, call: Call, traced: Mapping[int, Traced]):
         self._call = call
         self._left = dict(traced)
 
     def expects(self, tensor: tf.Tensor) -> bool:
-        """Return whether this gradient is one that has not come yet."""
+        """Return whether this gradient belongs to the call and has not been passed yet."""
         return any(position in self._left for position in self._call.positions(tensor))
 
     def take(self, tensor: tf.Tensor) -> Traced:
-        """Return what was laid out for a gradient; ValueError if it could belong to several variables."""
+        """Return the entry of a gradient; raise ValueError if it could belong to several variables."""
         positions = [position for position in self._call.positions(tensor) if position in self._left]
         if len(positions) > 1 and not self._call.in_order:
             names = ", ".join(self._left[position].entry.name for position in positions)
@@ -116,9 +116,9 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
 
 
 def refuse_keras_3(deepest: int = 30) -> None:
-    """Raise RuntimeError if a Horovod optimizer is being made around one of Keras 3.
+    """Raise RuntimeError if a Horovod optimizer is being created around a Keras 3 optimizer.
 
-    Keras 3 never calls what Horovod overrides in it: each rank would train alone, and nothing would say so.
+    Keras 3 never calls the methods that Horovod overrides: each rank would silently train alone.
     """
     frame = sys._getframe(2)
     for _ in range(deepest):
@@ -135,7 +135,7 @@ def refuse_keras_3(deepest: int = 30) -> None:
 
 
 def is_keras_3(optimizer) -> bool:
-    """Return whether an optimizer is one of Keras 3: these apply gradients in a method of that name."""
+    """Return whether an optimizer is from Keras 3, whose optimizers define both `apply` and `apply_gradients`."""
     return any(
         cls.__module__.split(".")[0] == "keras" and "apply" in vars(cls) and "apply_gradients" in vars(cls)
         for cls in type(optimizer).__mro__

@@ -1,8 +1,8 @@
-"""The error feedback of one variable: residual and velocity, when they change, and by which rule.
+"""The error feedback of one variable: residual and velocity, and their update rules.
 
-The twin of `hvd_sparse.torch.error_feedback`, with the same names and the same arithmetic, rounding for rounding:
-payloads of the two frameworks are equal bit for bit. What differs is that a buffer is a tf.Variable, made before any
-tracing, and that a change of it is an operation in a graph, which has to be tied to what follows.
+The twin of `hvd_sparse.torch.error_feedback`, with the same names, arithmetic and rounding: the payloads of the two
+frameworks are equal bit for bit. Two things differ: a buffer is a tf.Variable, created before any tracing, and an
+update is an operation in a graph, on which later operations have to depend.
 """
 
 import math
@@ -16,13 +16,13 @@ from hvd_sparse.units import Units
 
 
 class ErrorFeedback(tf.Module):
-    """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3).
+    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3).
 
     Buffers are flat float32. A variable that is always sent dense has no residual.
     """
 
     BUFFERS = ("residual",)
-    retained = 0.0  # what part of a value stays in the residual when it is sent
+    retained = 0.0  # fraction of a sent value that stays in the residual
 
     def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float):
         super().__init__()
@@ -44,10 +44,7 @@ class ErrorFeedback(tf.Module):
         return self.buffers["residual"]
 
     def factor(self, gradient: tf.Tensor, units: Units) -> tf.Tensor:
-        """Return what to scale this variable's gradient with when it is accumulated: to units of the residual, clipped.
-
-        A float32 scalar.
-        """
+        """Return the factor from this gradient to units of the residual, including clipping: a float32 scalar."""
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
             return tf.cast(units.incoming, tf.float32)
@@ -58,44 +55,45 @@ class ErrorFeedback(tf.Module):
     ) -> tf.Tensor:
         """Accumulate a gradient, scaled by `factor`, if active; return whether it was finite everywhere.
 
-        What is not finite counts as zero.
+        Elements that are not finite count as zero.
         """
         options = {"is_active": is_active, "factor": factor, "weight_decay": units.decay(self.weight_decay)}
         return ops.accumulate(gradient, *self.destination(), **options, **self.rule())
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
+        """Return residual, velocity and, with weight decay, the parameter: arguments of `ops.accumulate`."""
         return self.residual, None, None
 
     def rule(self) -> dict:
-        """Return how to accumulate, but for the weight decay, as `ops.accumulate` takes it."""
+        """Return the keyword arguments of `ops.accumulate` other than factor and weight decay."""
         return {}
 
     def cleared(self) -> tuple[tf.Variable, ...]:
-        """Return the buffers that what was sent leaves: the residual first."""
+        """Return the buffers in which sent entries are cleared: the residual first."""
         return (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient is sent in: its own, but Horovod reduces no bfloat16.
+        """Return the dtype in which a dense gradient is sent: its own, or float32.
 
-        A float16 one that has a residual in other steps is sent as float32: float16 may not hold that.
+        Horovod cannot reduce bfloat16. A float16 gradient that has a residual in other steps is sent as float32, as its
+        residual may exceed the range of float16.
         """
         if gradient.dtype == tf.bfloat16 or (gradient.dtype == tf.float16 and self.may_wait):
             return tf.float32
         return gradient.dtype
 
     def may_be_cut(self) -> bool:
-        """Return whether what it sends dense may be more than its type holds, which the gradient itself never is."""
+        """Return whether the dense tensor may exceed the range of its type; the gradient itself never does."""
         return False
 
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that is sent dense sends: the gradient itself, and any residual it still had.
+        """Return the dense tensor to send, the next content of the buffers, and whether all elements are finite.
 
-        Of the gradient's shape, in `dense_dtype` and the gradient's units; with it, what its buffers become if the step
-        counts, and whether all was finite. What is larger than `most`, or than the type that it is sent in holds, is
-        cut there; the rest waits.
+        The tensor is the gradient plus the residual, if there is one, in the gradient's shape and units and in
+        `dense_dtype`. With a residual, the sum for a float16 gradient is clamped to `most`, and the excess stays in the
+        residual. The buffers change only if the step is not skipped.
         """
         dtype = self.dense_dtype(gradient)
         if "residual" not in self.buffers:
@@ -109,17 +107,17 @@ class ErrorFeedback(tf.Module):
         return sent, {"residual": left * tf.cast(units.incoming, tf.float32)}, ops.all_finite(whole)
 
     def _cut(self, whole: tf.Tensor, most, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what is sent of float32 values, at most `most`, and flat, what is left of them."""
+        """Return float32 values clamped to magnitude `most`, in `dtype`, and the flat excess."""
         most = tf.cast(most, tf.float32)
         sent = tf.cast(tf.clip_by_value(whole, -most, most), dtype)
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
 
     def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what is sent, in units of the residual, and what is left: `most` is in units of the gradient."""
+        """Return the clamped values and the excess, in units of the residual; `most` is in units of the gradient."""
         return (whole, tf.zeros([self.size])) if most == math.inf else self._cut(whole, most * units.incoming)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return what the buffers hold at `indices` once these were sent; `left` is what rounding kept back."""
+        """Return the buffers' content at `indices` after sending; `left` is the rounding error in the payload."""
         return {"residual": left}
 
     def _local(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tf.Tensor:
@@ -130,18 +128,18 @@ class ErrorFeedback(tf.Module):
         return local
 
     def _decaying(self) -> tf.Tensor | None:
-        """Return the variable as float32[n] if it decays."""
+        """Return the variable as float32[n]; None without weight decay."""
         if not self.weight_decay:
             return None
         return tf.reshape(tf.cast(self.variable.read_value(), tf.float32), [-1])
 
 
 class MomentumCorrection(ErrorFeedback):
-    """Deep Gradient Compression's: momentum correction and momentum factor masking (Algorithms 3 and 4).
+    """The error feedback of Deep Gradient Compression: momentum correction and factor masking (Algorithms 3 and 4).
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
-    where g is clipped, then has the weight decay's part of the variable added. Both are cleared where they were sent.
+    where g is the clipped gradient plus weight_decay * variable. Both buffers are cleared at the sent entries.
     """
 
     BUFFERS = ("residual", "velocity")
@@ -153,7 +151,7 @@ class MomentumCorrection(ErrorFeedback):
         return self.buffers["velocity"]
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays."""
+        """Return residual, velocity and, with weight decay, the parameter."""
         return self.residual, self.velocity, self._decaying()
 
     def rule(self) -> dict:
@@ -161,24 +159,24 @@ class MomentumCorrection(ErrorFeedback):
         return {"momentum": self.algorithm.momentum, "nesterov": self.algorithm.nesterov}
 
     def cleared(self) -> tuple[tf.Variable, ...]:
-        """Return residual, and the velocity if it is masked."""
+        """Return the residual, and with factor masking the velocity."""
         return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient is sent in: that of the velocity."""
+        """Return the dtype in which a dense gradient is sent: that of the velocity."""
         return tf.float32
 
     def may_be_cut(self) -> bool:
-        """Return whether the velocity may be more than the variable's type holds."""
+        """Return whether the velocity may exceed the range of the variable's type."""
         return self.variable.dtype == tf.float16
 
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that is sent dense sends: its velocity, for the momentum of dense training.
+        """Return the dense tensor to send: the velocity, so that the update equals that of dense momentum SGD.
 
-        Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
-        nothing is delayed.
+        Momentum is linear: the average of local velocities is the velocity of the average gradient. No momentum is
+        masked, as no element is delayed.
         """
         velocity, terms = self._advance(gradient, factor, units)
         sent, after = tf.add_n(terms), {"velocity": velocity}
@@ -188,12 +186,12 @@ class MomentumCorrection(ErrorFeedback):
         return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return what the buffers hold at `indices` once these were sent: no momentum either (factor masking, 3.3)."""
+        """Return the buffers' content at `indices` after sending: factor masking clears the velocity (section 3.3)."""
         after = super().after_sending(indices, left)
         return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
 
     def _advance(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Return the next velocity, and the terms that the residual grows by."""
+        """Return the next velocity, and the terms to add to the residual."""
         local = self._local(gradient, factor, units)
         velocity, momentum = self.velocity.read_value(), self.algorithm.momentum
         if self.algorithm.nesterov:
@@ -204,9 +202,9 @@ class MomentumCorrection(ErrorFeedback):
 
 
 class SparsificationAware(ErrorFeedback):
-    """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
+    """The error feedback of SAMomentum (DGS, Algorithm 3): it stores m * u, to which the next gradient is added.
 
-    What is sent decays by m, the residual is not magnified: see `SparsificationAwareMomentum`.
+    A sent entry decays to m times its value; an unsent one stays as it is: see `SparsificationAwareMomentum`.
     """
 
     algorithm: SparsificationAwareMomentum
@@ -217,17 +215,17 @@ class SparsificationAware(ErrorFeedback):
         return self.algorithm.momentum
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
-        """Return the residual, no velocity, and the parameter that decays."""
+        """Return the residual, no velocity and, with weight decay, the parameter."""
         return self.residual, None, self._decaying()
 
     def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the type that a dense gradient is sent in: that of the residual."""
+        """Return the dtype in which a dense gradient is sent: that of the residual."""
         return tf.float32
 
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what a variable that is sent dense sends: all of the residual, which is momentum SGD."""
+        """Return the dense tensor to send: the whole residual, which makes the update momentum SGD."""
         sent, after = self._local(gradient, factor, units), {}
         if "residual" in self.buffers:
             sent, left = self._sent(sent + self.residual.read_value(), units, most)
@@ -242,32 +240,32 @@ KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentu
 def make_error_feedback(
     algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0
 ) -> ErrorFeedback:
-    """Return the error feedback of a variable by a method."""
+    """Return the error feedback of a method for one variable."""
     return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, variable, name, weight_decay)
 
 
 def destinations(feedback: list[ErrorFeedback]) -> list[list]:
-    """Return residuals, velocities and parameters, each as many as there are members, or none."""
+    """Return lists of residuals, velocities and parameters, one for each member; empty where unused."""
     columns = list(zip(*(one.destination() for one in feedback), strict=True))
-    unread = tf.zeros([0])  # in place of a parameter that does not decay
+    unread = tf.zeros([0])  # in place of a parameter without weight decay
     lists = [[unread if one is None else one for one in column] for column in columns]
     return [[] if all(one is unread for one in column) else column for column in lists]
 
 
 def decays(feedback: list[ErrorFeedback], units: Units) -> list[float]:
-    """Return the weight decays, as `ops.accumulate_bucket` takes them."""
+    """Return the weight decays in the form of `ops.accumulate_bucket`."""
     return [units.decay(one.weight_decay) for one in feedback]
 
 
 def enlarged(sent: tf.Tensor, units: Units) -> tf.Tensor:
-    """Return what is sent, float32, in units of the gradient."""
+    """Convert a float32 tensor from units of the residual to units of the gradient."""
     return sent * tf.cast(units.loss_scale, tf.float32)
 
 
 def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value: float = 0) -> tf.Variable:
-    """Make a variable of this rank's own, filled with one value, on the CPU, outside any graph that is being traced.
+    """Create a rank-local variable, filled with one value, on the CPU and outside any graph that is being traced.
 
-    In a v1 graph it is a local one: a broadcast of the global variables must not hand rank 0's residual to all.
+    In a v1 graph, it is a local variable: a broadcast of the global ones must not copy rank 0's residual to all ranks.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.compat.v1.Variable(
@@ -287,9 +285,9 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
 
 
 def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) -> tf.Tensor:
-    """Return, as a float32 scalar, what scales gradients to units of the residual, clipped by their joint L2 norm.
+    """Return the float32 factor that converts gradients to units of the residual and clips by their joint L2 norm.
 
-    What is not finite counts as zero.
+    Elements that are not finite count as zero.
     """
     local = [tf.cast(gradient, tf.float32) for gradient in gradients]
     finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in local]

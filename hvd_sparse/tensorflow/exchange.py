@@ -1,7 +1,8 @@
-"""Named collectives on Horovod, unmodified, as operations in a graph.
+"""Horovod's named collectives, as operations in a graph.
 
-The twin of `hvd_sparse.torch.exchange`. There a collective is a handle that Python waits on; here it is an operation,
-and the graph's order does the waiting. Names come from the compressor's ordinal and from fixed bucket numbers.
+The twin of `hvd_sparse.torch.exchange`. There, a collective is a handle on which Python waits; here, it is an
+operation, and the graph's dependencies order it. The names derive from the compressor's ordinal and from fixed bucket
+numbers.
 """
 
 import contextlib
@@ -21,32 +22,32 @@ from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
-PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6) + 3  # of the sum that begins a step
-STARTING, LOADING = b"S", b"L"  # why a rank waits for all others between steps: to compare settings, to load a state
+PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6) + 3  # length of the presence sum
+STARTING, LOADING = b"S", b"L"  # why a rank waits for all others between steps: to compare settings or to load a state
 
 
 class Exchange(Members):
     """The collectives of one compressor over one process set.
 
-    In a graph their names begin as Horovod's own do: hvd.elastic.run tells a collective that failed, as a rank died, by
-    that, and takes any other failure for the end of training.
+    In a graph, their names begin like Horovod's own: hvd.elastic.run recognises by this prefix a collective that failed
+    because a rank died, and treats any other failure as the end of training.
     """
 
     def __init__(self, process_set=None):
         super().__init__(hvd, process_set, "hvd_sparse.tf")
 
     def describe(self) -> str:
-        """Return which compressor this is, for the configuration check across ranks."""
+        """Return a line that identifies the compressor, for the configuration check across ranks."""
         return f"compressor = {self._prefix}"
 
     def is_used(self) -> bool:
-        """Return whether Horovod will call the compressor: it leaves out lone ranks and those of other sets."""
+        """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""
         return is_elastic() or (self.process_set.included() and self.size() > 1)
 
     def allgather(self, name: str, payload: tf.Tensor, most_bytes: int) -> tf.Tensor:
-        """Gather uint8[bytes], a multiple of 8, of all ranks, whose sizes may differ, one after the other.
+        """All-gather uint8[bytes], a multiple of 8 that may differ between ranks; the result is in rank order.
 
-        most_bytes: what any rank may give at most, the same on all ranks. It decides in how many collectives they do
+        most_bytes: the upper bound of a rank's payload, the same on all ranks. It determines the number of collectives
         (`hvd_sparse.pieces`).
         """
         words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
@@ -60,9 +61,9 @@ class Exchange(Members):
         return tf.reshape(tf.bitcast(gathered, tf.uint8), [-1])
 
     def alltoall(self, name: str, payload: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
-        """Send each rank its part of uint8[bytes]; the result is what all ranks sent this one, in their order.
+        """Send each rank its part of uint8[bytes]; return the parts that all ranks sent to this one, in rank order.
 
-        splits: int32[ranks], the words of 8 bytes for each.
+        splits: int32[ranks], the number of 8-byte words for each rank.
         """
         words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
         name = f"HorovodAlltoall.{self._prefix}.{name}"
@@ -70,12 +71,12 @@ class Exchange(Members):
         return tf.reshape(tf.bitcast(received, tf.uint8), [-1])
 
     def alltoall_floats(self, name: str, tensor: tf.Tensor, sizes: list[int]) -> tf.Tensor:
-        """Send each rank its part of a float32 vector, of `sizes`; return what all ranks sent this one."""
+        """Send each rank its part of a float32 vector, split by `sizes`; return the parts sent to this rank."""
         name, splits = f"HorovodAlltoall.{self._prefix}.{name}", tf.constant(sizes, tf.int32)
         return hvd.alltoall(tensor, splits, name=name, ignore_name_scope=True, process_set=self.process_set)[0]
 
     def gather_floats(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
-        """Gather float32 vectors, one rank's after the other."""
+        """All-gather float32 vectors, concatenated in rank order."""
         return self._gather(f"{self._prefix}.{name}", tensor)
 
     def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
@@ -83,14 +84,14 @@ class Exchange(Members):
         return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor over the ranks."""
+        """All-reduce (sum) a tensor."""
         name = f"HorovodAllreduce.{self._prefix}.{name}"
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def furthest(self, name: str, step: tf.Tensor) -> tf.Tensor:
         """Return the largest step of any rank, int64, for an elastic job, where new ranks begin with 0.
 
-        InvalidArgumentError, before other ranks are waited for, if this graph was laid out for other ranks.
+        Raises InvalidArgumentError, without waiting for other ranks, if this graph was built for another rank or size.
         """
         then, now = [hvd.rank(), self.size()], [hvd.rank_op(), hvd.size_op(self.process_set.process_set_id)]
         stale = (
@@ -105,17 +106,17 @@ class Exchange(Members):
         return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def agree(self, lines: list[str]) -> None:
-        """Raise ValueError on every rank, naming the difference, unless all ranks give the same lines.
+        """Raise ValueError on every rank, naming the difference, unless all ranks pass the same lines.
 
-        Runs at once, outside any graph; the graphs of TensorFlow 1, which know no such time, compare a digest in
-        every step instead (`Scope`).
+        Runs eagerly, outside any graph. TensorFlow 1 graphs, where this is impossible, compare a digest in every step
+        instead (`Step`).
         """
         in_time(lambda: self._compare(lines))
 
     def refuse_together(self, reason: str, session) -> None:
         """Raise ValueError on every rank if any of them has a reason not to load its state.
 
-        The ranks of an elastic job speak for themselves: others may be new, or not there yet.
+        In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
         reasons = [reason]
         if self.is_used() and not is_elastic() and (tf.executing_eagerly() or session is not None):
@@ -126,7 +127,7 @@ class Exchange(Members):
             raise ValueError(refusal(reasons))
 
     def _meet(self, why: bytes, content: bytes, session=None) -> list[bytes]:
-        """Gather REASON_BYTES of all ranks, which must all be here for the same reason; RuntimeError otherwise."""
+        """Gather REASON_BYTES from all ranks; raise RuntimeError unless all ranks wait for the same reason."""
         own = np.frombuffer(why + content.ljust(REASON_BYTES), np.uint8)
         rows = [bytes(row) for row in self._gather_now("between", own[None], session)]
         loading = sum(row[:1] == LOADING for row in rows)
@@ -136,7 +137,7 @@ class Exchange(Members):
 
     def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
         name = f"{self._prefix}.{name}"
-        if session is None:  # in a graph, too: Horovod's operations in eager code have no names of their own
+        if session is None:  # in a graph, as Horovod's eager operations have no names of their own
             return tf.function(lambda own: self._gather(name, own), autograph=False)(tf.constant(array)).numpy()
         with session.graph.as_default():
             gathered = self._gather(name, tf.constant(array))
@@ -153,7 +154,7 @@ class Exchange(Members):
 
     def _gather_bytes(self, name: str, content: bytes) -> list[bytes]:
         def gather(part: str, array: np.ndarray) -> np.ndarray:
-            """Gather one array of each rank."""
+            """Gather one array from each rank."""
             full = f"{self._prefix}.{name}.{part}"
             return hvd.allgather(tf.constant(array), name=full, process_set=self.process_set).numpy()
 
@@ -164,7 +165,7 @@ class Exchange(Members):
 
 
 class Announcement:
-    """Tells the other ranks that this one waits for them between two steps: see `hvd_sparse.announcement`."""
+    """Announces that this rank waits for the others between two steps: see `hvd_sparse.announcement`."""
 
     def __init__(self, exchange: Exchange):
         own = tf.constant([BETWEEN_STEPS] + [0.0] * (PRESENCE_NUMBERS - 1), tf.float64)
@@ -174,30 +175,30 @@ class Announcement:
 
     def _announce(self, own: tf.Tensor) -> None:
         announce = tf.function(lambda own: self._exchange.allreduce("present", own), autograph=False)  # as in a step
-        with contextlib.suppress(tf.errors.OpError):  # Horovod ends, and nobody waits for this any more
+        with contextlib.suppress(tf.errors.OpError):  # Horovod shuts down, and the result is no longer needed
             self._sums = announce(own).numpy()
 
     def check(self) -> None:
-        """Raise RuntimeError if it has met ranks that are in a step."""
+        """Raise RuntimeError if the announcement has met ranks that are in a step."""
         if self._sums is not None:
             refuse_apart(float(self._sums[0]), self._exchange.size())
 
     def end(self) -> None:
-        """Wait until all ranks have announced the same, so that the name is free."""
+        """Wait until all ranks have announced, so that the collective's name is free."""
         self._thread.join()
 
 
 def in_time(function: Callable, announced: Announcement | None = None):
-    """Return what a function returns that waits for all ranks; RuntimeError if they have not answered after so long.
+    """Return the result of a function that waits for all ranks; RuntimeError if it takes over AGREE_SECONDS.
 
-    announced: says whether they are in a step instead.
+    announced: detects that other ranks are in a step instead.
 
-    In a thread of its own: that is outside the graph that is traced here, and can be given up.
+    The function runs in a thread of its own, which is outside the graph being traced here and can be abandoned.
     """
     results, failures = [], []
 
     def run() -> None:
-        """Keep the result, or what goes wrong, for the caller's thread."""
+        """Store the result or the exception for the caller's thread."""
         try:
             results.append(function())
         except BaseException as failure:
@@ -220,13 +221,13 @@ def in_time(function: Callable, announced: Announcement | None = None):
 
 
 def digest_numbers(lines: list[str], count: int = 6) -> list[float]:
-    """Return a digest as numbers below 2**16: their squares add up exactly in float64."""
+    """Return a digest as numbers below 2**16, whose squares add up exactly in float64."""
     content = digest(lines)
     return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(count)]
 
 
 def cut_pieces(words: tf.Tensor, cut: Cut) -> list[tf.Tensor]:
-    """Return the pieces of a message, its number of words first; one word of padding where a piece would be empty."""
+    """Return the pieces of a message, prefixed with its number of words; an empty piece has one word of padding."""
     count = tf.size(words, tf.int64)
     fits = tf.debugging.Assert(
         count < cut.pieces * cut.words, ["hvd_sparse: more words than fit into all pieces", count]
@@ -239,7 +240,7 @@ def cut_pieces(words: tf.Tensor, cut: Cut) -> list[tf.Tensor]:
 
 
 def join_pieces(gathered: list[tf.Tensor], ranks: int, cut: Cut) -> tf.Tensor:
-    """Return the messages, one rank's after the other, without their numbers of words and the padding."""
+    """Return the ranks' messages, concatenated in rank order, without the numbers of words and the padding."""
     begins, parts = [tf.zeros([], tf.int64)] * cut.pieces, []
     for _ in range(ranks):
         left = 1 + gathered[0][begins[0]]

@@ -1,7 +1,7 @@
-"""The ranks of a host add gradients, compress shards, and exchange them between hosts: `hvd_sparse.hierarchy`.
+"""The hierarchical exchange: hosts sum gradients, compress shards and exchange these (`hvd_sparse.hierarchy`).
 
-The twin of `hvd_sparse.torch.hierarchical`, as a part of a step's graph. All hosts must have as many ranks: Horovod
-needs the same graph on all ranks.
+The twin of `hvd_sparse.torch.hierarchical`, as a part of a step's graph. All hosts must have the same number of ranks,
+as Horovod needs the same graph on all ranks.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from hvd_sparse.units import Units
 
 
 class Shard:
-    """A part of a variable, as error feedback knows variables."""
+    """A part of a variable, with the interface of a variable that the error feedback uses."""
 
-    dtype = tf.float32  # of its gradient: a sum over the ranks of a host
+    dtype = tf.float32  # of the gradient, which is a sum over the ranks of a host
 
     def __init__(self, whole: tf.Variable, begin: int, end: int, row: int):
         self.whole, self._begin, self._end = whole, begin, end
@@ -37,16 +37,16 @@ class Shard:
 
 
 class Hosts:
-    """The hosts of a job, and what this rank keeps of each variable.
+    """The hosts of a job, and this rank's shard of each variable.
 
     Args:
-        algorithm: The method.
-        variables: By name.
-        decays: The weight decay of each.
-        exchange: Of all ranks.
+        algorithm: The compression method.
+        variables: All variables, by name.
+        decays: The weight decay of each variable, by name.
+        exchange: The exchange of all ranks.
 
     Raises:
-        ValueError: The hosts do not have as many ranks each, or Horovod permits no process sets.
+        ValueError: The hosts differ in their number of ranks, or Horovod does not permit process sets.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Hosts:
         self.shards = {name: Shard(variables[name], *self.place(name), rows[name]) for name in self.cuts}
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return where this rank's shard of a variable begins and ends."""
+        """Return the begin and the end of this rank's shard of a variable."""
         begin, end = self.cuts[name][self._number : self._number + 2].tolist()
         return begin, end
 
     def inner(self, now: Round) -> Round:
-        """Return the step as the codec of a column sees it: among as many ranks as there are hosts."""
+        """Return the `Round` for the codec of a column, whose world size is the number of hosts."""
         return dataclasses.replace(now, units=Units(self.count, now.units.reduction, now.units.loss_scale))
 
     def add(self, entries: Sequence[Entry], algorithm: Algorithm, now: Round) -> None:
-        """Put the sum over this host's ranks, of this rank's shard, in the place of each gradient that is cut."""
+        """Replace each sharded gradient with this rank's shard of its sum over the host's ranks."""
         entries = [entry for entry in entries if entry.name in self.cuts]
         incoming = tf.cast(now.units.incoming, tf.float32)
         parts: list[list[tf.Tensor]] = [[] for _ in range(self._size)]
@@ -112,7 +112,7 @@ class Hosts:
             entry.dtype, entry.gradient, entry.factor = entry.gradient.dtype, shard, incoming
 
     def deliver(self, entries: Sequence[Entry], now: Round) -> None:
-        """Gather the shards of the results in the host, where entries then find them."""
+        """All-gather the shards of the results within the host, and set the entries' `decode`."""
         entries = [entry for entry in entries if entry.name in self.cuts]
         own = tf.concat([self._result(entry, now) for entry in entries], 0)
         every = self.host.gather_floats(f"result{now.suffix}", own) if self._size > 1 else own
@@ -125,7 +125,7 @@ class Hosts:
             entry.decode = lambda whole=whole: whole
 
     def _result(self, entry: Entry, now: Round) -> tf.Tensor:
-        """Return this rank's shard of the reduced gradient: from payloads, or of a dense step."""
+        """Return this rank's shard of the reduced gradient, from payloads or from a dense all-reduce."""
         decoded = entry.decode()
         if now.is_dense is None:
             return decoded
@@ -143,11 +143,11 @@ class Hosts:
 def make_hosts(
     algorithm: Algorithm, variables: Mapping[str, tf.Variable], decays: Mapping[str, float], exchange: Exchange
 ) -> Hosts | None:
-    """Return the hosts, for a method whose exchange is hierarchical; None for others, and where all is always dense."""
+    """Return the hosts for a hierarchical exchange; None for other exchanges, and if all steps are dense."""
     is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical" and not is_always_dense(algorithm.schedule)
     return Hosts(algorithm, variables, decays, exchange) if is_hierarchical else None
 
 
 def _everywhere(name: str, own: str) -> list[str]:
-    """Return what each rank gives."""
+    """Return the strings of all ranks."""
     return hvd.allgather_object(own, name=f"hvd_sparse.{name}")

@@ -1,11 +1,12 @@
 """Typed calls into the native operators, on CPU tensors, eagerly or in a tf.function.
 
 Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
-and damaged payloads raise tf.errors.InvalidArgumentError; what TensorFlow sees while it traces, such as a wrong rank,
-is a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any shape: they are read
-flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python's or scalar tensors, which may change
-from step to step inside a tf.function. A seed is any integer that fits 64 bits. `segments`, int64[segments, 2]: what
-shares the levels of low-bit values, see `hvd_sparse.wire`; None: all elements.
+and damaged payloads raise tf.errors.InvalidArgumentError; errors that TensorFlow detects during tracing, such as a
+wrong tensor rank, are a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any
+shape: they are read flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python numbers, or scalar
+tensors, which may change from step to step inside a tf.function. A seed is any integer that fits 64 bits. `segments`,
+int64[segments, 2], lists the groups of elements that share the quantization levels of low-bit values, see
+`hvd_sparse.wire`; None: all elements are one group.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ Real: TypeAlias = float | tf.Tensor
 
 
 def _number(value: Integer | Real, dtype: tf.DType) -> tf.Tensor:
-    """A scalar tensor of this type."""
+    """Return a scalar tensor of this type."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
 
 
@@ -31,7 +32,7 @@ def _integer(value: Integer) -> tf.Tensor:
 
 
 def _seed(seed: Integer) -> tf.Tensor:
-    """A seed as the signed 64-bit integer that operators take."""
+    """Return a seed as the signed 64-bit integer that the operators expect."""
     return _integer(seed if tf.is_tensor(seed) else (int(seed) + 2**63) % 2**64 - 2**63)
 
 
@@ -47,14 +48,14 @@ def accumulate(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> tf.Tensor:
-    """Bring a gradient of n elements into `residual` and `velocity`, variables float32[n], in place, in one pass.
+    """Accumulate a gradient of n elements in `residual` and `velocity`, variables float32[n], in place, in one pass.
 
-    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
-    where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
-    momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
-    velocity, then g. Where that overflows, both stay as they are, and the gradient counts as not finite. Every product
-    and sum is rounded. Returns, as a bool scalar, whether the gradient was finite everywhere. is_active=False: that
-    alone, the memory stays.
+    g is the gradient in float32, with zeros for elements that are not finite, times factor, plus weight_decay *
+    parameter (float32[n]). Where g overflows, it is zero too, and the gradient counts as not finite. Without a
+    velocity: residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov,
+    velocity = momentum * (velocity + g) and residual += velocity, then += g. Where this overflows, both buffers keep
+    their values, and the gradient counts as not finite. Every product and sum is rounded. Returns, as a bool scalar,
+    whether the gradient was finite everywhere. With is_active=False, the buffers do not change.
     """
     velocities = [] if velocity is None else [velocity.handle]
     parameters = [] if parameter is None else [parameter]
@@ -68,9 +69,9 @@ def select_top_k(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Select exactly the k elements of largest magnitude.
 
-    Ties are broken by a seeded hash of the index. The hint, a guess at the threshold, changes the cost but never the
-    result. Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how
-    many elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+    A seeded hash of the index breaks ties. The hint, a guess at the threshold, changes the cost but never the result.
+    Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and the number of
+    elements that reached the hint (exact up to 2k; below k, the data was read a second time).
     """
     return tuple(_ops.hvd_sparse_select_top_k(values, _integer(k), _seed(seed), _number(threshold_hint, tf.float64)))
 
@@ -86,7 +87,7 @@ def all_finite(values: tf.Tensor) -> tf.Tensor:
 
 
 def _segments(segments: tf.Tensor | None) -> tf.Tensor:
-    """Segments as operators take them."""
+    """Return segments in the form that the operators expect."""
     return tf.zeros([0, 2], tf.int64) if segments is None else tf.cast(segments, tf.int64)
 
 
@@ -146,8 +147,8 @@ def locate_payloads(
 ) -> tf.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. `channels`: of low-bit values, how
-    many groups each has; empty for other values. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload for each size in `ns`. `channels`: for low-bit values, the
+    number of groups of each tensor; empty for other values. k: the payload's number of entries, at least 1.
     """
     form = {"ns": ns, "coding": coding, "value_dtype": value_dtype, "channels": list(channels)}
     return _ops.hvd_sparse_locate_payloads(gathered, _integer(ranks), **form)
@@ -160,29 +161,30 @@ def quantize(
     indices: tf.Tensor | None = None,
     segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Return the float32 values that survive the wire as `value_dtype`, in the shape of `values`.
+    """Return the float32 values that a receiver decodes when `values` are sent as `value_dtype`, in the same shape.
 
-    "int2" and "int1": signs and levels, "mean" or "min", of all values, or with segments, of those of each group.
+    "int2" and "int1" send signs and a quantization level, the "mean" or "min", of all values, or with segments, of
+    each group.
     """
     indices = tf.zeros([0], tf.int64) if indices is None else indices
     return _ops.hvd_sparse_quantize(values, indices, _segments(segments), value_dtype=value_dtype, level=level)
 
 
 def token(rank: Integer) -> tf.Tensor:
-    """Return float32[2], 1 and rank + 1: what a rank sends in place of a gradient. Runs anew in every step."""
+    """Return the token that a rank sends instead of a gradient, float32[2]: 1 and rank + 1. Runs in every step."""
     return _ops.hvd_sparse_token(_integer(rank))
 
 
 def scatter_update(variable: tf.Variable, indices: tf.Tensor, values: tf.Tensor) -> tf.Operation:
     """Set variable[indices] = values in place: a variable float32[n], indices int64[m], values float32[m].
 
-    Unlike `tf.Variable.scatter_update` it leaves later reads of the whole variable free of copies.
+    Unlike `tf.Variable.scatter_update`, it does not make later reads of the whole variable copy it.
     """
     return _ops.hvd_sparse_scatter_update(variable.handle, indices, values)
 
 
 def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> list[float]:
-    """A weight decay for each member."""
+    """Return one weight decay for each member."""
     return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else list(weight_decay)
 
 
@@ -208,11 +210,12 @@ def accumulate_bucket(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
-    One pass over memory if the hints are good. Each has a selection of its own; if joint they share one, laid out one
-    after the other. Velocities and parameters are as many as gradients, or none; weight_decay: a number, or one a
-    member; the parameter of a member that has 0 is not read; factors float32[members], ks int64[selections],
-    threshold_hints float64[selections]; channels: see `locate_payloads`. Returns the payloads, uint8[bytes], one after
-    the other, whether each gradient was finite, bool[members], and the float64[selections, 2] of `select_top_k`.
+    Reads the memory once if the hints are good. Each variable has a selection of its own; if joint, one selection
+    covers their concatenation. Velocities and parameters: one for each gradient, or empty. weight_decay: a number, or
+    one for each member; the parameter of a member whose weight_decay is 0 is not read. factors: float32[members]. ks:
+    int64[selections]. threshold_hints: float64[selections]. channels: see `locate_payloads`. Returns the concatenated
+    payloads, uint8[bytes]; whether each gradient was finite, bool[members]; and the float64[selections, 2] of
+    `select_top_k`.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
@@ -244,14 +247,15 @@ def filter_bucket(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
-    factors float32[members], thresholds float64[members], ks int64[members]: where above 0, the threshold is that of
-    the k largest residuals, once these are accumulated, and at least the smallest float32 above zero, and what
-    thresholds says a guess that only changes the cost, 0.0 for none; where below 0, the -k largest are selected and no
-    more, zeros left out. stages, int64[members]: where above 0, a threshold that about k
-    residuals reach is fitted in so many, the first to this distribution, by a sample that the seed chooses, and
-    thresholds has a guess at it (SIDCo; without momentum and weight decay). Returns the payloads, uint8[bytes], one
-    after the other, whether each gradient was finite, bool[members], and float64[members, 3], threshold, entries, and
-    of a fit, how many of the sample reached it over how many should. The k of a payload is its entries, but at least 1.
+    factors: float32[members]. thresholds: float64[members]. ks, int64[members]: if k > 0, the threshold is that of the
+    k largest accumulated residuals, and at least the smallest positive float32; `thresholds` is then a guess that only
+    changes the cost, 0.0 for none. If k < 0, at most the -k largest residuals are selected, without zeros. stages,
+    int64[members]: if above 0, a threshold that about k residuals reach is fitted in this number of stages, the first
+    with `distribution`, on a sample that the seed chooses, and `thresholds` has a guess at it (SIDCo; without momentum
+    and weight decay). Returns the concatenated payloads, uint8[bytes]; whether each gradient was finite,
+    bool[members]; and float64[members, 3]: threshold, number of entries, and for a fit, the ratio of sample elements
+    that reached the threshold to the number that should have. The k of a payload is its number of entries, but at
+    least 1.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     stages = tf.zeros([len(gradients)], tf.int64) if stages is None else stages
@@ -275,14 +279,15 @@ def accumulate_partition(
     seed: Integer = 0,
     is_active: bool | tf.Tensor = True,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do `accumulate` for variables that are one vector, and select in elements [begin, end) of it.
+    """Do `accumulate` for variables that form one vector, and select from its elements [begin, end).
 
-    What reaches the threshold is selected. share: how many should; if fewer than 0.92 share - 4 do, or more than 1.08
-    share + 4, or none, that many of the largest are, but for zeros; of a fraction, one now and then; below 0: as many
-    as do. sample: the elements of the partition that are counted, in runs of 16. Returns ascending indices into the
-    vector, int64[m]; a sketch, float32[65]: of a histogram whose bins are 1/16 of an octave, the number of a bin, and
-    how many elements are in it and the next ones, the last with all above, zeros where share is below 0; and whether
-    each gradient was finite, bool[members]. Unless active nothing is accumulated, nor selected.
+    Elements that reach the threshold are selected. share: the expected number of these; if fewer than 0.92 share - 4,
+    more than 1.08 share + 4, or no elements reach the threshold, the `share` largest are selected instead, without
+    zeros; for a fraction, one element now and then. Below 0: the selection is never corrected. sample: the number of
+    elements of the partition in the histogram, in runs of 16. Returns ascending indices into the vector, int64[m]; a
+    sketch, float32[65], of a histogram with bins of 1/16 octave: the number of its first bin, then the counts of that
+    bin and the next ones, the last one with all elements above, and zeros if share is below 0; and whether each
+    gradient was finite, bool[members]. Unless is_active, nothing is accumulated or selected.
     """
     numbers = (*map(_integer, (begin, end)), *(_number(one, tf.float64) for one in (threshold, share)))
     lists = (list(gradients), [one.handle for one in residuals])
@@ -317,10 +322,10 @@ def clear_bucket(
     joint: bool = False,
     retained: float = 0.0,
 ) -> tf.Operation:
-    """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
+    """Subtract a rank's own message, uint8[bytes], from the residuals, and set the velocities to zero at its entries.
 
-    Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is added.
-    Nothing is done if void.
+    The residual is then zero for float32 values, and the rounding error for other types; after this, `retained` times
+    the sent value is added. If is_void, no buffer changes.
     """
     buffers = ([one.handle for one in residuals], [one.handle for one in velocities])
     form = {
@@ -346,7 +351,7 @@ def reduce_bucket(
 ) -> list[tf.Tensor]:
     """Do `reduce_payloads` for the variables of a bucket, of n elements each: float32[n] each.
 
-    `gathered`, uint8[bytes]: the messages of all ranks, one after the other.
+    `gathered`, uint8[bytes]: the messages of all ranks, concatenated in rank order.
     """
     form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "joint": joint}
     form |= {"M": len(ns), "ns": list(ns)}
@@ -357,8 +362,8 @@ def reduce_bucket(
 def take_sum(
     total: tf.Tensor, token: tf.Tensor, expected: Real, is_void: bool | tf.Tensor, shape: tf.TensorShape
 ) -> tf.Tensor:
-    """Return a sum, float32[n], in this shape, without a copy; NaN everywhere if void.
+    """Return a sum, float32[n], in this shape, without a copy; NaN everywhere if is_void.
 
-    Raises tf.errors.InvalidArgumentError unless token[0], which was 1 before Horovod reduced it, is as `expected`.
+    Raises tf.errors.InvalidArgumentError unless token[0], which was 1 before Horovod reduced it, equals `expected`.
     """
     return _ops.hvd_sparse_take_sum(total, token, _number(expected, tf.float32), is_void, shape=shape)

@@ -1,7 +1,7 @@
-"""A compressor's error feedback as a checkpoint, of one rank or summed over all: NumPy arrays in plain dicts.
+"""The checkpoint of a compressor's error feedback, of one rank or summed over all: NumPy arrays in plain dicts.
 
-The twin of `hvd_sparse.torch.state`, with the same layout; which buffers stand in it is fixed here, where they are
-made at once.
+The twin of `hvd_sparse.torch.state`, with the same layout. Here, all buffers exist from the start, so the set of
+buffers in a checkpoint is fixed.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from hvd_sparse.reduce_scatter import restored, state_of
 
 
 def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
-    """Return a state as `hvd_sparse.checkpoint` has it; collective if summed. rows: those of the kept thresholds."""
+    """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed. rows: of the thresholds."""
     keys = [(name, kind) for name, memory in compressor.feedback.items() for kind in memory.buffers]
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
@@ -34,7 +34,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
 
 
 def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
-    """Fill the buffers and the step from a state; all is checked, on every rank, before anything is changed."""
+    """Restore the buffers and the step. The state is checked on all ranks before any change."""
     feedback = compressor.feedback
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
     check = refused(lambda: _check(compressor, thresholds, state, exchange.size()))
@@ -62,12 +62,12 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
 
 
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
-    """Return the sum over all ranks, made in float64 and rounded once."""
+    """Return the sum over all ranks, computed in float64 and rounded once."""
     return tf.cast(exchange.allreduce(name, tf.cast(buffer, tf.float64)), tf.float32)
 
 
 def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
-    """Return a buffer of this rank's shard as one of the whole variable, zero elsewhere."""
+    """Pad a buffer of this rank's shard with zeros to the size of the whole variable."""
     if hosts is None or name not in hosts.cuts:
         return shard
     begin, end = hosts.place(name)
@@ -75,7 +75,7 @@ def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
 
 
 def _check(compressor, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
-    """Raise ValueError unless a state fits the feedback, and as many numbers of each threshold."""
+    """Raise ValueError unless a state fits the error feedback and the thresholds."""
     feedback, hosts = compressor.feedback, compressor.hosts
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     if hosts is not None and isinstance(state, dict) and state.get("summed"):
@@ -91,7 +91,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, ranks: int) -
 
 
 def evaluate(values: list, session) -> list:
-    """Return the values of variables and tensors, read now or by a session."""
+    """Return the values of variables and tensors, eagerly or through a session."""
     if tf.executing_eagerly():
         return [value.numpy() for value in values]
     if session is None:

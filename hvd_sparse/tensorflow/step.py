@@ -1,16 +1,16 @@
 """The life cycle of one optimizer step, as a graph: its operations and their order.
 
-Horovod traces compress, all-reduce and decompress of a gradient into a branch of its own. Nothing can be shared between
-branches, so a whole step is laid out in the graph around them, when the first gradient of a call is seen. A codec turns
-the gradients of a bucket into a message, the exchange sends it, and the codec turns the messages of all ranks into
-sums. A branch then takes its part out of it.
+Horovod traces compress, all-reduce and decompress of each gradient into a separate branch of the graph. Branches cannot
+share state, so the first gradient of a call builds the graph of the whole step around them. A codec turns the gradients
+of a bucket into a message, the exchange sends it, and the codec turns the messages of all ranks into sums. Each branch
+then reads the sum of its own gradient.
 
-    present   a sum over ranks, started with the step: do all take part, at the same step, with the same settings?
-              All other collectives wait for it: one that not every rank starts would never end
-    encode    each gradient is accumulated, what to send is selected and packed
-    vote      how many gradients were not finite on any rank: if there are, the step is skipped
-    decode    payloads are gathered and summed, and what was sent is cleared, unless the step is skipped
-    carry     Horovod's own all-reduce gets a token for each gradient, or the tensor where that is sent dense
+    present   an all-reduce that starts the step: do all ranks take part, at the same step, with the same settings?
+              All other collectives wait for it, as a collective that not every rank starts would never end
+    encode    accumulates each gradient, selects the entries to send and packs them
+    vote      counts the gradients that were not finite on any rank: if there are any, the step is skipped
+    decode    gathers and sums the payloads, and clears the sent entries unless the step is skipped
+    carry     passes Horovod's own all-reduce a token for each gradient, or the tensor itself if it is sent dense
 """
 
 import math
@@ -35,11 +35,11 @@ from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.units import Units
 
-TOKEN_ELEMENTS = 2  # of `ops.token`
+TOKEN_ELEMENTS = 2  # elements of `ops.token`
 
 
 class Step:
-    """One optimizer step after the other, of one compressor."""
+    """Builds the optimizer steps of one compressor."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class Step:
         self._loss_scale = loss_scale
         self._traffic = traffic
         self._fallback: DenseFallback | None = None
-        self._began = 0.0  # when the last step did, if steps are timed
+        self._began = 0.0  # start of the last step, if steps are timed
         self._between = (algorithm, exchange) if hosts is None else (hosts.algorithm, hosts.column)
         self.codec = CODECS[algorithm.layout](self._between[0], feedback, self._between[1])
 
     def describe(self) -> list[str]:
-        """Return one line a variable that decays, for the configuration check across ranks."""
+        """Return one line for each variable with weight decay, for the configuration check across ranks."""
         decays = {name: feedback.weight_decay for name, feedback in self.feedback.items()}
         return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
 
     def fallback(self) -> DenseFallback:
-        """Return the rule for what is sent dense on the ranks that there are now."""
+        """Return the rule that decides which tensors are sent dense at the current world size."""
         algorithm, exchange = self._between
         size = exchange.size()
         if self._fallback is None or self._fallback.world_size != size:
@@ -79,13 +79,13 @@ class Step:
         return self._fallback
 
     def restart(self) -> None:
-        """Time anew what is faster."""
+        """Reset the timings of the dense fallback."""
         self._began = 0.0
         if self._fallback is not None:
             self._fallback.forget()
 
     def explain(self, steps: int) -> dict:
-        """Return what `stats` tells of the choice between payloads and dense in the last of so many steps."""
+        """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
         if steps == 0:
             return {"rule": self.algorithm.dense_fallback}
         return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
@@ -98,10 +98,10 @@ class Step:
         lines: list[str],
         log: Callable[[int], None] | None,
     ) -> tuple[dict[str, Entry], Round]:
-        """Lay out a step for these gradients in the current graph; return an entry for each, and what they share.
+        """Build a step for these gradients in the current graph; return an entry for each, and their shared `Round`.
 
-        reduction: what a sum over ranks is multiplied with. suffix: tells several calls in one graph apart. lines: the
-        settings, which must be the same on every rank. log: reports a step that has ended, given how many there were.
+        reduction: the factor for sums over ranks. suffix: distinguishes several calls in one graph. lines: the
+        settings, which must be the same on every rank. log: called after each step with the number of steps so far.
         """
         always_dense = self.fallback().always if self.hosts is None else ()
         entries = [
@@ -137,21 +137,21 @@ class Step:
             with tf.control_dependencies(done):
                 tf.numpy_function(lambda number: np.int64(log(int(number)) or 0), [now.number + 1], tf.int64)
         if not tf.compat.v1.executing_eagerly_outside_functions():
-            # A graph of TensorFlow 1 runs what the results depend on, and no more.
+            # A TensorFlow 1 graph runs only the operations on which the results depend.
             with tf.control_dependencies(done):
                 now.overflow = tf.identity(now.overflow)
         return {entry.name: entry for entry in entries}, now
 
     def result(self, entry: Entry, now: Round, reduced: tf.Tensor) -> tf.Tensor:
-        """Return a reduced gradient in its own type and shape, from what Horovod made of what was carried."""
+        """Return a reduced gradient in its own type and shape, given the tensor that Horovod reduced."""
         shape, dtype = entry.shape, entry.dtype or entry.gradient.dtype
 
         def dense() -> tf.Tensor:
-            """Take what Horovod reduced."""
+            """Return the dense tensor that Horovod reduced."""
             return tf.where(now.overflow, tf.constant(float("nan"), dtype), tf.cast(tf.reshape(reduced, shape), dtype))
 
         def decoded() -> tf.Tensor:
-            """Take the payloads' sum."""
+            """Return the sum of the payloads."""
             token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
             return tf.cast(ops.take_sum(entry.decode(), token, expected, now.overflow, shape), dtype)
 
@@ -186,21 +186,21 @@ class Step:
         return now
 
     def _choose(self, number) -> tuple[float, float]:
-        """Return the density of a step, and the seconds from the step before to this one; 0 if they are not known."""
+        """Return the density of a step, and the seconds since the previous step began; 0 if unknown."""
         now = perf_counter()
         seconds, self._began = now - self._began if self._began else 0.0, now
         return np.float64(self.fallback().choose(int(number), self.algorithm.schedule.density(int(number)))), seconds
 
     def _note(self, number, seconds) -> np.int64:
-        """Take the mean of the ranks' seconds."""
+        """Pass the mean of the ranks' seconds to the dense fallback."""
         self.fallback().note(int(number), float(seconds))
         return np.int64(0)
 
     def _check_presence(self, now: Round, lines: list[str]) -> tf.Operation:
-        """Compare step, loss scale and settings with all ranks; what needs all of them has to wait for it.
+        """Compare step, loss scale and settings across ranks; all other collectives must wait for this operation.
 
-        The sums S of x and Q of x^2 over N ranks tell whether all x are equal: S^2 = N * Q (Cauchy and Schwarz); for
-        whole numbers exactly, for a loss scale but for rounding.
+        Over N ranks, let S be the sum of x and Q the sum of x^2. All x are equal if and only if S^2 = N * Q
+        (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
         """
         digests = tf.constant(digest_numbers(lines), tf.float64)
         loss_scale = now.units.loss_scale
@@ -235,7 +235,7 @@ class Step:
     def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
-        # With the step in it no vote is a constant, which TensorFlow would send once and never again.
+        # The step number keeps the vote from being a constant, which TensorFlow would send only once.
         measured = [] if now.seconds is None else [now.seconds]
         own = tf.stack([bad, tf.cast(now.number, tf.float64), *measured])
         sums = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))
@@ -246,9 +246,9 @@ class Step:
         now.counted.add(payload_bytes=16 + 8 * len(measured))
 
     def _take(self, entries: list[Entry], now: Round, inner: Units) -> list[tf.Tensor]:
-        """Say what entries send dense, if they do so in this step; return whether each is finite everywhere.
+        """Set `taken` of the entries that are sent dense in this step; return whether each is finite everywhere.
 
-        inner: the units of those that are sometimes sent as payloads.
+        inner: the units of entries that are sent as payloads in other steps.
         """
         finite = []
         for entry in entries:
@@ -260,11 +260,11 @@ class Step:
             return finite
 
         def dense() -> list:
-            """Take all of each."""
+            """Return the dense tensors of all sparse entries."""
             return [self._take_all(entry, inner) for entry in sparse]
 
         def token() -> list:
-            """Send tokens; no buffer changes."""
+            """Return tokens, and no changes of buffers."""
             nothing, yes = tf.zeros([0]), tf.constant(True)
             tokens = [tf.cast(now.token, entry.feedback.dense_dtype(entry.gradient)) for entry in sparse]
             return [
@@ -272,20 +272,20 @@ class Step:
                 for sent, entry in zip(tokens, sparse, strict=True)
             ]
 
-        # One for all: a step of payloads takes no pass over what it would send dense.
+        # One tf.cond for all entries: a step of payloads does not compute the dense tensors.
         for entry, (*taken, is_finite) in zip(sparse, tf.cond(now.is_dense, dense, token), strict=True):
             entry.taken = taken
             finite.append(is_finite)
         return finite
 
     def _take_all(self, entry: Entry, units: Units) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return what an entry sends dense, what its buffers become if the step counts, and whether all is finite."""
+        """Return an entry's dense tensor, the next content of its buffers, and whether the tensor is finite."""
         averages = units.reduction * units.world_size <= 1.0
         most = largest_sent(units.world_size, averages) if entry.gradient.dtype == tf.float16 else math.inf
         return entry.feedback.take_all(entry.gradient, entry.factor, units, most)
 
     def _scale(self, entries: list[Entry], units: Units) -> None:
-        """Give each entry its factor: to units of the error feedback, and clipped."""
+        """Set each entry's factor, from the gradient to units of the error feedback, including clipping."""
         whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
         if whole:
             factor = clip_factor(self.algorithm, units, [entry.gradient for entry in entries])
@@ -293,26 +293,26 @@ class Step:
             entry.factor = factor if whole else entry.feedback.factor(entry.gradient, units)
 
     def _carry(self, entry: Entry, now: Round) -> None:
-        """Give Horovod what it is to all-reduce."""
+        """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""
         if entry.is_sparse and (now.is_dense is None or self.hosts is not None):
             entry.carried = now.token
             now.counted.add(payload_bytes=8)
             return
         sent, size = entry.taken[0], entry.feedback.size
         entry.carried = once(now.present, tf.reshape(sent, [-1]) if entry.is_sparse else sent)
-        # Not tf.size: TensorFlow's optimizer takes the shape of one branch for that of both.
+        # Not tf.size: TensorFlow's graph optimizer assumes the shape of one branch for both.
         elements = tf.where(now.is_dense, size, TOKEN_ELEMENTS) if entry.is_sparse else size
         now.counted.add(payload_bytes=elements * sent.dtype.size)
         now.counted.add(sent=tf.where(now.is_dense, size, 0) if entry.is_sparse else size)
 
     def _commit(self, entries: list[Entry], counts: tf.Tensor, before: list[tf.Operation]) -> list[tf.Tensor]:
-        """Change the error feedback of what is sent dense, if it counts; return when that is done.
+        """Update the error feedback of dense entries if `counts` is true; return tensors that depend on the update.
 
-        before: what else changes it. A graph of TensorFlow 1 orders nothing by itself.
+        before: other operations that change the buffers, as a TensorFlow 1 graph does not order operations by itself.
         """
 
         def change() -> tf.Tensor:
-            """Change all buffers."""
+            """Update all buffers."""
             changes = [
                 entry.feedback.buffers[kind].assign(new) for entry in entries for kind, new in entry.taken[1].items()
             ]

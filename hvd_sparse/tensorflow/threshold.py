@@ -1,7 +1,7 @@
-"""The thresholds of all selections of a step, as vectors in variables.
+"""The thresholds of all selections of a step, as vectors in tf.Variables.
 
-The rule is that of `hvd_sparse.threshold.ThresholdHint`, on tensors: a graph cannot call it, and a few operations on
-vectors cost less than a few on each of many scalars.
+The update rules are those of `hvd_sparse.threshold`, on tensors: a graph cannot call Python objects, and a few
+operations on vectors cost less than operations on many scalars.
 """
 
 import math
@@ -16,11 +16,11 @@ from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
-Plan = dict[str, tf.Tensor]  # what `ops.filter_bucket` takes of each variable: thresholds, ks, and stages if any
+Plan = dict[str, tf.Tensor]  # arguments of `ops.filter_bucket`: thresholds, ks, and stages if any
 
 
 class ThresholdHints:
-    """Last step's thresholds, taken slightly low, as the guesses at this step's; no state that a checkpoint needs."""
+    """The last step's thresholds, slightly lowered, as guesses for this step; a checkpoint does not need them."""
 
     def __init__(self, names: list[str]):
         self._row = {name: row for row, name in enumerate(names)}
@@ -31,12 +31,12 @@ class ThresholdHints:
         )
 
     def values(self, names: list[str], counts: tf.Tensor) -> tf.Tensor:
-        """Return a hint, float64, for each of the selections named; 0 where there is none. counts: their k, int64."""
+        """Return a float64 hint for each named selection, 0 if there is none. counts: k of each selection, int64."""
         threshold, margin, known = self._read(names)
         return _hints(threshold, margin, known, tf.cast(counts, tf.float64))
 
     def update(self, names: list[str], counts: tf.Tensor, infos: tf.Tensor) -> list[tf.Operation]:
-        """Learn from the selections: infos, float64[m, 2], are threshold and how many elements reached the hint."""
+        """Update the hints. infos, float64[m, 2]: the threshold, and the number of elements that reached the hint."""
         threshold, margin, known = self._read(names)
         k = tf.cast(counts, tf.float64)
         found, passed = tf.unstack(infos, axis=1)
@@ -62,26 +62,26 @@ def _hints(threshold, margin, known, k) -> tf.Tensor:
 
 
 class ConstantThresholds:
-    """A threshold chosen beforehand, the same for all."""
+    """A fixed threshold, the same for all variables."""
 
-    rows: Mapping[str, int] = {}  # of each variable in `variables`, which are what a checkpoint keeps
+    rows: Mapping[str, int] = {}  # of each selection in `variables`, which a checkpoint contains
 
     def __init__(self, value: float):
         self._value = value
         self.variables: list[tf.Variable] = []
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
+        """Return a float64 threshold for each variable, infinite unless active; and ks of 0, as none is refreshed."""
         thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(math.inf, tf.float64))
         return {"thresholds": tf.fill([len(names)], thresholds), "ks": tf.zeros_like(counts)}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """There is nothing to learn from how many were sent."""
+        """Do nothing: a fixed threshold does not adapt."""
         return []
 
 
 class KeptThresholds:
-    """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in variables."""
+    """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in tf.Variables."""
 
     def __init__(self, algorithm: DynamicCommunicationThresholding, names: list[str]):
         self._turns = Turns(algorithm, len(names))
@@ -92,7 +92,7 @@ class KeptThresholds:
         ]
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a threshold, float64, for each variable, infinite unless active; and a k to take it anew by, or 0."""
+        """Return a float64 threshold for each variable, infinite unless active; and k to refresh it, else 0."""
         rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
         refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
@@ -105,9 +105,9 @@ class KeptThresholds:
         return {"thresholds": thresholds, "ks": tf.where(self._due, counts, tf.zeros_like(counts))}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Keep the thresholds that were taken anew, after `plan` in the same trace; infos: of `ops.filter_bucket`.
+        """Store the refreshed thresholds, after `plan` in the same trace; infos: from `ops.filter_bucket`.
 
-        Those whose counts have left the band are taken anew in the next step.
+        A threshold whose count has left the band is refreshed in the next step.
         """
         rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
         value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
@@ -124,21 +124,21 @@ class KeptThresholds:
 
 
 class FittedThresholds:
-    """The thresholds of SIDCo: `hvd_sparse.threshold.FittedThreshold` for all variables, in variables."""
+    """The thresholds of SIDCo: `hvd_sparse.threshold.FittedThreshold` for all variables, in tf.Variables."""
 
     def __init__(self, algorithm: SIDCo, sizes: Mapping[str, int]):
         self._algorithm, self._sizes = algorithm, sizes
         names = sorted(sizes)
         self.rows = {name: row for row, name in enumerate(names)}
-        # Stages beyond those that were asked for, turns of the search, so that zero is how they start.
+        # All start at zero: the first, for example, is the number of stages beyond the setting.
         self._more, *_ = self.variables = [
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
         ]
-        self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # no state for a checkpoint
+        self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # not in checkpoints
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a guess, float64, for each variable, infinite unless active; k, and in how many stages to fit."""
+        """Return a float64 guess for each variable, infinite unless active; k; and the number of stages of the fit."""
         rows = [self.rows[name] for name in names]
         more, guesses = (tf.gather(one.read_value(), rows) for one in (self._more, self._guesses))
         stages = tf.cast(more, tf.int64) + self._algorithm.stages
@@ -150,7 +150,7 @@ class FittedThresholds:
         }
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Adapt the stages to how many reached the fitted thresholds, after `plan` in the same trace."""
+        """Adapt the stages to how many elements reached the fitted thresholds, after `plan` in the same trace."""
         rows = [self.rows[name] for name in names]
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
@@ -176,7 +176,7 @@ class FittedThresholds:
 
 
 class ScaledThreshold:
-    """The threshold that MiCRO scales: `hvd_sparse.threshold.ScaledThreshold`, in variables."""
+    """The scaled threshold of MiCRO: `hvd_sparse.threshold.ScaledThreshold`, in tf.Variables."""
 
     rows: Mapping[str, int] = {"model": 0}
 
@@ -186,13 +186,13 @@ class ScaledThreshold:
         ]
 
     def plan(self, k: tf.Tensor, ranks: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the threshold of a step, float64, started anew if k is another one; and -1: no share."""
+        """Return the float64 threshold of a step, reset if k has changed; and -1, for no share."""
         value, known = self._value.read_value()[0], self._k.read_value()[0]
         k = tf.cast(k, tf.float64)
         return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k)), tf.constant(-1.0, tf.float64)
 
     def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
-        """Scale by how many were sent, of all ranks together, unless the step is skipped."""
+        """Scale the threshold by the number of elements that all ranks sent, unless the step is skipped."""
         value, wanted = self.plan(k, now.units.world_size)[0], tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
@@ -201,7 +201,7 @@ class ScaledThreshold:
 
 
 class PredictedThreshold:
-    """The threshold of MiCRO from the step before: `hvd_sparse.threshold.PredictedThreshold`, in variables."""
+    """The predicted threshold of MiCRO: `hvd_sparse.threshold.PredictedThreshold`, in tf.Variables."""
 
     rows: Mapping[str, int] = {"model": 0}
 
@@ -215,17 +215,17 @@ class PredictedThreshold:
         """Return a step's threshold and this rank's share of k, float64."""
 
         def plan(numbers: np.ndarray, k: np.ndarray) -> np.ndarray:
-            """Return both."""
+            """Return threshold and share."""
             return np.array(_restored(numbers).plan(int(k), ranks))
 
         planned = tf.numpy_function(plan, [self._numbers(), k], tf.float64, stateful=False)
         return tuple(tf.unstack(tf.ensure_shape(planned, [2])))
 
     def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
-        """Learn from what the ranks counted, float32[ranks * 65], unless the step is skipped."""
+        """Update the threshold from the ranks' sketches, float32[ranks * 65], unless the step is skipped."""
 
         def learn(numbers: np.ndarray, k: np.ndarray, sketches: np.ndarray) -> np.ndarray:
-            """Return the numbers of the next step."""
+            """Return the state of the next step."""
             threshold = _restored(numbers)
             threshold.learn(int(k), rank, sketches.reshape(now.units.world_size, -1))
             return np.array(threshold.numbers())
@@ -248,7 +248,7 @@ def _restored(numbers: np.ndarray) -> hvd_sparse.threshold.PredictedThreshold:
 def make_thresholds(
     algorithm: Algorithm, sizes: Mapping[str, int]
 ) -> ConstantThresholds | KeptThresholds | FittedThresholds:
-    """Return the thresholds of a method whose count varies. sizes: the elements of each variable, by name."""
+    """Return the thresholds of a method that selects by threshold. sizes: elements of each variable, by name."""
     if isinstance(algorithm, SIDCo):
         return FittedThresholds(algorithm, sizes)
     if isinstance(algorithm, DynamicCommunicationThresholding):

@@ -9,10 +9,10 @@ DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 
 
 class Variables:
-    """The variables of one compressor, in the order given, which must be that of every rank.
+    """The variables of one compressor, in the given order, which must be the same on every rank.
 
-    variables: `tf.Variable`s (Keras 3's are unwrapped); or, for a model that is built late, a function that returns
-    them, or anything that has `trainable_variables`, such as the model itself: it is asked when first used.
+    variables: a list of `tf.Variable` (variables of Keras 3 are unwrapped). For a model that is built later: a function
+    that returns the list, or an object with `trainable_variables`, such as the model. It is read at first use.
     """
 
     def __init__(self, variables):
@@ -26,7 +26,7 @@ class Variables:
                 self.load()
 
     def load(self) -> None:
-        """Ask for the variables, once; ValueError if there are none."""
+        """Read the variables, once; raise ValueError if there are none."""
         if self._by_name:
             return
         for variable in resolve(self._source):
@@ -54,7 +54,7 @@ class Variables:
         return iter(self._by_name)
 
     def describe(self) -> list[str]:
-        """Return one line a variable, for the configuration check across ranks."""
+        """Return one line for each variable, for the configuration check across ranks."""
         return [f"{name}: {tuple(v.shape)} {v.dtype.name}" for name, v in self._by_name.items()]
 
     def name_of(self, variable) -> str:
@@ -70,7 +70,7 @@ class Variables:
 
 
 def unique_name(name: str, taken) -> str:
-    """Return the name, with a number behind it if it is taken: TensorFlow's names need not be unique."""
+    """Return the name, with a number appended if it is in `taken`, as TensorFlow's names need not be unique."""
     number, result = 1, name
     while result in taken:
         number += 1
@@ -79,11 +79,11 @@ def unique_name(name: str, taken) -> str:
 
 
 def trained_and_buffers(source) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
-    """Return {name: variable} of what is trained, and of a model's buffers, in its order; all names differ.
+    """Return {name: variable} of the trained variables and of a model's buffers, in model order, with unique names.
 
-    source: as for `Variables`. Names are paths where there are any (Keras 3), else names, numbered where they are not
-    unique. Buffers are real numbers that are not trained, but not those of frozen layers. Raises ValueError where
-    nothing is trained.
+    source: as for `Variables`. Names are paths (Keras 3) if there are any, else variable names, numbered where they
+    are not unique. Buffers are floating-point variables that are not trained, except those of frozen layers. Raises
+    ValueError if no variable is trained.
     """
     trained = _named([variable for variable in resolve(source) if getattr(variable, "trainable", True)], {})
     if not trained:
@@ -100,7 +100,7 @@ def trained_and_buffers(source) -> tuple[dict[str, tf.Variable], dict[str, tf.Va
 
 
 def _named(variables: list, taken: dict) -> dict[str, tf.Variable]:
-    """Return {name: variable}, tied ones once, of names that are not in `taken`."""
+    """Return {name: variable} with names that are not in `taken`; tied variables appear once."""
     names: dict[int, str] = {}
     found: dict[str, tf.Variable] = {}
     for outer in variables:
@@ -113,7 +113,7 @@ def _named(variables: list, taken: dict) -> dict[str, tf.Variable]:
 
 
 def has_variables(source) -> bool:
-    """Return whether this is a model: asked of its type, as the model itself may fail while it is not built."""
+    """Return whether this is a model; looks at the type, as attributes of an unbuilt model may raise."""
     return hasattr(type(source), "trainable_variables")
 
 
@@ -122,7 +122,7 @@ def _may_come_late(source) -> bool:
 
 
 def resolve(source) -> list:
-    """Return the variables that are trained; TypeError if that is no list."""
+    """Return the list of trained variables; raise TypeError if `source` does not give a list."""
     if isinstance(source, tf.Variable):
         raise TypeError("variables must be a list of variables, got a single one; pass [variable]")
     if has_variables(source):
@@ -141,18 +141,18 @@ def unwrapped(variable):
 
 
 def is_frozen_for_ever(variable) -> bool:
-    """Return whether a variable is not trained and, being of integers, never could be: it counts for nothing."""
+    """Return whether a variable can never be trained, such as one of integers; such variables are ignored."""
     inner = unwrapped(variable)
     return isinstance(inner, tf.Variable) and not inner.trainable and inner.dtype not in DTYPES
 
 
 def plain_name(variable: tf.Variable) -> str:
-    """Return the name without the number of an output."""
+    """Return the name without the output number."""
     return variable.name.removesuffix(":0")
 
 
 def checked(variable) -> tf.Variable:
-    """Return the tf.Variable inside; TypeError or ValueError if its type or shape will not do."""
+    """Return the unwrapped tf.Variable; raise TypeError or ValueError if its type or shape is not supported."""
     variable = unwrapped(variable)
     if not isinstance(variable, tf.Variable):
         raise TypeError(f"variables must be tf.Variable, got {type(variable).__name__}")

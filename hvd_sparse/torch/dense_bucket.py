@@ -1,4 +1,4 @@
-"""Dense tensors: sent by Horovod, or several in one all-reduce of this package."""
+"""Dense tensors, sent in Horovod's own all-reduces, or several in one all-reduce of this package."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from hvd_sparse.torch.error_feedback import Dense, ErrorFeedback, make_error_fee
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.units import Units
 
-MOST_TOGETHER = 1 << 14  # elements of a small tensor; larger ones are sent while others are still computed
+MOST_TOGETHER = 1 << 14  # elements of a small tensor; a larger one is sent at once, during backward
 
 
 class DenseBucket:
-    """Dense tensors in one all-reduce: those that Horovod's own does not carry."""
+    """The dense tensors that share one all-reduce of this package."""
 
     def __init__(self, entries: Sequence[Entry], pending: Pending):
         self._sizes = {entry.name: entry.gradient.numel() for entry in entries}
@@ -32,24 +32,24 @@ class DenseBucket:
 
 
 class Joined:
-    """Parameters one after the other, as error feedback knows a parameter."""
+    """Concatenated parameters, with the interface of one parameter for the error feedback."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device):
         self._parameters, self._device = parameters, device
 
     def numel(self) -> int:
-        """Return the number of elements of all."""
+        """Return the number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     def detach(self) -> torch.Tensor:
-        """Return their elements, float32[n] on the device."""
+        """Return the concatenated elements, float32[n] on the device."""
         return torch.cat([one.detach().reshape(-1).to(self._device, torch.float32) for one in self._parameters])
 
 
 class SmallTensors:
-    """Small tensors, whose error feedback lies one after the other: a step takes one call for all of them.
+    """Small tensors with concatenated error-feedback buffers: a step accumulates all of them in one call.
 
-    For a tensor of a hundred elements, the calls take far longer than the arithmetic.
+    For a tensor of a hundred elements, the call overhead is far larger than the arithmetic.
     """
 
     def __init__(self, algorithm: Algorithm, feedback: Mapping[str, ErrorFeedback], device: torch.device):
@@ -62,17 +62,17 @@ class SmallTensors:
         self._names = names
         self._members = [self._feedback[name] for name in names]
         self._numels = [one.parameter.numel() for one in self._members]
-        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}  # of each buffer, the members'
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}  # the members' slices of each buffer
         decays = {one.weight_decay for one in self._members}
         self._decay_alike = len(decays) == 1
         whole = Joined([one.parameter for one in self._members], self._device)
         self._all = make_error_feedback(self._algorithm, whole, self._device, max(decays, default=0.0))
 
     def take_all(self, entries: Sequence[Entry], units: Units) -> Dense | None:
-        """Return what they send, one after the other; None where they have to be taken one by one.
+        """Return the concatenated dense tensors to send; None if the caller has to accumulate them one by one.
 
-        Among them are larger ones, whose buffers may be parts of others; or they differ in what they are scaled with.
-        What becomes of the error feedback is for the first to commit.
+        This is so if some are not small (their buffers may be slices of others), frozen or not float32, or if their
+        factors or weight decays differ. The first entry's `commit` updates the error feedback of all.
         """
         names, first = [entry.name for entry in entries], entries[0]
         if not self.names.issuperset(names):
@@ -83,15 +83,15 @@ class SmallTensors:
             entry.frozen or entry.factor != first.factor or entry.gradient.dtype != torch.float32 for entry in entries
         ):
             return None
-        self._join()  # a state may have been loaded
+        self._join()  # a checkpoint may have been loaded
         gradients = torch.cat([entry.gradient.reshape(-1) for entry in entries])
         dense = self._all.take_all(gradients, first.factor, units)
-        self._join()  # the first step has made buffers
+        self._join()  # the first step has allocated buffers
         first.commit = dense.commit
         return dense
 
     def _join(self) -> None:
-        """Make the buffers of the members parts of those of all."""
+        """Make the members' buffers slices of the concatenated buffers."""
         kinds = {kind for own in self._members for kind in own.buffers}
         for kind in sorted(kinds | self._all.buffers.keys()):
             if kind not in self._parts:
@@ -104,7 +104,7 @@ class SmallTensors:
 
 
 def take_dense(entry: Entry, feedback: ErrorFeedback, units: Units) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return what a tensor sends dense, and whether that is finite; note what then becomes of its error feedback."""
+    """Return the dense tensor to send, and flags whether it is finite; set the entry's `commit`."""
     gradient = entry.gradient
     if entry.frozen:
         return gradient.new_zeros(gradient.numel(), dtype=feedback.dense_dtype(gradient)), []

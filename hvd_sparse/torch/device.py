@@ -1,11 +1,11 @@
-"""Compression on a CUDA device: no call may wait for it during backward, and not every method has kernels.
+"""Compression on a CUDA device: which methods and builds support it, and how damaged payloads are reported.
 
-Buffers, messages, hints and votes lie on the device, and are exchanged from there: Horovod must have been built for
-CUDA.
-The token, which has nothing to do with the data, stays on the CPU. A damaged payload cannot be raised there without
-waiting for the decoder: the next step's vote tells of it.
+No call may wait for the device during backward. Buffers, messages, hints and votes are on the device, and the
+collectives use them there: Horovod must have been built for CUDA. The token does not depend on the gradient and stays
+on the CPU. Raising an error for a damaged payload at once would mean waiting for the decoder, so the vote of the next
+step reports it.
 
-Where a method or a build cannot, gradients are copied to the CPU and back.
+If the method or the build does not support CUDA, gradients are copied to the CPU and back.
 """
 
 import torch
@@ -20,12 +20,12 @@ LAYOUTS = ("tensor", "model", "threshold")
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Return whether operators on it return before they are done."""
+    """Return whether operators on this device return before they are done."""
     return device.type == "cuda"
 
 
 def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
-    """Return why a method does not work on CUDA devices here, nothing if it does."""
+    """Return why a method does not work on CUDA devices here; an empty string if it does."""
     if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit has no kernel
         return (
             f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
@@ -40,7 +40,7 @@ def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
 
 
 def device_of(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> torch.device:
-    """Return where a method compresses the gradients of parameters on a device."""
+    """Return the device on which a method compresses gradients, given the parameters' device."""
     return torch.device("cpu") if is_asynchronous(parameters) and why_not(algorithm, collectives) else parameters
 
 
@@ -51,7 +51,7 @@ def crossing(algorithm: Algorithm, collectives: Collectives) -> str:
 
 
 def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:
-    """Raise what all ranks recorded of damaged payloads: a rank that decodes on the CPU raised it at once."""
+    """Raise RuntimeError with all ranks' records of damaged payloads. On the CPU, the decoder itself raises."""
     gathered = exchange.allgather("damage", damage.view(torch.uint8)).wait().view(torch.int64).view(-1, 2).tolist()
     met = [
         f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "

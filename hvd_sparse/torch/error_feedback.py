@@ -1,8 +1,8 @@
-"""The error feedback of one tensor: residual and velocity, when they change, and by which rule.
+"""The error feedback of one tensor: residual and velocity, and their update rules.
 
-All buffers are flat float32, whatever the gradient's type, and made when first needed; they are in units of a rank's
-gradient without its loss scale (`hvd_sparse.units`). Names follow Deep Gradient Compression: the velocity is its u, the
-residual its v.
+All buffers are flat float32, whatever the gradient's type, and are allocated when first needed. Their values are in
+units of a rank's gradient without its loss scale (`hvd_sparse.units`). The names follow Deep Gradient Compression: the
+velocity is u in the paper, and the residual is v.
 """
 
 import math
@@ -16,39 +16,39 @@ from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
 
-UNREAD = torch.empty(0)  # in place of a parameter that does not decay
+UNREAD = torch.empty(0)  # in place of a parameter without weight decay
 
 
 class Dense(NamedTuple):
-    """What a tensor sends that is sent dense. A step that is skipped is as if it had not been."""
+    """The dense tensor to send, and the update of the error feedback, which a skipped step does not commit."""
 
-    sent: torch.Tensor  # [n], in `dense_dtype` and the gradient's units, contiguous; it may be the gradient itself
-    finite: torch.Tensor  # bool: were the gradient, and what is sent, finite everywhere?
-    commit: Callable[[], None]  # changes the buffers
+    sent: torch.Tensor  # [n], in `dense_dtype` and the gradient's units, contiguous; may be the gradient itself
+    finite: torch.Tensor  # bool: are the gradient and `sent` finite everywhere?
+    commit: Callable[[], None]  # updates the buffers
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of a parameter, as a state sees it."""
+    """This rank's part of a parameter's error feedback, for a checkpoint."""
 
-    feedback: "ErrorFeedback | None"  # None where other ranks keep it
+    feedback: "ErrorFeedback | None"  # None where only other ranks have it
     buffers: tuple[str, ...]  # their names
-    n: int  # elements of a buffer in the state
-    begin: int  # where this rank's part of them begins
-    place: int  # of this rank, among those that share a sum
-    count: int  # of them
+    n: int  # elements of a buffer in the checkpoint
+    begin: int  # start of this rank's part in these elements
+    place: int  # this rank's position among the ranks that divide a summed state
+    count: int  # the number of these ranks
 
 
 class ErrorFeedback:
-    """Gradient Dropping's: r <- r + g; what is sent is subtracted (section 3)."""
+    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3)."""
 
     BUFFERS = ("residual",)
-    retained = 0.0  # what part of a value stays in the residual when it is sent
+    retained = 0.0  # fraction of a sent value that stays in the residual
 
     def __init__(self, algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float):
         self.algorithm = algorithm
         self.parameter = parameter
         self.weight_decay = weight_decay
-        self.device = device  # where the buffers lie, and gradients are brought in
+        self.device = device  # of the buffers and the accumulation
         self.buffers: dict[str, torch.Tensor] = {}
 
     @property
@@ -65,18 +65,18 @@ class ErrorFeedback:
         return found
 
     def weights(self) -> torch.Tensor | None:
-        """Return the parameter, if it decays: float32[n], contiguous, where the buffers lie."""
+        """Return the parameter as contiguous float32[n] on the buffers' device; None without weight decay."""
         if not self.weight_decay:
             return None
         return self.parameter.detach().reshape(-1).to(self.device, torch.float32).contiguous()
 
     def adopt(self, name: str, storage: torch.Tensor) -> None:
-        """Move a buffer into `storage`, float32[n], such as a slice of a whole model's."""
+        """Move a buffer into `storage`, float32[n], such as a slice of the whole model's buffer."""
         storage.copy_(self.buffer(name))
         self.buffers[name] = storage
 
     def factor(self, gradient: torch.Tensor, units: Units) -> float:
-        """Return what this tensor's gradient is scaled with: to units of the residual, clipped."""
+        """Return the factor from this gradient to units of the residual, including clipping."""
         algorithm = self.algorithm
         if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
             return units.incoming
@@ -85,21 +85,21 @@ class ErrorFeedback:
     def accumulate(self, gradient: torch.Tensor, factor: float, units: Units) -> torch.Tensor:
         """Accumulate a gradient, scaled by `factor`; return, as bool, whether it was finite everywhere.
 
-        What is not finite counts as zero.
+        Elements that are not finite count as zero.
         """
         decay = units.decay(self.weight_decay)
         return ops.accumulate(gradient, *self.destination(), factor=factor, weight_decay=decay, **self.rule())
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays, as `ops.accumulate` takes them."""
+        """Return residual, velocity and, with weight decay, the parameter: arguments of `ops.accumulate`."""
         return self.residual, None, None
 
     def rule(self) -> dict:
-        """Return how to accumulate, but for the weight decay, as `ops.accumulate` takes it."""
+        """Return the keyword arguments of `ops.accumulate` other than factor and weight decay."""
         return {}
 
     def keep_excess(self, total: torch.Tensor, dtype: torch.dtype, part: float) -> torch.Tensor:
-        """Return what 16 bits hold of a sum, float32[n]; add the rest, times `part`, to the residual."""
+        """Clamp a sum, float32[n], to the range of a 16-bit type; add the excess, times `part`, to the residual."""
         most = torch.finfo(dtype).max
         total = total.view(-1)
         held = total.clamp(-most, most).to(dtype)
@@ -107,9 +107,10 @@ class ErrorFeedback:
         return held
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor is sent in: its own, but Horovod reduces no bfloat16.
+        """Return the dtype in which a dense tensor is sent: the gradient's own or float32.
 
-        A float16 one that has a residual in other steps is sent as float32: float16 may not hold that.
+        Horovod cannot reduce bfloat16. A float16 tensor that has a residual in other steps is sent as float32, as its
+        residual may exceed the range of float16.
         """
         may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.schedule)
         if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
@@ -117,9 +118,9 @@ class ErrorFeedback:
         return gradient.dtype
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that is sent dense sends: the gradient itself, and any residual it still had.
+        """Return the dense tensor to send: the gradient plus the residual, if there is one.
 
-        What is larger than `most`, or than the type that it is sent in holds, is cut there; the rest waits.
+        With a residual, the sum for a float16 gradient is clamped to `most`, and the excess stays in the residual.
         """
         if "residual" not in self.buffers:
             sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
@@ -134,7 +135,7 @@ class ErrorFeedback:
         return Dense(sent, finite, lambda: self.residual.copy_(left))
 
     def _cut(self, sent: torch.Tensor, most: float) -> torch.Tensor | None:
-        """Cut what is larger than `most`, in place; return what is left of it, None where nothing can be."""
+        """Clamp to magnitude `most`, in place; return the excess, or None without a bound."""
         if most == math.inf:
             return None
         whole = sent.clone()
@@ -145,11 +146,11 @@ class ErrorFeedback:
             self.residual.zero_()
 
     def cleared(self) -> tuple[torch.Tensor, ...]:
-        """Return the buffers that what was sent leaves: the residual first."""
+        """Return the buffers in which sent entries are cleared: the residual first."""
         return (self.residual,)
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
-        """Take out what was sent; `left` is what rounding on the wire kept back, None for nothing."""
+        """Clear the sent entries; `left` is their rounding error in the payload, None if there is none."""
         if left is None:
             self.residual.index_fill_(0, indices, 0.0)
         else:
@@ -157,11 +158,11 @@ class ErrorFeedback:
 
 
 class MomentumCorrection(ErrorFeedback):
-    """Deep Gradient Compression's: momentum correction and momentum factor masking (Algorithms 3 and 4).
+    """The error feedback of Deep Gradient Compression: momentum correction and factor masking (Algorithms 3 and 4).
 
     momentum SGD:  u <- m*u + g      v <- v + u
     Nesterov:      u <- m*(u + g)    v <- v + u + g
-    where g is clipped, then has the weight decay's part of the parameter added. Both are cleared where they were sent.
+    where g is the clipped gradient plus weight_decay * parameter. Both buffers are cleared at the sent entries.
     """
 
     BUFFERS = ("residual", "velocity")
@@ -173,7 +174,7 @@ class MomentumCorrection(ErrorFeedback):
         return self.buffer("velocity")
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
-        """Return residual, velocity, and the parameter that decays."""
+        """Return residual, velocity and, with weight decay, the parameter."""
         return self.buffer("residual"), self.buffer("velocity"), self.weights()
 
     def rule(self) -> dict:
@@ -181,14 +182,14 @@ class MomentumCorrection(ErrorFeedback):
         return {"momentum": self.algorithm.momentum, "nesterov": self.algorithm.nesterov}
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor is sent in: that of the velocity."""
+        """Return the dtype in which a dense tensor is sent: that of the velocity."""
         return torch.float32
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that is sent dense sends: its velocity, so that the momentum is that of dense training.
+        """Return the dense tensor to send: the velocity, so that the update equals that of dense momentum SGD.
 
-        Momentum is linear: the average of local velocities is the velocity of the average. Nothing is masked, as
-        nothing is delayed.
+        Momentum is linear: the average of local velocities is the velocity of the average gradient. No momentum is
+        masked, as no element is delayed.
         """
         sent, velocity = torch.zeros_like(self.velocity), self.velocity.clone()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay), **self.rule()}
@@ -199,27 +200,27 @@ class MomentumCorrection(ErrorFeedback):
         finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
-            """Make the change, as the step counts."""
+            """Update the buffers: the step is not skipped."""
             self.velocity.copy_(velocity)
             self._clear_residual() if left is None else self.residual.copy_(left)
 
         return Dense(sent, finite, commit)
 
     def cleared(self) -> tuple[torch.Tensor, ...]:
-        """Return residual, and the velocity if it is masked."""
+        """Return the residual, and with factor masking the velocity."""
         return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
     def clear(self, indices: torch.Tensor, left: torch.Tensor | None) -> None:
-        """Take out what was sent, and its momentum with it (momentum factor masking, section 3.3)."""
+        """Clear the sent entries, and their velocity too (momentum factor masking, section 3.3)."""
         super().clear(indices, left)
         if self.algorithm.factor_masking:
             self.velocity.index_fill_(0, indices, 0.0)
 
 
 class SparsificationAware(ErrorFeedback):
-    """SAMomentum's: m * u of DGS, Algorithm 3, to which the next gradient is added.
+    """The error feedback of SAMomentum (DGS, Algorithm 3): it stores m * u, to which the next gradient is added.
 
-    What is sent decays by m, the residual is not magnified: see `SparsificationAwareMomentum`.
+    A sent entry decays to m times its value; an unsent one stays as it is: see `SparsificationAwareMomentum`.
     """
 
     algorithm: SparsificationAwareMomentum
@@ -230,15 +231,15 @@ class SparsificationAware(ErrorFeedback):
         return self.algorithm.momentum
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the residual, no velocity, and the parameter that decays."""
+        """Return the residual, no velocity and, with weight decay, the parameter."""
         return self.residual, None, self.weights()
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """Return the type that a dense tensor is sent in: that of the residual."""
+        """Return the dtype in which a dense tensor is sent: that of the residual."""
         return torch.float32
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
-        """Return what a tensor that is sent dense sends: all of the residual, which is momentum SGD."""
+        """Return the dense tensor to send: the whole residual, which makes the update momentum SGD."""
         sent = self.residual.clone()
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
         finite = ops.accumulate(gradient, sent, None, self.weights(), **rule)
@@ -249,7 +250,7 @@ class SparsificationAware(ErrorFeedback):
         finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
-            """Make the change, as the step counts; what is sent may have been reduced in place."""
+            """Update the residual: the step is not skipped. `sent` may have been reduced in place by now."""
             self.residual.copy_(decayed)
 
         return Dense(sent, finite, commit)
@@ -261,19 +262,19 @@ KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentu
 def make_error_feedback(
     algorithm: Algorithm, parameter: torch.Tensor, device: torch.device, weight_decay: float = 0.0
 ) -> ErrorFeedback:
-    """Return the error feedback of a tensor by a method, on a device."""
+    """Return the error feedback of a method for one tensor, with buffers on `device`."""
     return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, parameter, device, weight_decay)
 
 
 def destinations(feedback: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
-    """Return residuals, velocities and parameters, as `ops.accumulate_bucket` takes them: one a tensor, or none."""
+    """Return lists of residuals, velocities and parameters for `ops.accumulate_bucket`; empty where unused."""
     columns = zip(*(one.destination() for one in feedback), strict=True)
     lists = [[UNREAD if one is None else one for one in column] for column in columns] or [[], [], []]
     return [[] if all(one is UNREAD for one in column) else column for column in lists]
 
 
 def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
-    """Return the weight decays, as `ops.accumulate_bucket` takes them."""
+    """Return the weight decays in the form of `ops.accumulate_bucket`."""
     return [units.decay(one.weight_decay) for one in feedback]
 
 
@@ -284,20 +285,20 @@ def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[to
 
 
 def clip_factor(clip_norm: float, units: Units, norm: float) -> float:
-    """Return what brings a gradient of this L2 norm to units of the residual, and down to the bound."""
+    """Return the factor that converts a gradient of this L2 norm to units of the residual and clips it."""
     bound = units.clip_bound(clip_norm)
     return (bound / norm if norm > bound else 1.0) * units.incoming
 
 
 def _enlarge(sent: torch.Tensor, units: Units) -> torch.Tensor | bool:
-    """Bring what is sent to units of the gradient, in place; return whether it is finite there."""
+    """Convert to units of the gradient, in place; return whether the result is finite."""
     return True if units.loss_scale == 1.0 else ops.all_finite(sent.mul_(units.loss_scale))
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    """Return the L2 norm; what is not finite counts as zero."""
+    """Return the L2 norm; elements that are not finite count as zero."""
     flat = _flat(tensor)
-    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares may leave float32
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares may overflow float32
     if math.isfinite(norm):
         return norm
     return float(torch.linalg.vector_norm(flat.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""The exchanges of a compressor: messages, sums and settings, on the collectives of a host framework.
+"""The exchanges of a compressor: messages, sums and settings, over the collectives of Horovod or PyTorch.
 
-Names of collectives come from fixed bucket numbers, never from the order of calls within a step.
+The names of collectives derive from fixed bucket numbers, never from the order of calls within a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 from hvd_sparse.traffic import Traffic
 
 AGREE_SECONDS = 600
-SMALL_BYTES = 1 << 14  # of all ranks' messages of a step: they take less time than the wait for one more collective
-STEP_BYTES = 8  # of a step number in the configuration check
-MOST_TOLD = 3  # numbers in the sum that begins a step, besides the first: always as many, so that all ranks' match
+SMALL_BYTES = 1 << 14  # all ranks' messages of a step: sending these is faster than waiting for one more collective
+STEP_BYTES = 8  # size of a step number in the configuration check
+MOST_TOLD = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
 
 
 class Pending:
-    """A collective under way, or several of them. finish: makes the result of theirs."""
+    """One or several collectives in flight; `finish` computes the result from their results."""
 
     def __init__(self, *handles: Handle, finish: Callable[..., torch.Tensor] = lambda result: result):
         self._handles = handles
@@ -30,7 +30,7 @@ class Pending:
         self._result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it the first time."""
+        """Return the result; the first call waits for it."""
         if self._result is None:
             self._result = self._finish(*[handle.wait() for handle in self._handles])
         return self._result
@@ -40,7 +40,7 @@ class Pending:
         return self._result is not None or all(handle.is_done() for handle in self._handles)
 
     def wait_at_most(self, seconds: float) -> torch.Tensor:
-        """Return the result; raise RuntimeError if the other ranks have not taken part after so long."""
+        """Return the result; raise RuntimeError if the other ranks have not taken part within `seconds`."""
         deadline = monotonic() + seconds
         while not self.is_done():
             if monotonic() > deadline:
@@ -50,26 +50,26 @@ class Pending:
 
 
 class Exchange:
-    """What one compressor exchanges with the other ranks."""
+    """Sends one compressor's tensors to the other ranks, and counts the bytes."""
 
     def __init__(self, collectives: Collectives, traffic: Traffic):
         self.collectives = collectives
         self.traffic = traffic
-        self._announced: Pending | None = None  # that this rank waits for the others between two steps
+        self._announced: Pending | None = None  # this rank waits for the others between two steps
 
     def size(self) -> int:
-        """Return the number of ranks that exchange; RuntimeError before the host framework is initialised."""
+        """Return the world size; raise RuntimeError before Horovod or PyTorch's process group is initialised."""
         return self.collectives.size()
 
     def rank(self) -> int:
-        """Return this process's rank among them."""
+        """Return this process's rank."""
         return self.collectives.rank()
 
     def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
-        """Start gathering uint8[bytes], a multiple of 8; the result is uint8, what all ranks gave, one after the other.
+        """Start an all-gather of uint8[bytes], a multiple of 8; the result is uint8, all payloads in rank order.
 
-        most_bytes: what any rank may give at most, the same on all ranks; None if all give as much. It decides in how
-        many collectives they do (`hvd_sparse.pieces`).
+        most_bytes: the upper bound of a rank's payload, the same on all ranks; None if all payloads have one size. It
+        determines the number of collectives (`hvd_sparse.pieces`).
         """
         ranks, words = self.size(), payload.view(torch.int64)
         cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, ranks)
@@ -80,7 +80,7 @@ class Exchange:
         self.traffic.count(payload_bytes=handed - payload.numel())
 
         def finish(*gathered: torch.Tensor) -> torch.Tensor:
-            """Put the pieces together, and count what came."""
+            """Join the pieces, and count the received bytes."""
             self.traffic.count(surplus_bytes=WORD_BYTES * sum(map(torch.numel, gathered)) - 2 * handed)
             whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, ranks, cut)
             return whole.view(torch.uint8)
@@ -88,9 +88,9 @@ class Exchange:
         return Pending(*map(gather, names, parts), finish=finish)
 
     def alltoall(self, name: str, payload: torch.Tensor, splits: Sequence[int]) -> Pending:
-        """Start sending each rank its part of uint8[bytes]; the result is what all ranks sent this one, in their order.
+        """Start an all-to-all of uint8[bytes]; the result is the parts that all ranks sent to this one, in rank order.
 
-        splits: the bytes for each rank, in their order, multiples of 8. What this rank sends itself is not counted.
+        splits: the bytes for each rank, in rank order, multiples of 8. The part for this rank itself is not counted.
         """
         words = [int(size) // WORD_BYTES for size in splits]
         if sum(words) > MOST_WORDS:
@@ -100,25 +100,25 @@ class Exchange:
         self.traffic.count(payload_bytes=handed)
 
         def finish(received: torch.Tensor) -> torch.Tensor:
-            """Count what came."""
+            """Count the received bytes."""
             self.traffic.count(surplus_bytes=received.nbytes - kept - handed)
             return received.view(torch.uint8)
 
         return Pending(self.collectives.send(name, payload.view(torch.int64), words), finish=finish)
 
     def alltoall_floats(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], finish: Callable) -> Pending:
-        """Start sending each rank its part of a float32 vector, of `sizes`; the result is `finish` of what all sent."""
+        """Start an all-to-all of a float32 vector, split by `sizes`; the result is `finish(received)`."""
         kept = sizes[self.rank()]
         self.traffic.count(payload_bytes=4 * (sum(sizes) - kept))
         self.traffic.count(surplus_bytes=4 * ((self.size() - 1) * kept - (sum(sizes) - kept)))
         return Pending(self.collectives.send(name, tensor, sizes, expected=kept), finish=finish)
 
     def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
-        """Start gathering uint8[bytes], a multiple of 8, as many on all ranks; the result is that of `allgather`.
+        """Start gathering uint8[bytes], a multiple of 8 and equal on all ranks; the result is that of `allgather`.
 
-        It is an all-reduce of uint8[ranks, bytes], in which each rank fills its own row and leaves zeros in the others.
-        A ring then moves twice the bytes of an all-gather. But a rank in hvd.join() takes part in it, with zeros, so
-        that it can be started before it is known whether all ranks take part in the step.
+        The collective is an all-reduce of uint8[ranks, bytes]: each rank fills its own row and leaves zeros in the
+        others. A ring all-reduce moves twice the bytes of an all-gather. But a rank in hvd.join() takes part in an
+        all-reduce, with zeros, so it can start before the presence check is complete.
         """
         rows = payload.new_zeros(self.size(), payload.numel())
         rows[self.rank()] = payload
@@ -127,18 +127,18 @@ class Exchange:
         return Pending(handle, finish=lambda total: total.view(torch.uint8).view(-1))
 
     def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
-        """Start summing a tensor over the ranks, in place."""
+        """Start an all-reduce (sum) of a tensor, in place."""
         return Pending(self.collectives.add(name, tensor))
 
     def start_check(self, lines: list[str], step: int) -> Pending:
-        """Start comparing lines with the other ranks, and tell them this rank's step."""
+        """Start comparing configuration lines and step numbers across ranks."""
         content = digest(lines) + step.to_bytes(STEP_BYTES, "little")
         return self.allgather("agree.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def agree(self, gathered: torch.Tensor, lines: list[str]) -> int:
-        """Return the furthest step of any rank, from what `start_check` gathered.
+        """Return the largest step of any rank, from the result of `start_check`.
 
-        Raises ValueError on every rank, naming the difference, unless all ranks started with the same lines.
+        Raises ValueError on every rank, naming the difference, unless all ranks have the same lines.
         """
         contents = gathered.view(-1, DIGEST_BYTES + STEP_BYTES)
         digests, steps = contents.split([DIGEST_BYTES, STEP_BYTES], dim=1)
@@ -151,19 +151,19 @@ class Exchange:
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
     def announce(self) -> None:
-        """Tell the other ranks that this one waits for them between two steps, where collectives have names."""
+        """Announce that this rank waits for the others between two steps, where ranks may call hvd.join()."""
         if self._announced is None and self.collectives.may_join:
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_TOLD], dtype=torch.float64)
             self._announced = self.allreduce("present", own)
 
     def end_announcement(self) -> None:
-        """Wait for an announcement that was given up: its name must be free. RuntimeError if it met a step."""
+        """Wait for the open announcement, as its name must be free; RuntimeError if other ranks were in a step."""
         if self._announced is not None:
             announced, self._announced = self._announced, None
             refuse_apart(float(announced.wait()[0]), self.size())
 
     def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
-        """Return the result of a collective of all ranks; RuntimeError if one of them is in a step instead, or late."""
+        """Return the result of a collective; RuntimeError if a rank is in a step instead, or after `seconds`."""
         if self._announced is None:
             return pending.wait_at_most(seconds)
         deadline = monotonic() + seconds
@@ -179,7 +179,7 @@ class Exchange:
     def refuse_together(self, reason: str) -> None:
         """Raise ValueError on every rank if any of them has a reason not to load its state.
 
-        The ranks of an elastic job speak for themselves: others may be new, or not there yet.
+        In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
         reasons = [reason]
         if self.collectives.can_start() and not self.collectives.is_elastic():
@@ -197,7 +197,7 @@ def _names_of_pieces(name: str, cut: Cut) -> list[str]:
 
 
 def cut_pieces(words: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
-    """Return the pieces of a message, its number of words first; one word of padding where a piece would be empty."""
+    """Return the pieces of a message, prefixed with its number of words; an empty piece has one word of padding."""
     parts = list(torch.cat([words.new_tensor([words.numel()]), words]).split(cut.words))
     if len(parts) > cut.pieces:
         raise RuntimeError(f"hvd_sparse: {words.numel()} words do not fit into {cut.pieces} pieces of {cut.words}")
@@ -205,7 +205,7 @@ def cut_pieces(words: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
 
 
 def join_pieces(gathered: Sequence[torch.Tensor], ranks: int, cut: Cut) -> torch.Tensor:
-    """Return the messages, one rank's after the other, without their numbers of words and the padding."""
+    """Return the ranks' messages, concatenated in rank order, without the numbers of words and the padding."""
     begins, parts = [0] * cut.pieces, []
     for _ in range(ranks):
         left = 1 + int(gathered[0][begins[0]])

@@ -1,7 +1,8 @@
-"""A step with hosts: the ranks of a host add gradients, compress shards, and exchange them between hosts.
+"""The optimizer step of the hierarchical exchange: hosts sum gradients, compress shards and exchange these.
 
-`hvd_sparse.hierarchy` says how. Each column of ranks has a `Step` of its own, of shards; this one brings gradients to
-it, and results back. Small tensors are sent dense, by Horovod, as in any step.
+`hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a `Step` of its own for its shards. This class
+passes the sums over a host's ranks to that step and distributes its results. Horovod sends small tensors dense, as in
+any step.
 """
 
 import itertools
@@ -27,11 +28,11 @@ from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
 HALF = (torch.float16, torch.bfloat16)
-HOST_BYTES = 1 << 25  # of dense gradients in one message within a host
+HOST_BYTES = 1 << 25  # size of one message of dense gradients within a host
 
 
 class HierarchicalStep:
-    """One optimizer step after the other, of one compressor: what `Step` is to others."""
+    """Runs the optimizer steps of one compressor, with the interface of `Step`."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         exchange.collectives.check_everyone()
@@ -39,39 +40,39 @@ class HierarchicalStep:
         self.device = torch.device("cpu")
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self._laid_out_in: object | None = None
-        self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank keeps now
+        self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank may own now
         self.small: dict[str, ErrorFeedback] = {}
-        self.inner: Step | None = None  # of the column; None where this rank keeps no shard
+        self.inner: Step | None = None  # of the column; None if this rank has no shard
         self.inner_traffic = Traffic()  # between hosts
         self.entries: dict[str, Entry] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
 
-    # What a compressor keeps
+    # State
 
     @property
     def feedback(self) -> dict[str, ErrorFeedback]:
-        """The error feedback of small tensors, and of this rank's shards of the others."""
+        """The error feedback of small tensors, and of this rank's shards of large ones."""
         return self.small | (self.inner.feedback if self.inner is not None else {})
 
     @property
     def thresholds(self) -> dict:
-        """The thresholds that outlive a step, by name: state."""
+        """The thresholds by name. They persist across steps and are part of a checkpoint."""
         return {} if self.inner is None else self.inner.thresholds
 
     @property
     def regions(self) -> dict:
-        """The regions of reduce-scatters between hosts: state."""
+        """The regions of reduce-scatters between hosts. They are part of a checkpoint."""
         return {} if self.inner is None else self.inner.regions
 
     @regions.setter
     def regions(self, regions: dict) -> None:
-        """Take regions from a state."""
+        """Set the regions from a checkpoint."""
         if self.inner is not None:
             self.inner.regions = regions
 
     def kept(self, summed: bool) -> dict[str, Kept]:
-        """Return what a state has of each parameter: of this rank's shard, or summed over all ranks of the whole."""
+        """Return the checkpoint entry of each parameter: this rank's shard, or if `summed`, the whole tensor."""
         self.lay_out()
         rank, ranks = self.exchange.rank(), self.exchange.size()
         host, hosts = self.hierarchy.hosts.index(self.hierarchy.host_of(rank)), len(self.hierarchy.hosts)
@@ -90,7 +91,7 @@ class HierarchicalStep:
         return found
 
     def lay_out(self) -> None:
-        """Find the hosts, and cut the tensors: on every rank at once, whenever Horovod was started anew."""
+        """Find the hosts and cut the tensors into shards, on all ranks, whenever Horovod has been initialised anew."""
         collectives = self.exchange.collectives
         if self._laid_out_in is collectives.incarnation():
             return
@@ -124,7 +125,7 @@ class HierarchicalStep:
         return Shard(self.parameters[name], begin, end, self._row(name))
 
     def _hand_over(self) -> None:
-        """Take the residuals out of shards that may be cut otherwise now: they go with the next gradients."""
+        """Save the residuals of the old shards, as the cuts may change; they are added to the next gradients."""
         if self.inner is None:
             return
         for name, feedback in self.inner.feedback.items():
@@ -134,22 +135,22 @@ class HierarchicalStep:
                 whole[begin:end] += feedback.residual
 
     def forget(self) -> None:
-        """Expect nothing of the next step; keep the error feedback."""
+        """Make the next step expect no tensors; keep the error feedback."""
         self.expected = ()
         if self.inner is not None:
             self.inner.forget()
 
     def restart(self) -> None:
-        """Take every threshold anew."""
+        """Reset the thresholds, which persist across steps."""
         if self.inner is not None:
             self.inner.restart()
 
     def describe(self) -> list[str]:
-        """Return one line a parameter that decays, for the configuration check across ranks."""
+        """Return one line for each parameter with weight decay, for the configuration check across ranks."""
         return [f"weight_decay of {name} = {decay!r}" for name, decay in sorted(self._decays.items()) if decay]
 
     def explain(self) -> dict:
-        """Return what `stats` tells of the last step's choice between payloads and dense, between hosts."""
+        """Return the entry of `stats` on the last step's choice between payloads and dense tensors between hosts."""
         return {"rule": self.algorithm.dense_fallback} if self.inner is None else self.inner.explain()
 
     # A step
@@ -172,7 +173,7 @@ class HierarchicalStep:
         self._title_of = {name: title for title, names in self._planned.items() for name in names}
 
     def add(self, entry: Entry) -> torch.Tensor:
-        """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
+        """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
         if name in self.cuts:
@@ -189,7 +190,7 @@ class HierarchicalStep:
         return sent
 
     def finish(self) -> None:
-        """Add the gradients of each host, compress this rank's shards, and start exchanging them."""
+        """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
         unplanned = [name for name in self.entries if name in self.cuts and name not in self._title_of]
@@ -216,7 +217,7 @@ class HierarchicalStep:
         self._count()
 
     def overflowed(self) -> bool:
-        """Return whether any gradient of any rank was not finite: then the step is skipped. Waits for all ranks."""
+        """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for all ranks."""
         bad = sum(int(flag.logical_not().sum()) for flag in self._finite)
         if self.inner is not None:
             bad += self.inner.overflowed()
@@ -240,7 +241,7 @@ class HierarchicalStep:
         return carried
 
     def end(self) -> None:
-        """End a step that is complete."""
+        """End a complete step."""
         for collective in self._collectives:
             collective.wait()
         self._tokens.end()
@@ -259,7 +260,7 @@ class HierarchicalStep:
         return 4 * self.parameters[name].numel()
 
     def _clip(self, entry: Entry) -> float:
-        """Return what a gradient is multiplied with, so that it is clipped: by its own norm, or by that of all."""
+        """Return the factor that clips a gradient by its own norm or by the norm of all gradients."""
         clip_norm = getattr(self.algorithm, "clip_norm", None)
         if clip_norm is None:
             return 1.0
@@ -268,7 +269,7 @@ class HierarchicalStep:
         return whole_clip_factor(self.algorithm, self.units, gradients) * self.units.loss_scale
 
     def _start_full(self) -> None:
-        """Start the messages that are complete, once it is known that every rank takes part in this step."""
+        """Start the complete messages, once the presence check shows that all ranks take part in this step."""
         if getattr(self.algorithm, "clip_scope", "tensor") == "model" or not self._presence.is_known():
             return
         with self.traffic.timed("exchange"):
@@ -278,7 +279,7 @@ class HierarchicalStep:
                 self._start(title, names)
 
     def _start(self, title: str, names: list[str]) -> None:
-        """Start adding gradients over the host's ranks. Each is preceded by two flags: did it come, does it train?"""
+        """Start summing gradients over the host's ranks. Two flags precede each: has it arrived, does it train?"""
         if title in self._groups:
             return
         shards = self.hierarchy.shards
@@ -294,7 +295,7 @@ class HierarchicalStep:
         self._collectives.append(pending)
 
     def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
-        """Return a gradient as it is added in the host: float32[n], clipped, with what was handed over."""
+        """Return a gradient for the sum within the host: float32[n], clipped, plus the residuals of old shards."""
         if entry is None or entry.frozen:
             whole = torch.zeros(self.parameters[name].numel())
         else:
@@ -306,7 +307,7 @@ class HierarchicalStep:
         return whole
 
     def _shards_of(self, names: list[str], total: torch.Tensor) -> dict[str, Entry]:
-        """Return entries of the shards that any rank of the host has a gradient of, from a message's sum."""
+        """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""
         entries, at = {}, 0
         if self._shard is None:
             return entries
@@ -320,7 +321,7 @@ class HierarchicalStep:
         return entries
 
     def _deliver(self, scale: float) -> dict[str, list[tuple[Part, int]]]:
-        """Return, for each result, the part of each shard in which it is, and where it begins there."""
+        """Return, for each tensor, its shards: the gathered part of each, and the tensor's start in this part."""
         started = []
         for title, (names, _) in self._groups.items():
             own = [self._result_of(name, scale) for name in names] if self._shard is not None else []
@@ -341,7 +342,7 @@ class HierarchicalStep:
         return sums
 
     def _result_of(self, name: str, scale: float) -> torch.Tensor:
-        """Return the reduced gradient of this rank's shard, float32; zeros where no rank has one."""
+        """Return the reduced gradient of this rank's shard, float32; zeros if no rank of the host has a gradient."""
         if name not in self._within:
             begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
             return torch.zeros(end - begin)
@@ -359,7 +360,7 @@ class HierarchicalStep:
         return total.float()
 
     def _count(self) -> None:
-        """Count what Horovod alone would have sent, the tokens, and what was sent between hosts."""
+        """Count the bytes that Horovod alone would have sent, the tokens, and the elements sent between hosts."""
         gradients = [entry.gradient for entry in self.entries.values()]
         tokens = sum(entry.carries_token for entry in self.entries.values())
         self.traffic.count(

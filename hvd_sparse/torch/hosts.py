@@ -9,18 +9,18 @@ import torch
 from hvd_sparse.torch.exchange import Exchange, Pending
 
 WORD_BYTES = 8
-DENSE = -1  # in place of a number of entries
+DENSE = -1  # in place of the number of entries: all elements follow
 
 
 class Part(NamedTuple):
-    """A shard of results: its entries, or all of its elements."""
+    """A shard of results: its nonzero entries, or all of its elements."""
 
     size: int
     indices: torch.Tensor | None  # int64[m], ascending; None: all
     values: torch.Tensor  # float32[m], or float32[size]
 
     def put(self, out: torch.Tensor, begin: int) -> None:
-        """Write the elements from `begin` on, as many as `out`, float32[n], has."""
+        """Write n elements, from `begin` on, to `out`, float32[n]."""
         if self.indices is None:
             out.copy_(self.values[begin : begin + out.numel()])
             return
@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
 
 class Host:
-    """The ranks of this host.
+    """The collectives among the ranks of this host.
 
     Args:
         ranks: All ranks of the host, in order.
-        exchange: Of these.
-        shards: How many of them keep a shard: the first ones.
+        exchange: The exchange of these ranks.
+        shards: The number of ranks with a shard: the first ones of the host.
     """
 
     def __init__(self, ranks: Sequence[int], exchange: Exchange, shards: int):
@@ -42,10 +42,10 @@ class Host:
         self.size, self.place, self.shards = len(ranks), exchange.rank(), shards
 
     def scatter(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> Pending:
-        """Start adding each part over the host's ranks; the result is the sum of this rank's part, float32[n].
+        """Start a reduce-scatter over the host's ranks; the result is the sum of this rank's part, float32[n].
 
-        parts: the pieces of each, float32[m], one part for each shard. Sums are made in the order of the ranks. Ranks
-        without a shard get nothing.
+        parts: one for each shard, as a list of pieces, float32[m]. Values are summed in rank order. The result of a
+        rank without a shard is empty.
         """
         message = torch.cat([piece for part in parts for piece in part])
         if self.size == 1:
@@ -54,7 +54,7 @@ class Host:
         own = sizes[self.place]
 
         def add(received: torch.Tensor) -> torch.Tensor:
-            """Add what all ranks of the host sent."""
+            """Sum the parts that all ranks of the host sent."""
             total, *others = received.view(self.size, own)
             for row in others:
                 total += row
@@ -63,9 +63,9 @@ class Host:
         return self.exchange.alltoall_floats(name, message, sizes, add)
 
     def gather(self, name: str, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """Start gathering the shards, float32[n_j] each; the result is a list of a `Part` of each, of `sizes`.
+        """Start gathering the shards, float32[n_j] each; the result is a list with a `Part` for each of `sizes`.
 
-        What is zero for the most part is sent as indices and values.
+        A shard that is mostly zeros is sent as indices and values.
         """
         if self.size == 1:
             return Pending(finish=lambda: [Part(part.numel(), None, part)])
@@ -75,7 +75,7 @@ class Host:
 
 
 class Shard:
-    """A part of a parameter, as a step knows parameters."""
+    """A part of a parameter, with the interface of a parameter that a step uses."""
 
     def __init__(self, parameter: torch.Tensor, begin: int, end: int, row: int):
         self._parameter, self._part = parameter, slice(begin, end)
@@ -92,7 +92,7 @@ class Shard:
         return self.shape.numel()
 
     def element_size(self) -> int:
-        """Return the bytes of an element, as the shard's gradient is: float32."""
+        """Return the bytes of an element: 4, as the shard's gradient is float32."""
         return 4
 
     def detach(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Shards(dict[str, Shard]):
 
 
 def _packed(part: torch.Tensor) -> torch.Tensor:
-    """Return the entries of a vector as bytes: their number, indices, values; or all, where that takes no more."""
+    """Return a vector as bytes: number of entries, indices and values; or all elements, if these are no larger."""
     indices = torch.from_numpy(np.flatnonzero(part.numpy() != 0.0))
     count = indices.numel()
     values = part[indices]
@@ -119,7 +119,7 @@ def _packed(part: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(message: torch.Tensor, sizes: Sequence[int]):
-    """Yield a `Part` of each vector, of these sizes, from what `_packed` made of them, one after the other."""
+    """Yield a `Part` for each of the concatenated results of `_packed`; `sizes` are those of the vectors."""
     words, at = message.view(torch.int64), 0
     for size in sizes:
         count, at = int(words[at]), at + 1

@@ -1,13 +1,13 @@
-"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`, on CPU tensors, and most of them on CUDA tensors.
+"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`: all on CPU tensors, most also on CUDA tensors.
 
-Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; those of buckets
-do what others do one by one. Bad arguments and damaged payloads raise ValueError. Values may be float32, float64,
-float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any integer that fits 64
-bits. `segments`, int64[segments, 2]: what shares the levels of low-bit values, see `hvd_sparse.wire`; None: all
-elements.
+Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; the `*_bucket`
+functions do the same for several tensors in one call. Bad arguments and damaged payloads raise ValueError. Values may
+be float32, float64, float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any
+integer that fits 64 bits. `segments`, int64[segments, 2], lists the groups of elements that share the quantization
+levels of low-bit values, see `hvd_sparse.wire`; None: all elements are one group.
 
-Tensors of one call lie on one device, where the results lie, too; `segments` always on the CPU. What differs on CUDA
-devices, above all that damage is not raised but recorded (`take_decode_status`), is in docs/cuda.md.
+All tensors of a call are on one device, and so are the results; only `segments` is always on the CPU. docs/cuda.md
+lists the differences on CUDA devices: above all, damage is recorded (`take_decode_status`) instead of raised.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ from hvd_sparse.torch import fakes
 torch.ops.load_library(find_library("torch"))
 _ops = torch.ops.hvd_sparse
 
-# Of `take_decode_status`, from 1 on.
+# The names of the checks that `take_decode_status` numbers from 1.
 FAILED_CHECKS = ("magic", "version", "coding", "value dtype", "reserved", "n", "entries", "checksum", "positions")
 
 
 def _signed(seed: int) -> int:
-    """A seed as the signed 64-bit integer that operators take."""
+    """Return a seed as the signed 64-bit integer that the operators expect."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> Sequence[float]:
-    """A weight decay for each member."""
+    """Return one weight decay for each member."""
     return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else weight_decay
 
 
 def _numbers(layout: BucketLayout, members: Sequence[int] | None) -> tuple:
-    """A layout, and the numbers of the members that take part in a call, as operators take them."""
+    """Return a layout and the numbers of the members in a call, in the form that the operators expect."""
     return (*layout, list(range(len(layout.sizes))) if members is None else members)
 
 
@@ -52,13 +52,14 @@ def accumulate(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> torch.Tensor:
-    """Bring a gradient of n elements into `residual` and `velocity`, float32[n], in place, in one pass.
+    """Accumulate a gradient of n elements in `residual` and `velocity`, float32[n], in place, in one pass.
 
-    g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter (float32[n]);
-    where that overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity =
-    momentum * velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual +=
-    velocity, then g. Where that overflows, both stay as they are, and the gradient counts as not finite. Every product
-    and sum is rounded. Returns, as a bool scalar tensor, whether the gradient was finite everywhere.
+    g is the gradient in float32, with zeros for elements that are not finite, times factor, plus weight_decay *
+    parameter (float32[n]). Where g overflows, it is zero too, and the gradient counts as not finite. Without a
+    velocity: residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov,
+    velocity = momentum * (velocity + g) and residual += velocity, then += g. Where this overflows, both buffers keep
+    their values, and the gradient counts as not finite. Every product and sum is rounded. Returns, as a bool scalar
+    tensor, whether the gradient was finite everywhere.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 
@@ -68,9 +69,9 @@ def select_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Select exactly the k elements of largest magnitude.
 
-    Ties are broken by a seeded hash of the index. The hint, a guess at the threshold, changes the cost but never the
-    result. Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how
-    many elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+    A seeded hash of the index breaks ties. The hint, a guess at the threshold, changes the cost but never the result.
+    Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and the number of
+    elements that reached the hint (exact up to 2k; below k, the data was read a second time).
     """
     return _ops.select_top_k(values, k, _signed(seed), threshold_hint)
 
@@ -153,8 +154,8 @@ def locate_payloads(
 ) -> torch.Tensor:
     """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
 
-    `gathered`, uint8[bytes]: for each rank, one payload of each of `ns` elements. `channels`: of low-bit values, how
-    many groups each has; empty for other values. k: its entries, at least 1.
+    `gathered`, uint8[bytes]: for each rank, one payload for each size in `ns`. `channels`: for low-bit values, the
+    number of groups of each tensor; empty for other values. k: the payload's number of entries, at least 1.
     """
     return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype, channels)
 
@@ -169,7 +170,7 @@ def reduce_located(
     value_dtype: str = "float32",
     segments: torch.Tensor | None = None,
 ) -> None:
-    """Do `reduce_payloads` where `locate_payloads` found them: places int64[2, ranks], offsets and k, contiguous."""
+    """Do `reduce_payloads` at the offsets and with the k of `locate_payloads`: contiguous places int64[2, ranks]."""
     _ops.reduce_located(gathered, places, n, out, scale, coding, value_dtype, segments)
 
 
@@ -180,15 +181,16 @@ def quantize(
     indices: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the float32 values that survive the wire as `value_dtype`.
+    """Return the float32 values that a receiver decodes when `values` are sent as `value_dtype`.
 
-    "int2" and "int1": signs and levels, "mean" or "min", of all values, or with segments, of those of each group.
+    "int2" and "int1" send signs and a quantization level, the "mean" or "min", of all values, or with segments, of
+    each group.
     """
     return _ops.quantize(values, value_dtype, level, indices, segments)
 
 
 def new_hints(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the hints of `count` selections that `accumulate_bucket` has not seen yet, float64[count, 3]."""
+    """Return initial hints of `count` selections for `accumulate_bucket`, float64[count, 3]."""
     return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
 
 
@@ -211,25 +213,24 @@ def accumulate_bucket(
     value_dtype: str = "float32",
     level: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the members of a bucket that take part.
+    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for those members of a bucket that take part.
 
-    One pass over memory if the hints are good.
+    Reads the memory once if the hints are good.
 
     Args:
-        gradients, residuals, velocities, parameters: one tensor for each of `members`; of velocities and parameters
-            none, too. The parameter of a member whose weight_decay is 0 is not read.
+        gradients, residuals, velocities, parameters: One tensor for each of `members`; velocities and parameters may
+            be empty. The parameter of a member whose weight_decay is 0 is not read.
         layout: The whole bucket.
-        members: Ascending numbers of the members that take part; None: all. What does not counts as zeros in a joint
-            selection; a separate selection in it is left alone, and so is its place in `out`.
-        out: uint8[bytes of the message], where the payloads go.
-        factors: What each gradient is scaled with.
-        hints: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k. They learn, in place; see
-            `new_hints`.
-        weight_decay: A number, or one a member that takes part.
+        members: Ascending numbers of the members that take part; None: all. Another member counts as zeros in a joint
+            selection. In a per-tensor selection, it is skipped, and its part of `out` is not written.
+        out: uint8[bytes of the message], the destination of the payloads.
+        factors: The factor of each gradient.
+        hints: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k. Updated in place; see `new_hints`.
+        weight_decay: A number, or one for each member that takes part.
 
     Returns:
-        float64[selections made, 2]: threshold, and how many elements reached the hint; and bool[members that take
-        part]: was each gradient finite everywhere?
+        float64[selections made, 2]: threshold, and the number of elements that reached the hint; and bool[members that
+        take part]: was each gradient finite everywhere?
 
     Raises:
         ValueError: A list, a tensor or a number that does not fit the layout.
@@ -260,17 +261,17 @@ def filter_bucket(
     distribution: str = "exponential",
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` of each tensor of a bucket; on the CPU.
+    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for each tensor of a bucket; on the CPU only.
 
-    ks: where above 0, the threshold is that of the k largest residuals, once these are accumulated, and at least
-    the smallest float32 above zero; `thresholds` then is a guess that only changes the cost, 0.0 for none. Where
-    below 0, the -k largest are selected and no more, zeros left out. Unless is_active no gradient enters a
-    residual. channels: of low-bit values, as in `locate_payloads`. stages: one a member, or none; where above
-    0, a threshold that about k residuals reach is fitted in so many, the first to this distribution, by a sample that
-    the seed chooses, and `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the
-    payloads, uint8[bytes], one after the other; float64[members, 4], threshold, entries, the payload's offset in bytes,
-    and of a fit, how many of the sample reached it over how many should; and bool[members]: was each gradient finite
-    everywhere? The k of a payload is its entries, but at least 1.
+    ks: if k > 0, the threshold is that of the k largest accumulated residuals, and at least the smallest positive
+    float32; `thresholds` is then a guess that only changes the cost, 0.0 for none. If k < 0, at most the -k largest
+    residuals are selected, without zeros. Unless is_active, no gradient is accumulated. channels: for low-bit values,
+    as in `locate_payloads`. stages: one for each member, or empty; if above 0, a threshold that about k residuals
+    reach is fitted in this number of stages, the first with `distribution`, on a sample that the seed chooses, and
+    `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the concatenated payloads,
+    uint8[bytes]; float64[members, 4]: threshold, number of entries, the payload's offset in bytes, and for a fit, the
+    ratio of sample elements that reached the threshold to the number that should have; and bool[members]: was each
+    gradient finite everywhere? The k of a payload is its number of entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
@@ -291,15 +292,16 @@ def accumulate_partition(
     sample: int = 0,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate` for tensors that are one vector, and select in elements [begin, end) of it; on the CPU.
+    """Do `accumulate` for tensors that form one vector, and select from its elements [begin, end); on the CPU only.
 
-    begins: where each begins, ascending; what lies between them counts as zeros. What reaches the threshold is
-    selected. share: how many should; if fewer than 0.92 share - 4 do, or more than 1.08 share + 4, or none, that many
-    of the largest are, but for zeros; of a fraction, one now and then; below 0: as many as do. sample: the elements of
-    the partition that are counted, in runs of 16. Returns ascending indices into the vector, int64[m]; a sketch,
-    float32[65]: of a histogram whose bins are 1/16 of an octave, the number of a bin, and how many elements are in it
-    and the next ones, the last with all above, zeros where share is below 0; a float64 scalar, what all selected reach;
-    and bool[members], was each gradient finite everywhere?
+    begins: the ascending start of each tensor; gaps between tensors count as zeros. Elements that reach the threshold
+    are selected. share: the expected number of these; if fewer than 0.92 share - 4, more than 1.08 share + 4, or no
+    elements reach the threshold, the `share` largest are selected instead, without zeros; for a fraction, one element
+    now and then. Below 0: the selection is never corrected. sample: the number of elements of the partition in the
+    histogram, in runs of 16. Returns ascending indices into the vector, int64[m]; a sketch, float32[65], of a
+    histogram with bins of 1/16 octave: the number of its first bin, then the counts of that bin and the next ones, the
+    last one with all elements above, and zeros if share is below 0; a float64 scalar, the threshold that all selected
+    elements reach; and bool[members]: was each gradient finite everywhere?
     """
     numbers = (begin, end, threshold, share, sample, _signed(seed))
     return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
@@ -316,19 +318,20 @@ def reduce_located_bucket(
     value_dtype: str = "float32",
     channels: Sequence[int] = (),
 ) -> None:
-    """Do `locate_payloads`, then `reduce_located` of those members of `ns` that `places` says, into `outs`; on the CPU.
+    """Do `locate_payloads`, then `reduce_located` for the members at `places` in `ns`, into `outs`; on the CPU only.
 
-    outs: float32[ns[place]] for each of `places`. An error names the rank; sums of members before are then written.
+    outs: float32[ns[place]] for each of `places`. An error names the rank; the sums of earlier members are then
+    already written.
     """
     _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, channels)
 
 
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:
-    """Return what calls on the device of `like`, a CUDA tensor, met since this was asked last, int64[2], and forget it.
+    """Return and reset the record of damaged payloads on the device of `like`, a CUDA tensor: int64[2].
 
-    How many selections of `reduce_payloads`, `reduce_located`, `reduce_bucket` and `clear_bucket` met a payload that
-    failed a check; and for the first to say so (of several in one call, any) rank * 256 + check, see `FAILED_CHECKS`.
-    Reading it waits for the device.
+    The first number counts the selections of `reduce_payloads`, `reduce_located`, `reduce_bucket` and `clear_bucket`
+    with a payload that failed a check. The second is rank * 256 + check (see `FAILED_CHECKS`) of the first failure; of
+    several in one call, any. Reading the result waits for the device.
     """
     return _ops.take_decode_status(like)
 
@@ -344,10 +347,10 @@ def clear_bucket(
     value_dtype: str = "float32",
     retained: float = 0.0,
 ) -> None:
-    """Take what a rank's own message, uint8[bytes], says out of the residuals, and set the velocities to zero there.
+    """Subtract a rank's own message, uint8[bytes], from the residuals, and set the velocities to zero at its entries.
 
-    Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is added.
-    Layout and members: as in `accumulate_bucket`.
+    The residual is then zero for float32 values, and the rounding error for other types; after this, `retained` times
+    the sent value is added. Layout and members: as in `accumulate_bucket`.
     """
     form = (*_numbers(layout, members), coding, value_dtype, retained)
     _ops.clear_bucket(message, list(residuals), list(velocities), *form)
@@ -363,9 +366,9 @@ def reduce_bucket(
     coding: str = "run_length",
     value_dtype: str = "float32",
 ) -> None:
-    """Do `reduce_payloads` for the selections of the ranks' messages, uint8[ranks, bytes]: outs float32[n] a member.
+    """Do `reduce_payloads` for the selections in the ranks' messages, uint8[ranks, bytes].
 
-    Layout and members: as in `accumulate_bucket`; the members are those whose sums are wanted.
+    outs: float32[n] for each member. Layout: as in `accumulate_bucket`. Members: those whose sums are written.
     """
     _ops.reduce_bucket(gathered, list(outs), scale, *_numbers(layout, members), coding, value_dtype)
 

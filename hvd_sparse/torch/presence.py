@@ -1,10 +1,11 @@
-"""The check that all ranks take part in a step: a sum over ranks, started with the step.
+"""The presence check: an all-reduce at the start of a step tells whether all ranks take part in it.
 
-An all-gather that meets a rank in hvd.join() kills Horovod's background thread there, and the others wait for ever: it
-must not be submitted before it is known that all ranks take part. A sum of ones tells; it is there before a bucket
-fills, but in the smallest of models. Process groups of PyTorch need none: all ranks take part, or all wait.
+If one rank is in hvd.join() while the others submit an all-gather, Horovod's background thread on that rank dies, and
+the others wait forever. So this package submits an all-gather only once it knows that all ranks take part. An
+all-reduce of ones tells this; except in the smallest models, its result arrives before the first bucket is full.
+Process groups of PyTorch need no check: all ranks take part, or all wait.
 
-A rank that waits for the others between two steps announces that in the same sum: `hvd_sparse.announcement`.
+A rank that waits for the others between two steps announces this in the same all-reduce: `hvd_sparse.announcement`.
 """
 
 from collections.abc import Sequence
@@ -16,34 +17,34 @@ from hvd_sparse.torch.exchange import MOST_TOLD, Exchange, Pending
 
 
 class Presence:
-    """What the ranks tell each other when a step begins."""
+    """The all-reduce that starts a step: presence, frozen parameters, and numbers of the codec."""
 
     def __init__(self, exchange: Exchange, freezes: bool, told: Sequence[float] = ()):
         exchange.end_announcement()
         numbers = [1.0 + MOST_RANKS * freezes, *told, *[0.0] * (MOST_TOLD - len(told))]
         own = torch.tensor(numbers, dtype=torch.float64)
-        self._may_miss = exchange.collectives.may_join  # otherwise all ranks take part in every step, and freeze alike
+        self._may_miss = exchange.collectives.may_join  # if not, all ranks take part in all steps, and freeze alike
         is_asked = self._may_miss or bool(told)
         self.bytes = own.nbytes if is_asked else 0
         self.pending = exchange.allreduce("present", own) if is_asked else Pending(finish=lambda: own)
 
     def is_known(self) -> bool:
-        """Return whether it is known who takes part: all ranks have answered, or all always do."""
+        """Return whether `check` need not wait: all ranks have answered, or ranks cannot join."""
         return not self._may_miss or self.pending.is_done()
 
     def sums(self) -> list[float]:
-        """Return the sums of what the ranks told besides; waits for them."""
+        """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""
         return self.pending.wait()[1:].tolist()
 
     def anywhere_frozen(self) -> bool:
-        """Return whether any rank has a parameter that does not train at present; waits for the ranks.
+        """Return whether any rank has a frozen parameter; waits for the all-reduce.
 
-        A multiple of MOST_RANKS in the sum says so.
+        Each rank with a frozen parameter adds MOST_RANKS to the sum.
         """
         return self.pending.wait()[0] % BETWEEN_STEPS >= MOST_RANKS
 
     def check(self, ranks: int) -> None:
-        """Wait for the ranks; RuntimeError on those that take part unless all of them do."""
+        """Wait for the all-reduce; raise RuntimeError, on the ranks that take part, unless all ranks do."""
         if not self._may_miss:
             return
         total = int(self.pending.wait()[0])

@@ -12,7 +12,7 @@ from hvd_sparse.torch.presence import Presence
 
 
 class ReduceScatter:
-    """The reduce-scatters of one optimizer step after the other."""
+    """The reduce-scatters of the optimizer steps, one step at a time."""
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
@@ -25,10 +25,10 @@ class ReduceScatter:
     def start(
         self, buckets: Sequence[Bucket], presence: Presence, wait: bool, collectives: list[Pending]
     ) -> list[Bucket]:
-        """Start sending entries to the owners of their regions, in the buckets that have any; note the collectives.
+        """Start sending entries to the owners of their regions, for all buckets with regions; record the collectives.
 
-        Returns the buckets that wait until all gradients have come, as their regions are agreed on in this step; none
-        with `wait`, which says that they have.
+        If the ranks have to agree on regions in this step, returns the buckets, which then wait until all gradients
+        have arrived. With `wait`, all have arrived, and no bucket is returned.
         """
         scattered = [bucket for bucket in buckets if bucket.regions is not None]
         agrees = bool(scattered) and must_agree(presence.sums(), self.exchange.size())
@@ -44,7 +44,7 @@ class ReduceScatter:
         return []
 
     def finish(self, collectives: list[Pending]) -> None:
-        """Reduce what arrived, and start gathering what the owners keep; note the collectives. Waits for all ranks."""
+        """Reduce the received entries, and start the all-gather of the kept sums. Waits for all ranks."""
         started, self.started = self.started, []
         for bucket in started:
             received = bucket.pending.wait().numpy()
@@ -58,7 +58,7 @@ class ReduceScatter:
                 self._complete(bucket, bucket.residuals_at, collectives)
 
     def _complete(self, bucket: Bucket, residuals_at: Callable, collectives: list[Pending]) -> None:
-        """Start adding all ranks' residuals where the owners have kept a sum; note the collective."""
+        """Start the all-reduce of all ranks' residuals at the elements whose sums the owners kept."""
         bucket.kept = bucket.regions.join(bucket.pending.wait().numpy())
         bucket.pending = None
         if bucket.kept.indices.size:
@@ -68,7 +68,7 @@ class ReduceScatter:
             collectives.append(bucket.pending)
 
     def _agree(self, buckets: Sequence[Bucket]) -> None:
-        """Count where the selections of all ranks fall, and cut the regions by it."""
+        """Balance the regions by a histogram of the selected indices of all ranks."""
         counts = [torch.from_numpy(bucket.regions.count(bucket.selected)) for bucket in buckets]
         traffic = self.exchange.traffic
         traffic.count(payload_bytes=sum(own.nbytes for own in counts))

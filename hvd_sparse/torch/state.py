@@ -1,4 +1,4 @@
-"""A compressor's error feedback as a checkpoint, of one rank or summed over all."""
+"""The checkpoint of a compressor's error feedback, of one rank or summed over all ranks."""
 
 import torch
 
@@ -11,7 +11,7 @@ from hvd_sparse.torch.step import Step
 
 
 def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool) -> dict:
-    """Return a state as `hvd_sparse.checkpoint` has it; collective if summed."""
+    """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
     memory = {name: _copies(kept, every=summed) for name, kept in sorted(step.kept(summed).items())}
     if summed:
         for name, buffers in memory.items():
@@ -25,7 +25,7 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
 
 
 def _copies(kept: Kept, every: bool) -> dict[str, torch.Tensor]:
-    """Copy the buffers that were made, or `every` one, as a whole: which were made may differ between ranks."""
+    """Copy the allocated buffers; or with `every`, all buffers as whole tensors, as ranks may have allocated others."""
     own = {} if kept.feedback is None else kept.feedback.buffers
     if not every:
         return {kind: own[kind].clone() for kind in sorted(own)}
@@ -38,7 +38,7 @@ def _copies(kept: Kept, every: bool) -> dict[str, torch.Tensor]:
 
 
 def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> int:
-    """Fill the memories from a state and return its step; all is checked, on every rank, before anything is changed."""
+    """Restore the error feedback and return the step. The state is checked on all ranks before any change."""
     exchange.refuse_together(refused(lambda: _check(step, state, exchange.size())))
     for name, kept in step.kept(state["summed"]).items():
         if kept.feedback is not None:
@@ -52,7 +52,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
 
 
 def _fill(kept: Kept, saved: dict[str, torch.Tensor], summed: bool) -> None:
-    """Set the buffers to this rank's part of what was saved, or to its share of a sum."""
+    """Set the buffers to this rank's part of the saved ones, or to its share of the sums."""
     feedback = kept.feedback
     size = feedback.parameter.numel()
     for kind in feedback.BUFFERS:

@@ -1,10 +1,10 @@
 """The life cycle of one optimizer step: expected gradients, received gradients, and the order of messages.
 
 A step is a list of buckets. A codec turns the gradients of a bucket into a message, the exchange sends it, and the
-codec turns the messages of all ranks into sums. The step before tells which tensors to expect: a bucket is sent when
-its last member is there, or with a joint selection, when all tensors are. Tensors that come unexpectedly (all in the
-first step) go in late buckets at the step's first decompress, when every compress has happened, on every rank. Small
-tensors, and all while the density is 1, are sent dense.
+codec turns the messages of all ranks into sums. A step expects the tensors of the previous step: it sends a bucket when
+the bucket's last gradient arrives, or, with a joint selection, when all gradients have arrived. Unexpected tensors (all
+in the first step) go in late buckets at the step's first decompress, when every rank has compressed all its gradients.
+Small tensors, and all tensors while the density is 1, are sent dense.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ from hvd_sparse.units import Units
 
 
 class Step:
-    """One optimizer step after the other, of one compressor."""
+    """Runs the optimizer steps of one compressor, one at a time."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm = algorithm
         self.parameters = parameters
         self.exchange = exchange
         self.traffic = traffic
-        self.device = device_of(algorithm, parameters.device, exchange.collectives)  # where it keeps its buffers
+        self.device = device_of(algorithm, parameters.device, exchange.collectives)  # of the buffers
         weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self.feedback: dict[str, ErrorFeedback] = {
             name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
@@ -51,8 +51,8 @@ class Step:
         self._small = [name for name in parameters if parameters[name].numel() < least]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
-        self._idle: frozenset[str] = frozenset()  # what came in the last step, frozen on every rank: nothing is sent
-        self._nowhere: frozenset[str] = frozenset()  # the same of this step
+        self._idle: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
+        self._nowhere: frozenset[str] = frozenset()  # the same, in this step
         self.entries: dict[str, Entry] = {}
         self._plan: list[Bucket] = []
         self._plan_key: tuple | None = None
@@ -61,29 +61,29 @@ class Step:
         self._collectives: list[Pending] = []
         self._tokens = Tokens()
         self._scatter = ReduceScatter(exchange)
-        self._dense: frozenset[str] = frozenset()  # what is sent dense in this step
-        self._alone: frozenset[str] = frozenset()  # and by Horovod, each in an all-reduce; the others share one
+        self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
+        self._alone: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
         self._fallback: DenseFallback | None = None
-        self._began = self._seconds = 0.0  # when the step under way did; seconds from the step before until then
-        self.damage = torch.zeros(2, dtype=torch.int64)  # of the step before, where it is recorded, not raised
+        self._began = self._seconds = 0.0  # start of this step; time since the previous start
+        self.damage = torch.zeros(2, dtype=torch.int64)  # status of the last decode on CUDA: recorded, not raised
 
     @property
     def thresholds(self) -> Mapping:
-        """The thresholds that outlive a step, by name: state."""
+        """The thresholds by name. They persist across steps and are part of a checkpoint."""
         return self.codec.thresholds
 
     @property
     def regions(self) -> dict:
-        """The regions of reduce-scatters, by the tensors of their messages: state."""
+        """The regions of reduce-scatters, by the tensors of their messages. They are part of a checkpoint."""
         return self.codec.regions
 
     @regions.setter
     def regions(self, regions: dict) -> None:
-        """Take regions from a state."""
+        """Set the regions from a checkpoint."""
         self.codec.regions = regions
 
     def kept(self, summed: bool) -> dict[str, Kept]:
-        """Return what a state has of each parameter; `summed` makes no difference: every rank has all of each."""
+        """Return the checkpoint entry of each parameter; `summed` is ignored, as every rank has whole parameters."""
         place, count = self.exchange.rank(), self.exchange.size()
         return {
             name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, place, count)
@@ -91,12 +91,12 @@ class Step:
         }
 
     def forget(self) -> None:
-        """Expect nothing of the next step, as in the first one; keep the error feedback."""
+        """Make the next step expect no tensors, as the first one does; keep the error feedback."""
         self.expected, self._idle = (), frozenset()
         self.restart()
 
     def restart(self) -> None:
-        """Take every threshold anew, and time anew what is faster: both outlive a step."""
+        """Reset the thresholds and the timings of the dense fallback, which persist across steps."""
         self._began, self._plan_key = 0.0, None
         if self._fallback is not None:
             self._fallback.forget()
@@ -104,12 +104,12 @@ class Step:
             threshold.forget()
 
     def describe(self) -> list[str]:
-        """Return one line a parameter that decays, for the configuration check across ranks."""
+        """Return one line for each parameter with weight decay, for the configuration check across ranks."""
         decays = {name: feedback.weight_decay for name, feedback in sorted(self.feedback.items())}
         return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
 
     def fallback(self, world_size: int) -> DenseFallback:
-        """Return the rule for what is sent dense on so many ranks."""
+        """Return the rule that decides which tensors are sent dense at this world size."""
         if self._fallback is None or self._fallback.world_size != world_size:
             waiting = {name: self.parameters[name] for name in self.parameters if name not in self._small}
             tensors = {name: Tensor(one.shape, one.element_size()) for name, one in waiting.items()}
@@ -117,7 +117,7 @@ class Step:
         return self._fallback
 
     def explain(self) -> dict:
-        """Return what `stats` tells of the last step's choice between payloads and dense."""
+        """Return the entry of `stats` that explains the last step's choice between payloads and dense tensors."""
         if self._fallback is None:
             return {"rule": self.algorithm.dense_fallback}
         return self._fallback.explain(self.number, self.algorithm.schedule.density(self.number))
@@ -151,7 +151,7 @@ class Step:
         self._ask_who_is_there()
 
     def _ask_who_is_there(self) -> None:
-        """Start the sum over ranks that tells who takes part in this step, and whether any parameter is frozen."""
+        """Start the all-reduce that tells which ranks take part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._idle] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
         self._presence = Presence(self.exchange, freezes, self.codec.told())
@@ -159,7 +159,7 @@ class Step:
         self.traffic.count(payload_bytes=self._presence.bytes)
 
     def add(self, entry: Entry) -> torch.Tensor:
-        """Add one gradient to the step; return what Horovod is to all-reduce: a token, or the dense tensor."""
+        """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
         if name in self._alone:
@@ -181,7 +181,7 @@ class Step:
         return carried
 
     def finish(self) -> None:
-        """Start everything that has not been started: no compress follows in this step."""
+        """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
         self._nowhere = self._trained_nowhere()
         known = {*self.expected, *self._nowhere}
         if not self._is_sealed and self.expected and self.codec.is_joint:
@@ -196,9 +196,9 @@ class Step:
         self._count()
 
     def end(self) -> None:
-        """End a step that is complete: what it saw is what the next one expects.
+        """End a complete step; the next step expects the same tensors.
 
-        Lets go of its gradients, and waits for what a skipped step left unread: Horovod keeps those tensors until then.
+        Drops the gradients, and waits for collectives that a skipped step left unread: Horovod holds their tensors.
         """
         for collective in self._collectives:
             collective.wait()
@@ -211,9 +211,9 @@ class Step:
             bucket.restart()
 
     def overflowed(self) -> bool:
-        """Return whether any gradient of any rank was not finite: then the step is skipped. Waits for the votes.
+        """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for the votes.
 
-        RuntimeError on every rank if they are not at the same step, or if one met a damaged payload in the last one.
+        RuntimeError on every rank if the ranks are at different steps, or if one found a damaged payload in the last.
         """
         overflow, seconds, refuse = False, [], partial(refuse_damage, self.exchange, self.damage)
         for vote in self._votes:
@@ -226,7 +226,7 @@ class Step:
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype.
 
-        carried: what Horovod reduced. scale: what a sum over ranks is to be multiplied with.
+        carried: the tensor that Horovod reduced. scale: the factor for sums over ranks.
         """
         bucket = self._bucket_of.get(entry.name)
         if not entry.carries_token:
@@ -236,14 +236,14 @@ class Step:
                 result = bucket.sum_of(entry.name, scale)
         elif bucket is not None:
             return self._sum_of(bucket, entry, scale)
-        else:  # it trains nowhere
+        else:  # frozen on all ranks
             return entry.gradient.new_zeros(entry.gradient.numel())
         if entry.commit is not None:
             entry.commit()
         return result
 
     def _sum_of(self, bucket: Bucket, entry: Entry, scale: float) -> torch.Tensor:
-        """Take a sum out of its bucket; the first to ask has the codec decode it, and clear what was sent."""
+        """Return a sum from its bucket; the first call decodes the bucket and clears the sent entries."""
         if entry.name not in bucket.sums:
             gathered = None
             if self._scatter.started:
@@ -267,11 +267,11 @@ class Step:
         return total
 
     def _members(self, bucket: Bucket) -> dict[str, Entry]:
-        """Return the entries of a bucket that have come."""
+        """Return the entries of a bucket whose gradients have arrived."""
         return {name: self.entries[name] for name in bucket.members if name in self.entries}
 
     def _seal(self) -> None:
-        """Start what was expected and has not been started: all of it is there, or no more will come."""
+        """Send the expected buckets that have not been sent: all tensors have arrived, or no more will."""
         self._is_sealed = True
         entries = [self.entries[name] for name in self.expected if name in self.entries]
         if self.expected:
@@ -286,7 +286,7 @@ class Step:
         self._start_all(entries, buckets, "late.")
 
     def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:
-        """Send the buckets, and what is dense among the entries and Horovod does not carry; vote on all."""
+        """Send the buckets and those dense entries that Horovod does not all-reduce itself; start the vote."""
         if self._clips_model():
             training = [entry.gradient for entry in entries if not entry.frozen]
             self._whole_factor = whole_clip_factor(self.algorithm, self.units, training)
@@ -302,7 +302,7 @@ class Step:
             self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), together))
 
     def _take_together(self, entries: Sequence[Entry]) -> torch.Tensor:
-        """Return what dense tensors send in one all-reduce, one after the other: the same ones on all ranks."""
+        """Return the concatenated dense tensors for one all-reduce; all ranks have the same ones."""
         for entry in entries:
             self._scale(entry)
         taken = self._together.take_all(entries, self.units)
@@ -330,7 +330,7 @@ class Step:
             self._deferred.append(bucket)
 
     def _scale(self, entry: Entry) -> None:
-        """Say what a gradient is scaled with: to units of its error feedback, clipped by its own norm or by all."""
+        """Set the factor from a gradient to units of its error feedback, with clipping by the tensor or model norm."""
         if not entry.frozen:
             feedback = self.feedback[entry.name]
             entry.factor = self._whole_factor if self._clips_model() else feedback.factor(entry.gradient, self.units)
@@ -340,7 +340,7 @@ class Step:
         return getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
-        """Return what a tensor sends dense, and note what then becomes of its error feedback."""
+        """Return the tensor that a dense entry sends, and set the entry's `commit`."""
         self.traffic.count(sent=entry.gradient.numel())
         if not entry.frozen:
             self._scale(entry)
@@ -349,7 +349,7 @@ class Step:
         return sent
 
     def _trained_nowhere(self) -> frozenset[str]:
-        """Return which parameters of this step are frozen on every rank; asks the others if any is frozen here."""
+        """Return the parameters of this step that are frozen on all ranks; all-reduces if any rank has a frozen one."""
         with self.traffic.timed("exchange"):
             if not self._presence.anywhere_frozen():
                 return frozenset()
@@ -360,7 +360,7 @@ class Step:
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
     def _count(self) -> None:
-        """Count what Horovod alone would have sent, and the tokens."""
+        """Count the bytes that Horovod alone would have sent, and the tokens."""
         gradients = [entry.gradient for entry in self.entries.values()]
         tokens = sum(entry.carries_token for entry in self.entries.values())
         self.traffic.count(
@@ -370,7 +370,7 @@ class Step:
         )
 
     def _release(self, wait: bool) -> None:
-        """Start the deferred all-gathers once it is known that every rank takes part in this step."""
+        """Start the deferred all-gathers once the presence check shows that all ranks take part in this step."""
         if not wait and not (self._deferred and self._presence.is_known()):
             return
         with self.traffic.timed("exchange"):
@@ -383,7 +383,7 @@ class Step:
         self._deferred = self._scatter.start(deferred, self._presence, wait, self._collectives)
 
     def _vote(self, name: str) -> None:
-        """Start the vote on all that was accumulated since the last one. Nothing waits for the device."""
+        """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
         flags, self.codec.finite = [flag.view(-1) for flag in self.codec.finite], []
         measured = [self._seconds] if self._fallback.is_measured else []
         vote = torch.zeros(6 + len(measured), dtype=torch.float64, device=self.device)

@@ -1,4 +1,4 @@
-"""The token that Horovod reduces in place of a gradient: the result tells the requested reduction."""
+"""The token that Horovod reduces instead of a gradient: its result tells which reduction the user requested."""
 
 from functools import lru_cache
 
@@ -11,9 +11,9 @@ REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 
 class Tokens:
-    """The tokens of a step, float32[2] each: rows of one tensor, that serve in every step.
+    """The tokens of a step, float32[2] each: rows of one tensor, which all steps reuse.
 
-    To make a tensor takes as long as everything else that a compress does in Python.
+    Allocating a tensor takes as long as all other Python code of a compress call.
     """
 
     def __init__(self):
@@ -25,7 +25,7 @@ class Tokens:
         self._under_way = False
 
     def begin(self, rank: int, count: int) -> None:
-        """Begin a step of so many tokens; those of a step that was given up are Horovod's, which may still write."""
+        """Begin a step of `count` tokens; replace the tokens of an unfinished step, as Horovod may still write them."""
         if self._under_way or count != len(self._rows):
             self._all = torch.empty(count, 2)
             self._rows = list(self._all.unbind())
@@ -50,10 +50,10 @@ class Tokens:
 
 
 def reduction_scale(token: torch.Tensor, ranks: int) -> float:
-    """Return what the sum over ranks is to be multiplied with, as the token, sent as [1, rank + 1], tells.
+    """Return the factor for sums over ranks, from the reduced token, which each rank sent as [1, rank + 1].
 
-    Sum makes [N, N (N + 1) / 2] of it, Average a multiple of that; Min, Max and Product do not: ValueError.
-    Rounding of a predivide factor is snapped off.
+    Sum gives [N, N (N + 1) / 2], and Average a multiple of it. Min, Max and Product do not: ValueError. A factor
+    that differs from 1 or 1 / N only by the rounding of a predivide factor is replaced with the exact one.
     """
     return _scale(*token.tolist(), ranks)
 

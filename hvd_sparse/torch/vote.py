@@ -1,4 +1,4 @@
-"""The vote on a step: a sum over ranks tells whether to skip it, and whether all ranks are at the same step."""
+"""The vote on a step: an all-reduce tells whether to skip the step, and whether all ranks are at the same step."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,25 +6,26 @@ from hvd_sparse.units import Units, loss_scales_differ
 
 
 def told(number: int, loss_scale: float) -> tuple[float, ...]:
-    """Return step and loss scale, each with its square: the sums of both tell whether it is the same on every rank."""
+    """Return step and loss scale, each with its square: their sums tell whether all ranks have the same values."""
     return number, number**2, loss_scale, loss_scale**2
 
 
 def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Callable[[], None]) -> tuple[float, ...]:
-    """Return how many gradients were not finite, and what was added up besides, from the sums over ranks of a vote.
+    """Check the sums of a vote; return the number of gradients that were not finite, and any further sums.
 
-    sums: of gradients that were not finite, of damaged payloads, of what `told` returned, and of anything else.
-    RuntimeError on every rank if they differ in step or loss scale; `refuse_damage` is called where damage was met.
+    sums: gradients that were not finite, damaged payloads, the numbers from `told`, and any further numbers, each
+    summed over ranks. Raises RuntimeError on every rank if the ranks differ in step or loss scale; calls
+    `refuse_damage` if there were damaged payloads.
     """
     bad, damaged, steps, squares, scales, scale_squares, *others = sums
     ranks = units.world_size
     if damaged > 0:
         refuse_damage()
-    if steps**2 != squares * ranks:  # equal if and only if all steps are, as Cauchy and Schwarz
+    if steps**2 != squares * ranks:  # equal if and only if all steps are equal (Cauchy-Schwarz)
         raise RuntimeError(
             f"hvd_sparse: this rank is at step {number}, the mean is {steps / ranks:g}. "
             "Load the compression's state on every rank, or on none"
         )
-    if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal, but for rounding
+    if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal except for rounding
         raise RuntimeError(loss_scales_differ(units.loss_scale, scales / ranks))
     return bad, *others

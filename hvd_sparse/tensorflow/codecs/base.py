@@ -27,12 +27,12 @@ class Entry:
     name: str
     gradient: tf.Tensor
     feedback: ErrorFeedback
-    is_sparse: bool  # whether it is ever sent as a payload
-    factor: tf.Tensor | None = None  # what the gradient is scaled with when it is accumulated
-    carried: tf.Tensor | None = None  # what Horovod's own allreduce carries: a token, or the dense gradient
-    taken: list | None = None  # what it sends dense, and what its buffers become: a dict
-    decode: Callable[[], tf.Tensor] | None = None  # gives the reduced gradient, float32[n]
-    dtype: tf.DType | None = None  # of the gradient that Horovod passed, where `gradient` is another one
+    is_sparse: bool  # whether it is sent as a payload in any step
+    factor: tf.Tensor | None = None  # the factor of the gradient when it is accumulated
+    carried: tf.Tensor | None = None  # the tensor for Horovod's all-reduce: a token or dense
+    taken: list | None = None  # the dense tensor, and a dict of the buffers' next content
+    decode: Callable[[], tf.Tensor] | None = None  # returns the reduced gradient, float32[n]
+    dtype: tf.DType | None = None  # of the gradient that Horovod passed, if `gradient` is another
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -43,40 +43,40 @@ class Entry:
 
 @dataclass
 class Round:
-    """What all entries of a step share."""
+    """The data that all entries of a step share."""
 
     number: tf.Tensor  # int64, from 0
     seed: tf.Tensor  # int64
     density: tf.Tensor | float
-    is_dense: tf.Tensor | None  # whether everything is sent dense at present; None if the schedule never gets there
-    units: Units  # the loss scale in it is a tensor
-    suffix: str  # tells several calls in one graph apart
-    is_active: tf.Tensor | bool = True  # whether the gradients are accumulated: not where all is sent dense
+    is_dense: tf.Tensor | None  # whether this step is dense; None if no step can be
+    units: Units  # with a tensor as loss scale
+    suffix: str  # distinguishes several calls in one graph
+    is_active: tf.Tensor | bool = True  # whether gradients are accumulated: false in a dense step
     present: tf.Operation | None = None
-    token: tf.Tensor | None = None  # what is sent in place of a gradient; its sum tells how Horovod reduces
+    token: tf.Tensor | None = None  # sent instead of a gradient; its sum tells the reduction
     finite: list[tf.Tensor] = field(default_factory=list)  # bool, of any shape: was each gradient finite everywhere?
-    seconds: tf.Tensor | None = None  # from the step before to this one; None: not asked for
-    noted: list[tf.Operation] = field(default_factory=list)  # that take the mean of all ranks' seconds
+    seconds: tf.Tensor | None = None  # since the previous step began; None: not measured
+    noted: list[tf.Operation] = field(default_factory=list)  # operations that record all ranks' mean seconds
     overflow: tf.Tensor | None = None
-    void: tf.Tensor | None = None  # whether no payload counts: after an overflow, or when all is sent dense
+    void: tf.Tensor | None = None  # whether payloads are ignored: after an overflow, or in a dense step
     counted: Counted = field(default_factory=Counted)
-    agrees: tf.Tensor | None = None  # whether the regions of a reduce-scatter are agreed on
+    agrees: tf.Tensor | None = None  # whether this step agrees on the regions of a reduce-scatter
     messages: list = field(default_factory=list)  # of reduce-scatters
 
 
 @dataclass
 class Bucket:
-    """What this rank sends of some entries: a bucket of them, or all."""
+    """The message of several entries: those of a bucket, or all."""
 
-    name: str  # of its collective
+    name: str  # of the collective
     entries: list[Entry]
-    message: tf.Tensor | None  # uint8[bytes]; None: the other ranks need not be told
-    most_bytes: int  # that any rank may send
+    message: tf.Tensor | None  # uint8[bytes]; None: nothing to send
+    most_bytes: int  # upper bound for any rank
     ks: tf.Tensor  # of the selections, int64[selections]
-    info: tf.Tensor | None = None  # what the selections tell the next step's thresholds
-    scattered: object | None = None  # what Python keeps of it in a reduce-scatter
-    excess: tuple | None = None  # what rounding kept back of the sums that this rank owns: indices, values
-    completing: tuple | None = None  # what owners kept, and this rank's residuals there, where all ranks add these
+    info: tf.Tensor | None = None  # results of the selections, for the next thresholds
+    scattered: object | None = None  # its Python state in a reduce-scatter
+    excess: tuple | None = None  # rounding errors of the sums that this rank owns: indices, values
+    completing: tuple | None = None  # kept indices and this rank's residuals there, if these are all-reduced
 
 
 class Codec(abc.ABC):
@@ -86,13 +86,13 @@ class Codec(abc.ABC):
         self.algorithm = algorithm
         self.feedback = feedback
         self.exchange = exchange
-        self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step and decide what is sent, in rows
-        self.threshold_rows: Mapping[str, int] = {}  # of each selection that has one
-        self.regions: dict[tuple[str, ...], Regions] = {}  # of messages that are reduced by owners of regions: state
+        self.thresholds: list[tf.Variable] = []  # thresholds that persist across steps, by row
+        self.threshold_rows: Mapping[str, int] = {}  # the row of each selection
+        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters: checkpointed
 
     @abc.abstractmethod
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
-        """Accumulate and select; tell the step which gradients were finite."""
+        """Accumulate and select; add to `now.finite` which gradients were finite."""
 
     @property
     def values(self) -> str:
@@ -100,11 +100,11 @@ class Codec(abc.ABC):
         return self.algorithm.values
 
     def told(self, now: Round) -> tf.Tensor | None:
-        """Return what the ranks add up as a step begins, for the regions of a reduce-scatter."""
+        """Return this rank's numbers for the presence sum, by which the ranks compare their regions."""
         return None
 
     def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
-        """Return the messages of all ranks, uint8[bytes], one rank's after the other; None where none are sent."""
+        """Return the messages of all ranks, uint8[bytes], in rank order; None if none are sent."""
         return (
             None
             if bucket.message is None
@@ -113,10 +113,10 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Clear what was sent; give each entry its `decode`; return what the step has to have done."""
+        """Clear the sent entries; set each entry's `decode`; return the operations that the step must run."""
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
-        """Change what the next step's selections start from."""
+        """Update the thresholds or hints of the next step's selections."""
         return []
 
     def _accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
@@ -129,7 +129,7 @@ class Codec(abc.ABC):
         return residuals
 
     def _counts(self, sizes: list[int], now: Round) -> tf.Tensor:
-        """Return k of every selection, int64[selections]; 1 when its payload is not used."""
+        """Return k of every selection, int64[selections]; 1 in a dense step, where payloads are ignored."""
         sizes = tf.constant(sizes, tf.float64)
         counts = tf.clip_by_value(tf.floor(now.density * sizes + 0.5), 1.0, sizes)
         if now.is_dense is not None:
@@ -137,9 +137,10 @@ class Codec(abc.ABC):
         return tf.cast(counts, tf.int64)
 
     def _held(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
-        """Give an entry its sum, float32[n], or what a gradient of 16 bits holds of it.
+        """Set an entry's `decode` to its sum, float32[n], clamped to the range of a 16-bit gradient.
 
-        The rest goes back to the ranks' residuals, once these are `cleared` of what was sent. Returns that change.
+        The excess returns to the ranks' residuals, after these are `cleared` at the sent entries. Returns this
+        operation.
         """
         dtype = entry.dtype or entry.gradient.dtype
         if dtype.name not in HALF:
@@ -153,7 +154,7 @@ class Codec(abc.ABC):
             return [entry.feedback.residual.assign_add(rest)]
 
     def _cut(self, entries: list[Entry], indices: tf.Tensor, *columns: tf.Tensor) -> list[tuple]:
-        """Return what lies in each variable of ascending indices into all of them: entry, indices in it, columns."""
+        """Split ascending indices into the concatenated variables: for each, entry, indices in it, and columns."""
         offsets = [0, *itertools.accumulate(entry.feedback.size for entry in entries)]
         bounds = tf.searchsorted(indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
         sizes = bounds[1:] - bounds[:-1]
@@ -164,14 +165,14 @@ class Codec(abc.ABC):
     def _clear_parts(
         self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
     ) -> list[tf.Operation]:
-        """Clear what was sent in each variable's part; left: what rounding keeps back."""
+        """Clear the sent entries in each variable; left: their rounding errors."""
         done = []
         for entry, own, old, rest in self._cut(entries, indices, values, left):
             done += self._clear(entry.feedback, own, old, rest, now)
         return done
 
     def _clear(self, feedback: ErrorFeedback, indices: tf.Tensor, values, left, now: Round) -> list[tf.Operation]:
-        """Clear what was sent, unless the step is skipped."""
+        """Clear the sent entries, unless the step is skipped."""
         operations = []
         for kind, new in feedback.after_sending(indices, left).items():
             old = values if kind == "residual" else feedback.buffers[kind].sparse_read(indices)
@@ -180,17 +181,17 @@ class Codec(abc.ABC):
         return operations
 
     def _largest_payload(self, entries: list[Entry], density: float) -> int:
-        """Return what one selection in all of these takes at most, in bytes."""
+        """Return the maximum bytes of the payload of one selection in all of these entries."""
         n, form = sum(entry.feedback.size for entry in entries), (self.algorithm.coding, self.algorithm.values)
         return largest_payload(n, top_k_count(n, density), *form, self._segments(entries))
 
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
-        """Return what shares the levels of low-bit values."""
+        """Return the groups that share the quantization levels of low-bit values."""
         return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
 
 
 def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:
-    """Gather the payloads of all ranks, uint8[bytes], one rank's after the other, and count them."""
+    """All-gather the payloads, uint8[bytes], in rank order, and count their bytes."""
     now.counted.add(payload_bytes=tf.size(payloads, tf.int64))
     gathered = exchange.allgather(f"{name}{now.suffix}", once(now.present, payloads), most_bytes)
     now.counted.add(surplus_bytes=tf.size(gathered, tf.int64) - 2 * tf.size(payloads, tf.int64))
@@ -198,6 +199,6 @@ def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, 
 
 
 def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor, once the operation has run."""
+    """Return the tensor with a dependency on the operation."""
     with tf.control_dependencies([operation]):
         return tf.identity(tensor)

@@ -1,4 +1,4 @@
-"""The codec for exactly k elements of each variable, or of all: payloads of equal size on all ranks."""
+"""The codec for exactly k elements of each variable, or of all jointly: all ranks' payloads have equal size."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
 class FixedCount(Codec):
-    """A selection of exactly k in each variable; or with scope="model" one in all, in the order of the variables.
+    """Selects exactly k elements in each variable; or with scope="model", in all of them, in the variables' order.
 
-    A bucket is worked on as a whole, in one call into the core for all of its members: an operation in a graph costs
-    more than the selection in a small variable.
+    One call into the core processes all members of a bucket, as an operation in a graph costs more than the selection
+    in a small variable.
     """
 
     def __init__(self, *arguments):
@@ -26,7 +26,7 @@ class FixedCount(Codec):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the selection is one in all variables."""
+        """Whether all variables share one selection."""
         return self.algorithm.layout == "model"
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
@@ -42,7 +42,7 @@ class FixedCount(Codec):
         ]
 
     def _fill(self, name: str, entries: list[Entry], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Bucket:
-        """Accumulate and select in the members of a bucket, or in all of them together; pack what is to be sent."""
+        """Accumulate, select and pack in the members of a bucket, per variable or jointly."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.accumulate_bucket(
             [entry.gradient for entry in entries],
@@ -63,13 +63,13 @@ class FixedCount(Codec):
         return Bucket(name, entries, payloads, self._most_bytes(entries), counts, info)
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
-        """Keep the thresholds as the next step's hints."""
+        """Store the thresholds as hints for the next step."""
         names = self._selected([entry for bucket in buckets for entry in bucket.entries])
         counts = tf.concat([bucket.ks for bucket in buckets], 0)
         return self._hints.update(names, counts, tf.concat([bucket.info for bucket in buckets], 0))
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Sum, and clear what was sent."""
+        """Sum the payloads, and clear the sent entries."""
         form = self._form(bucket.entries, joint=self.is_joint)
         sizes = [entry.feedback.size for entry in bucket.entries]
         ranks, scale = now.units.world_size, now.units.outgoing()
@@ -78,11 +78,11 @@ class FixedCount(Codec):
 
     @property
     def bucket_bytes(self) -> int:
-        """The bytes of a message, at most, unless one payload takes more."""
+        """The maximum bytes of a message; a single larger payload has a message of its own."""
         return self.algorithm.bucket_bytes
 
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
-        """Cut the entries into buckets by name; give each its name, its entries, and their place among all."""
+        """Cut the entries, sorted by name, into buckets; yield each bucket's name, entries and their slice."""
         entries, begin = sorted(entries, key=lambda entry: entry.name), 0
         planned = plan_buckets(self._settled_sizes(entries), self.bucket_bytes, "bucket")
         for name, members in planned.items():
@@ -91,7 +91,7 @@ class FixedCount(Codec):
             begin = part.stop
 
     def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
-        """Return the payloads' sizes once the density has settled: a graph's buckets have the same members always."""
+        """Return the payloads' sizes at the final density, as a graph's buckets always have the same members."""
         density = self.algorithm.schedule.settled
         form, sizes = (self.algorithm.coding, self.algorithm.values), {}
         for entry in entries:
@@ -100,18 +100,18 @@ class FixedCount(Codec):
         return sizes
 
     def _selected(self, entries: list[Entry]) -> list[str]:
-        """Return the names of the selections in these, in the order of their buckets."""
+        """Return the names of the selections in these entries, in the order of their buckets."""
         return ["model"] if self.is_joint else sorted(entry.name for entry in entries)
 
     def _form(self, entries: list[Entry], **options) -> dict:
-        """Return how payloads are coded, as the operators of buckets take it."""
+        """Return the coding of payloads, as arguments of the bucket operators."""
         algorithm = self.algorithm
         has_levels = self.values in LOW_BITS
         channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
         return {"coding": algorithm.coding, "value_dtype": self.values, "channels": channels, **options}
 
     def _delivered(self, bucket: Bucket, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
-        """Clear what was sent, unless the step is skipped; give the entries their sums; return what is to be done."""
+        """Clear the sent entries, unless the step is skipped; set the entries' sums; return the operations to run."""
         buffers = [entry.feedback.cleared() for entry in bucket.entries]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
         retained = bucket.entries[0].feedback.retained

@@ -1,7 +1,7 @@
-"""Exactly k elements of each variable, or of all together, reduced by the owners of regions.
+"""The codec for exactly k elements of each variable, or of all jointly, with a sparse reduce-scatter.
 
-The twin of `hvd_sparse.torch.codecs.owned_regions`. What `hvd_sparse.reduce_scatter` does with a message is Python on
-NumPy arrays there and here; in a graph each part of it is an operation, between the collectives.
+The twin of `hvd_sparse.torch.codecs.owned_regions`. Both call the NumPy code of `hvd_sparse.reduce_scatter`; here, each
+call is an operation in the graph, between the collectives.
 """
 
 import numpy as np
@@ -16,37 +16,37 @@ from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 
 
 class OwnedRegions(FixedCount):
-    """A selection of exactly k, of which each region's owner keeps what is largest in the sum over ranks.
+    """Selects exactly k elements; each region's owner keeps the largest sums over ranks of its region.
 
-    On a number of ranks for which `exchange` says to gather, it is `FixedCount`.
+    At a world size for which `exchange` selects the all-gather, it is `FixedCount`.
     """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.regions: dict[tuple[str, ...], Regions] = {}  # by the variables of a message: state
+        self.regions: dict[tuple[str, ...], Regions] = {}  # by the variables of a message: in checkpoints
 
     @property
     def scatters(self) -> bool:
-        """Whether selections are reduced by owners, on the ranks that there are now."""
+        """Whether the exchange is a reduce-scatter at the current world size."""
         return self.algorithm.scatters(self.exchange.size(), [one.size for one in self.feedback.values()])
 
     @property
     def values(self) -> str:
-        """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
+        """The value type of `Bucket.message`: float32 for a reduce-scatter, which quantizes when it sends to owners."""
         return "float32" if self.scatters else super().values
 
     @property
     def bucket_bytes(self) -> int:
-        """The bytes of a message, at most: an owner of a region receives no more than its part of it."""
+        """The maximum bytes of a message; more if it is scattered, as each owner receives only its part."""
         return super().bucket_bytes * (self.exchange.size() if self.scatters else 1)
 
     def told(self, now: Round) -> tf.Tensor | None:
-        """Return what tells the ranks whether they know the same regions, float64[3]."""
+        """Return the numbers by which the ranks check that they have the same regions, float64[3]."""
         if not self.scatters:
             return None
 
         def tell(number) -> np.ndarray:
-            """Ask for an agreement, too, if a message of this graph has no regions yet."""
+            """Return these numbers; also request an agreement if a message of this graph has no regions yet."""
             due, *digests = told(self.regions, int(number))
             unknown = any(message.names not in self.regions for message in now.messages)
             return np.array([float(due > 0.0 or unknown), *digests])
@@ -54,7 +54,7 @@ class OwnedRegions(FixedCount):
         return tf.ensure_shape(tf.numpy_function(tell, [now.number], tf.float64), [3])
 
     def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
-        """Send what was selected to the owners of regions; return the indices and the sums that they keep."""
+        """Send the selected entries to the owners of regions; return the payloads of the sums that these keep."""
         if not self.scatters:
             return super().collect(bucket, now)
         message = Message(self, bucket)
@@ -81,17 +81,17 @@ class OwnedRegions(FixedCount):
         return self._complete(bucket, gathered, now) if self.algorithm.complete else gathered
 
     def _complete(self, bucket: Bucket, gathered: tf.Tensor, now: Round) -> tf.Tensor:
-        """Return the sums of all ranks' whole residuals where the owners have kept something, float32[kept]."""
+        """Return the sums of all ranks' whole residuals at the kept elements, float32[kept]."""
         kept = tf.numpy_function(lambda payloads: bucket.scattered.join(payloads)[0], [gathered], tf.int64)
         kept = tf.ensure_shape(kept, [None])
         own = [entry.feedback.residual.sparse_read(inner) for entry, inner in self._cut(bucket.entries, kept)]
         bucket.completing = kept, tf.concat(own, 0)
         now.counted.add(payload_bytes=4 * tf.size(kept, tf.int64))
-        padded = tf.concat([bucket.completing[1], tf.zeros([1])], 0)  # Horovod is never given a tensor of nothing
+        padded = tf.concat([bucket.completing[1], tf.zeros([1])], 0)  # so that Horovod never gets an empty tensor
         return self.exchange.allreduce(f"{bucket.name}.completed{now.suffix}", padded)[:-1]
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Clear what was both sent and kept by an owner; the sums are those that were kept."""
+        """Clear the entries that this rank sent and an owner kept; set the entries' sums to the kept sums."""
         if not self.scatters:
             return super().decode(bucket, gathered, now)
         if bucket.completing is not None:
@@ -111,12 +111,12 @@ class OwnedRegions(FixedCount):
         return done
 
     def _count(self, message: "Message", indices: tf.Tensor, now: Round) -> tf.Tensor:
-        """Return how many of all ranks' selected elements fall into each bin."""
+        """Return the number of all ranks' selected elements in each bin."""
         own = tf.ensure_shape(tf.numpy_function(message.count, [indices], tf.float64), [min(message.n, BINS)])
         return self.exchange.allreduce(f"{message.name}.regions{now.suffix}", own)
 
     def _add_excess(self, bucket: Bucket, now: Round, before: list[tf.Operation]) -> list[tf.Operation]:
-        """Add what the owner's rounding kept back of sums, once the residuals are cleared."""
+        """Add the rounding errors of this rank's kept sums to the residuals, after these are cleared."""
         if self.algorithm.values == "float32":
             return []
         changes = []
@@ -128,7 +128,7 @@ class OwnedRegions(FixedCount):
 
 
 class Message:
-    """What Python keeps of a message from one operation to the next."""
+    """The Python state of a message between the operations of a graph."""
 
     def __init__(self, codec: OwnedRegions, bucket: Bucket):
         self.name = bucket.name
@@ -145,21 +145,21 @@ class Message:
 
     @property
     def most_kept_bytes(self) -> int:
-        """What the payload of any region's kept sums takes at most."""
+        """The maximum bytes of the payload of a region's kept sums."""
         counts = [self.n] if self._is_joint else self._sizes
         return self._make(sum(max(1, round(self._highest * n)) for n in counts)).most_kept_bytes
 
     def select(self, message: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what was selected: indices in the members, one after the other, and residuals."""
+        """Return the selected entries: indices into the concatenated members, and residuals."""
         sizes = [self.n] if self._is_joint else self._sizes
         return selected_entries(message, sizes, ks.tolist(), self._codec.algorithm.coding)
 
     def count(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many fall into each bin."""
+        """Return the number of selected elements in each bin."""
         return self._make(1).count(Entries(indices, indices))
 
     def split(self, agrees, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
-        """Return the message to the owners, and the words for each."""
+        """Return the message to the owners, and the number of words for each."""
         before, self._regions = self._codec.regions.get(self.names), self._make(int(ks.sum()))
         if agrees:
             self._regions.balance(counts)
@@ -171,12 +171,12 @@ class Message:
         return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)
 
     def reduce(self, received: np.ndarray, seed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the payload of the sums that this rank keeps, and what rounding keeps back of them."""
+        """Return the payload of the sums that this rank keeps, and their rounding errors."""
         payload, excess = self._regions.reduce(received, self._sent.padding, int(seed))
         return payload, excess.indices, excess.values
 
     def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return all sums that were kept; of this rank's entries among them indices, residuals, and what is left."""
+        """Return all kept sums; and of this rank's entries among them, indices, residuals and next residuals."""
         kept, sent = self._regions.join(gathered), self._sent.entries
         own = native_changes.find_common(sent.indices, kept.indices)
         old, survived = self._selected.values[own], sent.values[own]

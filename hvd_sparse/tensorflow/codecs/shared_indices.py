@@ -1,7 +1,7 @@
-"""The codec for shared indices: ranks first agree on elements of the model, then sum the values at these.
+"""The codec for shared indices: ranks first agree on indices into the model, then sum their values there.
 
-float32 values are summed by an all-reduce. Quantized values are gathered and summed in rank order: what the sum loses
-then is in a residual. These sums depend on what was gathered, so this codec asks the exchange for them itself.
+An all-reduce sums float32 values. Quantized values are all-gathered and summed in rank order, so that every rounding
+error is in a residual. The size of this second exchange depends on the gathered indices, so the codec starts it itself.
 """
 
 import abc
@@ -21,14 +21,14 @@ from hvd_sparse.wire import LOW_BITS, largest_payload
 
 @dataclass
 class Named(Bucket):
-    """What this rank names."""
+    """The indices that this rank selects, as a message."""
 
     indices: tf.Tensor | None = None
-    sketch: tf.Tensor | None = None  # of its partition, float32[65]: all ranks' are summed with the values
+    sketch: tf.Tensor | None = None  # of the partition, float32[65]: exchanged with the values
 
 
 class SharedIndices(Codec):
-    """Each rank names elements, none of them twice; the values at all that were named are summed."""
+    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at the union."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -36,7 +36,7 @@ class SharedIndices(Codec):
         self.thresholds, self.threshold_rows = self._selection.thresholds, self._selection.threshold_rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
-        """Accumulate; name elements, in a message without values, where the others cannot know them."""
+        """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         n, coding = sum(entry.feedback.size for entry in entries), self.algorithm.coding
         k = self._counts([n], now)
         named = Named("model", entries, None, largest_payload(n, n, coding, "none"), k)
@@ -47,7 +47,7 @@ class SharedIndices(Codec):
         return [named]
 
     def decode(self, named: Named, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Sum the values of all ranks at what was named, and clear these."""
+        """Sum the values of all ranks at the shared indices, and clear them in the residual."""
         entries, n = named.entries, sum(entry.feedback.size for entry in named.entries)
         indices = named.indices if gathered is None else self._union(gathered, n)
         values = tf.concat([entry.feedback.residual.sparse_read(own) for entry, own in self._cut(entries, indices)], 0)
@@ -74,7 +74,7 @@ class SharedIndices(Codec):
         return self._accumulate(entries, now)
 
     def _rows(self, sketch: tf.Tensor | None, now: Round) -> tf.Tensor:
-        """Return what is summed with the values, flat: this rank's row of all ranks' sketches, zeros; or nothing."""
+        """Return the flat sketches to exchange with the values: zeros but for this rank's row; or an empty tensor."""
         if sketch is None:
             return tf.zeros([0])
         rank, size = self.exchange.rank(), 1 + SKETCH_BINS
@@ -83,7 +83,7 @@ class SharedIndices(Codec):
     def _give_parts(
         self, entries: list[Entry], parts: list[tf.Tensor], now: Round, cleared: list
     ) -> list[tf.Operation]:
-        """Give each entry its part of the sum; return what that changes in their error feedback."""
+        """Set each entry's part of the sum; return the operations that update the error feedback."""
         return [
             change
             for entry, part in zip(entries, parts, strict=True)
@@ -91,15 +91,15 @@ class SharedIndices(Codec):
         ]
 
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
-        """Return the sum of all ranks' values, these as they were sent, and the sum of rows."""
-        scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # the sum might overflow
+        """Return the sums of all ranks' values, this rank's values as sent, and the sum of `rows`."""
+        scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # before the sum, which might overflow otherwise
         sent = once(now.present, tf.concat([scaled, rows], 0))
         now.counted.add(payload_bytes=4 * tf.size(sent))
         total, told = tf.split(self.exchange.allreduce(f"values{now.suffix}", sent), [tf.size(values), tf.size(rows)])
         return total, values, told
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
-        """Do the same in a payload of fewer bits, in which all that shares a level lies together."""
+        """Do `_sum_values` with a quantized payload, in which the elements of a group are adjacent."""
         dtype, layout, segments = self.algorithm.values, self._segments(entries), None
         n, count = sum(entry.feedback.size for entry in entries), tf.size(indices, tf.int64)
         places = order = tf.range(count)
@@ -109,11 +109,11 @@ class SharedIndices(Codec):
             )
             order, segments = tf.ensure_shape(grouped[0], [None]), tf.ensure_shape(grouped[1], [None, 2])
         sent = ops.quantize(tf.gather(values, order), dtype, self.algorithm.level, places, segments)
-        k = tf.maximum(count, 1)  # no elements at all: an empty contribution
+        k = tf.maximum(count, 1)  # without elements, an empty payload
         form, ranks = ("dense", dtype, segments), now.units.world_size
         payload = ops.pack(places, sent, k, k, *form)
         own = tf.reshape(rows, [ranks, -1])[self.exchange.rank()]
-        own = tf.pad(own, [[0, own.shape[0] % 2]])  # messages are of 8 bytes each
+        own = tf.pad(own, [[0, own.shape[0] % 2]])  # a multiple of 8 bytes
         size, told = tf.size(payload), tf.reshape(tf.bitcast(own, tf.uint8), [-1])
         most_bytes = largest_payload(n, n, "dense", dtype, layout) + told.shape[0]
         gathered = gather(self.exchange, "values", tf.concat([payload, told], 0), most_bytes, now)
@@ -125,7 +125,7 @@ class SharedIndices(Codec):
         return total, sent, tf.reshape(told, [-1])
 
     def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
-        """Return what all ranks named, ascending."""
+        """Return the indices that all ranks selected, ascending."""
         coding, ranks = self.algorithm.coding, self.exchange.size()
         offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
         ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
@@ -137,55 +137,55 @@ class SharedIndices(Codec):
 
 
 class Selection(abc.ABC):
-    """Which elements a rank names."""
+    """The rule by which a rank selects indices."""
 
-    is_named = True  # whether the others have to be told
+    is_named = True  # whether indices must be sent to the other ranks
 
     def __init__(self, codec: SharedIndices):
         self._codec = codec
-        self.thresholds: list[tf.Variable] = []  # as of a codec
+        self.thresholds: list[tf.Variable] = []  # as in `Codec`
         self.threshold_rows: Mapping[str, int] = {}
 
     @abc.abstractmethod
     def name(self, named: Named, now: Round) -> None:
-        """Accumulate the entries; set ascending indices into them as one, and what the next step learns from."""
+        """Accumulate the entries; set ascending indices into their concatenation, and the data for `learn`."""
 
     def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Keep what the next step starts from. count: how many elements all ranks named. sketches: of all, flat."""
+        """Update the state for the next step. count: indices of all ranks. sketches: those of all ranks, flat."""
         return []
 
 
 class Leader(Selection):
-    """CLT-k: the rank whose turn it is names its k largest, the others none."""
+    """CLT-k: one rank, in turn, selects its k largest elements; the others select none."""
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
         self._hints = ThresholdHints(["model"])
 
     def name(self, named: Named, now: Round) -> None:
-        """Set those, and what the next step's hint learns from."""
+        """Set the indices, and the threshold for the next step's hint."""
         residual, k = tf.concat(self._codec.accumulated(named.entries, now), 0), named.ks[0]
         hint = self._hints.values(["model"], named.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
 
         def lead() -> tuple[tf.Tensor, tf.Tensor]:
-            """Select."""
+            """Select the k largest elements."""
             indices, _, info = ops.select_top_k(residual, k, now.seed, hint)
             return indices, info
 
         def follow() -> tuple[tf.Tensor, tf.Tensor]:
-            """Name nothing, and forget the hint."""
+            """Select nothing, and reset the hint."""
             return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
 
         named.indices, named.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
 
     def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Keep the threshold as the next step's hint."""
+        """Store the threshold as the hint for the next step."""
         return self._hints.update(["model"], named.ks, named.info[None])
 
 
 class Partition(Selection):
-    """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
+    """MiCRO: each rank selects the elements of its current partition that reach the threshold."""
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
@@ -194,7 +194,7 @@ class Partition(Selection):
         self.thresholds, self.threshold_rows = self._threshold.variables, self._threshold.rows
 
     def name(self, named: Named, now: Round) -> None:
-        """Set those, in one pass over the gradients."""
+        """Set the indices, in one pass over the gradients."""
         entries, k, n = named.entries, named.ks[0], sum(entry.feedback.size for entry in named.entries)
         rank, ranks = self._codec.exchange.rank(), now.units.world_size
         number = (now.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
@@ -216,17 +216,17 @@ class Partition(Selection):
         now.finite.append(finite)
 
     def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Learn from the sketches, or scale the threshold."""
+        """Update the threshold: from the sketches, or by scaling it."""
         return self._threshold.learn(named.ks[0], count, sketches, self._codec.exchange.rank(), now)
 
 
 class Random(Selection):
-    """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
+    """Random-k: every rank draws the same indices from the seed and the step, so that they need not be sent."""
 
     is_named = False
 
     def name(self, named: Named, now: Round) -> None:
-        """Set those that all ranks draw."""
+        """Set the indices that all ranks draw."""
         residuals = self._codec.accumulated(named.entries, now)
         n = sum(entry.feedback.size for entry in named.entries)
         with tf.control_dependencies(residuals):

@@ -11,7 +11,7 @@ from hvd_sparse.tensorflow.threshold import make_thresholds
 
 
 class Threshold(FixedCount):
-    """What reaches a threshold in each variable, in buckets that are cut as if exactly k were sent."""
+    """Selects the elements that reach a threshold in each variable; buckets are planned as if exactly k were sent."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -19,8 +19,8 @@ class Threshold(FixedCount):
         self.thresholds, self.threshold_rows = self._thresholds.variables, self._thresholds.rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
-        """Accumulate, select what reaches the thresholds, and pack, bucket by bucket."""
-        entries = sorted(entries, key=lambda entry: entry.name)  # as buckets are cut
+        """Accumulate, select the elements that reach the thresholds, and pack, bucket by bucket."""
+        entries = sorted(entries, key=lambda entry: entry.name)  # the order of buckets
         names = [entry.name for entry in entries]
         counts = self._counts([entry.feedback.size for entry in entries], now)
         plan = self._thresholds.plan(now.number, names, counts, now.is_active)
@@ -30,14 +30,14 @@ class Threshold(FixedCount):
         ]
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
-        """Keep thresholds, after `encode` in the same trace."""
+        """Update the thresholds, after `encode` in the same trace."""
         entries = [entry for bucket in buckets for entry in bucket.entries]
         counts = self._counts([entry.feedback.size for entry in entries], now)
         infos = tf.concat([bucket.info for bucket in buckets], 0)
         return self._thresholds.learn([entry.name for entry in entries], counts, infos, now.is_active)
 
     def _filter(self, name: str, entries: list[Entry], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
-        """Accumulate, select what reaches the thresholds in the members of a bucket, and pack."""
+        """Accumulate, select the elements that reach the thresholds in the members of a bucket, and pack."""
         feedback = [entry.feedback for entry in entries]
         payloads, finite, info = ops.filter_bucket(
             [entry.gradient for entry in entries],
@@ -58,13 +58,13 @@ class Threshold(FixedCount):
         return Bucket(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
 
     def _fit(self, now: Round) -> dict:
-        """Return how thresholds are fitted, if they are."""
+        """Return the arguments of a fit of thresholds; empty for methods without one."""
         if not isinstance(self.algorithm, SIDCo):
             return {}
         return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + now.number}
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Sum payloads whose sizes stand in them, and clear what was sent."""
+        """Sum the payloads, whose headers have their sizes, and clear the sent entries."""
         form = self._form(bucket.entries)
         sizes = [entry.feedback.size for entry in bucket.entries]
         ranks, scale = now.units.world_size, now.units.outgoing()

@@ -26,17 +26,17 @@ class Entry:
     """One gradient between its compress and its decompress."""
 
     name: str
-    gradient: torch.Tensor  # as Horovod passed it, or a copy on the device where the step works
-    frozen: bool  # the parameter does not train at present: it sends nothing, and its residual stays
-    factor: float = 1.0  # what the gradient is scaled with when it is accumulated
-    carries_token: bool = True  # Horovod's all-reduce carries a token for it, not the tensor itself
-    commit: Callable[[], None] | None = None  # what becomes of the error feedback of a tensor that is sent dense
-    origin: torch.Tensor | None = None  # what Horovod passed, if `gradient` is a copy
+    gradient: torch.Tensor  # as Horovod passed it, or a copy on the step's device
+    frozen: bool  # the parameter is frozen: it sends nothing, and its residual stays
+    factor: float = 1.0  # the factor of the gradient when it is accumulated
+    carries_token: bool = True  # Horovod all-reduces a token for it, not the tensor itself
+    commit: Callable[[], None] | None = None  # updates the error feedback of a dense tensor
+    origin: torch.Tensor | None = None  # the tensor that Horovod passed, if `gradient` is a copy
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a codec has to know of the step under way."""
+    """The data of the current step that a codec needs."""
 
     step: int  # counted from 0
     density: float
@@ -61,31 +61,31 @@ class Payload(NamedTuple):
 
 @dataclass
 class Bucket:
-    """Tensors in one message, for as long as the same ones are expected at the same density."""
+    """Tensors in one message. A bucket is reused while the expected tensors and the density stay the same."""
 
-    name: str  # of its collective
-    members: Mapping[str, int]  # their numbers, in the order of the message
-    payloads: list[Payload]  # one for each member, or one of all where the selection is joint
+    name: str  # of the collective
+    members: Mapping[str, int]  # their positions in the message
+    payloads: list[Payload]  # one for each member, or one in all with a joint selection
     layout: BucketLayout
-    hints: torch.Tensor | None = None  # float64[selections, 3], what they have learned
-    message: torch.Tensor | None = None  # uint8[bytes], what this rank sends
-    most_bytes: int | None = None  # that any rank may send, where that differs
-    regions: Regions | None = None  # where it is reduced by their owners: then `message` does not leave the rank
-    selected: Entries = NOTHING  # what this rank selected, there
-    sent: Sent | None = None  # the same as it was sent to the owners
-    excess: Entries = NOTHING  # what rounding kept back of the sums that this rank owns
-    kept: Entries | None = None  # what owners have kept, where all ranks then add their residuals
-    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: not added
-    is_small: bool = False  # all messages of the step are, so that they go at once
+    hints: torch.Tensor | None = None  # float64[selections, 3], updated by each selection
+    message: torch.Tensor | None = None  # uint8[bytes], sent by this rank
+    most_bytes: int | None = None  # upper bound for any rank, if sizes differ between ranks
+    regions: Regions | None = None  # for a reduce-scatter: then `message` is not sent
+    selected: Entries = NOTHING  # the entries that this rank selected, with regions
+    sent: Sent | None = None  # the same entries as sent to the owners
+    excess: Entries = NOTHING  # rounding errors of the sums that this rank owns
+    kept: Entries | None = None  # the owners' kept sums, if residuals are then all-reduced
+    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: no all-reduce
+    is_small: bool = False  # all messages of the step are small and need no presence check
     missing: set[str] = field(default_factory=set)
     is_started: bool = False
     pending: Pending | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # the reduced gradients, once it has arrived
-    scale: float = 1.0  # that they were reduced with
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # the reduced gradients, after decoding
+    scale: float = 1.0  # the factor of `sums`
 
     @property
     def size(self) -> int:
-        """The bytes of its payloads."""
+        """The total bytes of the payloads."""
         return sum(payload.size for payload in self.payloads)
 
     def restart(self) -> None:
@@ -93,7 +93,7 @@ class Bucket:
         self.missing, self.is_started, self.sums, self.pending = set(self.members), False, {}, None
 
     def numbers(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of these members."""
+        """Return the positions of these members."""
         return [self.members[name] for name in names]
 
 
@@ -115,18 +115,18 @@ class Codec(abc.ABC):
         self.exchange = exchange
         self.traffic = traffic
         self.device = device
-        self.finite: list[torch.Tensor] = []  # bool, of any shape: was each gradient finite, since the last vote?
-        self.regions: dict[tuple[str, ...], Regions] = {}  # of messages that are reduced by owners of regions: state
+        self.finite: list[torch.Tensor] = []  # bool, any shape: was each gradient since the last vote finite?
+        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters, by members: part of a checkpoint
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     @property
     def is_joint(self) -> bool:
-        """Whether the tensors share one selection, so that all have to be there before it is made."""
+        """Whether the tensors share one selection, which needs all gradients."""
         return False
 
     @property
     def thresholds(self) -> Mapping:
-        """The thresholds that outlive a step, by name: state."""
+        """The thresholds by name. They persist across steps and are part of a checkpoint."""
         return {}
 
     @property
@@ -140,60 +140,60 @@ class Codec(abc.ABC):
         self.finite = []
 
     def end(self) -> None:
-        """End a step that is complete."""
+        """End a complete step."""
         self.finite = []
 
     def told(self) -> list[float]:
-        """Return what the ranks add up as a step begins, for their regions."""
+        """Return this rank's numbers for the presence sum, by which the ranks compare their regions."""
         return []
 
     @abc.abstractmethod
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
-        """Return the buckets of these tensors, in the order of names, at the density of the step; none of nothing."""
+        """Return the buckets of these tensors, in the order of names, at the step's density; none for no tensors."""
 
     @abc.abstractmethod
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
-        """Accumulate and select in the members that take part; put the message in the bucket, None for no message."""
+        """Accumulate and select in the members that take part; set the bucket's message, or None for no message."""
 
     @abc.abstractmethod
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Clear what was sent; put the sums of all ranks, times a scale, in the bucket, for all of `entries`."""
+        """Clear the sent entries; set the bucket's sums over ranks, times `scale`, for all of `entries`."""
 
     def accumulate(self, entries: Mapping[str, Entry]) -> None:
-        """Bring gradients into their error feedback."""
+        """Accumulate gradients in their error feedback."""
         for name, entry in entries.items():
             self.finite.append(self.feedback[name].accumulate(entry.gradient, entry.factor, self.now.units))
 
     def _form(self) -> dict[str, str]:
-        """Return how payloads are coded, as the operators of buckets take it."""
+        """Return the coding and value type of payloads, as arguments of the bucket operators."""
         return {"coding": self.algorithm.coding, "value_dtype": self.values}
 
     def bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
-        """Return the bucket of these payloads, of the members in this order."""
+        """Return a bucket of these members, in this order, with these payloads."""
         sizes = [self.parameters[member].numel() for member in members]
         ks = [payload.k for payload in payloads]
         layout = BucketLayout(sizes, ks, self._channels(members), self.is_joint)
         return Bucket(name, {member: number for number, member in enumerate(members)}, payloads, layout)
 
     def payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
-        """Return the form of the payload of k of n elements of these tensors."""
+        """Return the form of a payload with k of the n elements of these tensors."""
         segments = self._segments_of(names)
         size = ops.payload_size(n, k, self.algorithm.coding, self.values, segments)
         return Payload(n, k, segments, size)
 
     def _pack_nothing(self, payload: Payload, out: torch.Tensor) -> None:
-        """Write the payload of an empty contribution."""
+        """Write a payload without entries."""
         indices, values = out.new_empty(0, dtype=torch.int64), out.new_empty(0, dtype=torch.float32)
         ops.pack(indices, values, payload.n, payload.k, out, segments=payload.segments, **self._form())
 
     def _channels(self, names: Iterable[str]) -> list[int]:
-        """Return how many groups of low-bit values each tensor has, nothing where one has no levels."""
+        """Return each tensor's number of groups for low-bit values; empty for other value types."""
         if self.values not in LOW_BITS:
             return []
         return [channels_of(self.parameters[name].shape, self.algorithm) for name in names]
 
     def _segments_of(self, names: tuple[str, ...]) -> torch.Tensor | None:
-        """Return what shares the levels of low-bit values in tensors that lie one after the other."""
+        """Return the groups that share quantization levels in the concatenation of these tensors."""
         if names not in self._segments:
             segments = segments_of([self.parameters[name].shape for name in names], self.algorithm)
             self._segments[names] = None if segments is None else torch.from_numpy(segments)
@@ -201,11 +201,11 @@ class Codec(abc.ABC):
 
 
 def in_training(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return those whose parameters train at present."""
+    """Return the entries whose parameters are not frozen."""
     return {name: entry for name, entry in entries.items() if not entry.frozen}
 
 
 def place_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return where its sum goes, n float32: Horovod's own place is the gradient that it passed, if that fits."""
+    """Return the destination of the sum, n float32: the gradient's own memory if its type and layout allow it."""
     in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
     return gradient if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)

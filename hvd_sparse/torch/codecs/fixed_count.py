@@ -1,4 +1,4 @@
-"""The codec for exactly k elements of each tensor, or of all: payloads of equal size on all ranks."""
+"""The codec for exactly k elements of each tensor, or of all tensors jointly: all ranks' payloads have equal size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from hvd_sparse.wire import top_k_count
 
 
 class FixedCount(Codec):
-    """A selection of exactly k in each tensor, during backward; or with scope="model" one in all, after it."""
+    """Selects exactly k elements in each tensor during backward; or with scope="model", in all tensors after it."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -24,12 +24,12 @@ class FixedCount(Codec):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the selection is one in all tensors."""
+        """Whether all tensors share one selection."""
         return self.algorithm.layout == "model"
 
     @property
     def bucket_bytes(self) -> int:
-        """The bytes of a message, at most, unless one payload takes more."""
+        """The maximum bytes of a message; a single larger payload has a message of its own."""
         return self.algorithm.bucket_bytes
 
     def begin(self, now: Round) -> None:
@@ -56,7 +56,7 @@ class FixedCount(Codec):
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
-        """Accumulate, select and pack in one call into the core; those that take no part send nothing."""
+        """Accumulate, select and pack in one call into the core; members that take no part send empty payloads."""
         if bucket.message is None:
             bucket.message = torch.zeros(bucket.size, dtype=torch.uint8, device=self.device)
         training = in_training(entries)
@@ -84,7 +84,7 @@ class FixedCount(Codec):
         self.traffic.count(sent=sum(ks if self.is_joint else (ks[member] for member in members)))
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Clear what was sent, and sum the payloads of all ranks."""
+        """Clear the sent entries, and sum the payloads of all ranks."""
         training = in_training(entries)
         if training:
             self.clear(bucket, training)
@@ -93,13 +93,13 @@ class FixedCount(Codec):
         ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())
 
     def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
-        """Take what was sent out of the error feedback of those that took part."""
+        """Clear the sent entries in the error feedback of the members that took part."""
         feedback = [self.feedback[name] for name in training]
         form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
         ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
 
     def _pack_absent(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
-        """Write empty payloads for the members that take no part; for all of a joint selection without any."""
+        """Write empty payloads for members that take no part; for a joint selection, one if no member takes part."""
         offset = 0
         for name, payload in zip(bucket.members, bucket.payloads, strict=not self.is_joint):
             if name not in training:
@@ -114,13 +114,13 @@ class FixedCount(Codec):
 
 
 def plan_joint(codec: Codec, names: Sequence[str], name: str) -> Bucket:
-    """Return the one bucket of tensors that share a selection, in the order of names."""
+    """Return the bucket of tensors with a joint selection, in the order of names."""
     n = sum(codec.parameters[member].numel() for member in names)
     payload = codec.payload_of(tuple(names), n, top_k_count(n, codec.now.density))
     return codec.bucket_of(name, names, [payload])
 
 
 def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the residuals, and the velocities, that what was sent leaves."""
+    """Return the residuals and velocities in which sent entries are cleared."""
     buffers = [one.cleared() for one in feedback]
     return [own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]]

@@ -1,6 +1,7 @@
-"""Exactly k elements of each tensor, or of all together, reduced by the owners of regions: `hvd_sparse.reduce_scatter`.
+"""The codec for exactly k elements of each tensor, or of all tensors jointly, with a sparse reduce-scatter.
 
-On a number of ranks for which `exchange` says to gather, this is `FixedCount`.
+`hvd_sparse.reduce_scatter` describes the exchange: each region of elements has an owner that reduces it. At a world
+size for which `exchange` selects the all-gather, this codec is `FixedCount`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +18,21 @@ from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
 
 class OwnedRegions(FixedCount):
-    """A selection of exactly k, of which each region's owner keeps what is largest in the sum over ranks."""
+    """Selects exactly k elements; each region's owner keeps the largest sums over ranks of its region."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._scatters, self._numels = False, [self.parameters[name].numel() for name in self.parameters]
-        self._used: dict[tuple[str, ...], Regions] = {}  # in the step under way
+        self._used: dict[tuple[str, ...], Regions] = {}  # in the current step
 
     @property
     def values(self) -> str:
-        """The type of the values in `Bucket.message`: exact, as values are coded when they are sent to owners."""
+        """The value type of `Bucket.message`: float32 for a reduce-scatter, which quantizes when it sends to owners."""
         return "float32" if self._scatters else super().values
 
     @property
     def bucket_bytes(self) -> int:
-        """The bytes of a message, at most: an owner of a region receives no more than its part of it."""
+        """The maximum bytes of a message; more if it is scattered, as each owner receives only its part."""
         return super().bucket_bytes * (self.exchange.size() if self._scatters else 1)
 
     def begin(self, now: Round) -> None:
@@ -43,12 +44,12 @@ class OwnedRegions(FixedCount):
         self._used = {}
 
     def end(self) -> None:
-        """End a step that is complete."""
+        """End a complete step."""
         super().end()
         self.regions = self._used or self.regions
 
     def told(self) -> list[float]:
-        """Return what tells the ranks whether they know the same regions."""
+        """Return the numbers by which the ranks check that they have the same regions."""
         return told(self.regions, self.now.step) if self._scatters else []
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
@@ -60,7 +61,7 @@ class OwnedRegions(FixedCount):
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
-        """Accumulate and select; keep what was selected for the owners of regions."""
+        """Accumulate and select; with regions, store the selected entries for the owners."""
         super().encode(bucket, entries)
         if bucket.regions is not None:
             ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
@@ -70,7 +71,7 @@ class OwnedRegions(FixedCount):
                 bucket.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Clear what was both sent and kept by an owner; the sums are those that were kept."""
+        """Clear the entries that this rank sent and an owner kept; set the bucket's sums to the kept sums."""
         if bucket.regions is None:
             super().decode(bucket, gathered, entries, scale)
             return
@@ -88,7 +89,7 @@ class OwnedRegions(FixedCount):
                 out.index_copy_(0, self._tensor(indices), self._tensor(values))
 
     def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
-        """Clear the error feedback where this rank's own entries were kept; add what the owner's rounding kept back."""
+        """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
         selected, sent = bucket.selected, bucket.sent.entries
         was_kept = native_changes.find_common(sent.indices, kept.indices)
         indices = left = sent.indices[was_kept]
@@ -105,7 +106,7 @@ class OwnedRegions(FixedCount):
                 self.feedback[name].residual.index_add_(0, self._tensor(inner), self._tensor(rest))
 
     def _residuals_at(self, bucket: Bucket, training: Mapping[str, Entry], indices: np.ndarray) -> torch.Tensor:
-        """Return this rank's residuals at these elements of a bucket, float32; zero where it does not train."""
+        """Return this rank's residuals at these elements of a bucket, float32; zeros for frozen parameters."""
         parts = [
             self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
             if name in training
@@ -115,7 +116,7 @@ class OwnedRegions(FixedCount):
         return torch.cat(parts)
 
     def _clear_all(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
-        """Clear the error feedback where all of it was sent: at every element that owners have kept."""
+        """Clear the error feedback at all kept elements: with `complete`, whole residuals were sent there."""
         for name, indices, _ in self._parts(bucket, kept):
             if name in training and indices.size:
                 inner, feedback = self._tensor(indices), self.feedback[name]
@@ -123,7 +124,7 @@ class OwnedRegions(FixedCount):
                 feedback.clear(inner, left)
 
     def _parts(self, bucket: Bucket, entries: Entries):
-        """Yield the members of a bucket: name, indices in it, and values."""
+        """Yield the entries of each member of a bucket: name, indices in the member, and values."""
         ends = np.cumsum(bucket.layout.sizes)
         cuts = np.concatenate([[0], np.searchsorted(entries.indices, ends)])
         for name, end, size, first, last in zip(
@@ -132,7 +133,7 @@ class OwnedRegions(FixedCount):
             yield name, entries.indices[first:last] - (end - size), entries.values[first:last]
 
     def _regions_of(self, bucket: Bucket) -> Regions:
-        """Return the regions of a bucket: those that were agreed on before, if it has not changed."""
+        """Return the regions of a bucket, with the bounds agreed on before if the bucket has not changed."""
         algorithm, layout = self.algorithm, bucket.layout
         segments = segments_of([self.parameters[name].shape for name in bucket.members], algorithm)
         n, k = sum(layout.sizes), sum(layout.ks)

@@ -1,7 +1,7 @@
-"""The codec for shared indices: ranks first agree on elements of the model, then sum the values at these.
+"""The codec for shared indices: ranks first agree on indices into the model, then sum their values there.
 
-float32 values are summed by an all-reduce. Quantized values are gathered and summed in rank order: what the sum loses
-then is in a residual. These sums depend on what was gathered, so this codec asks the exchange for them itself.
+An all-reduce sums float32 values. Quantized values are all-gathered and summed in rank order, so that every rounding
+error is in a residual. The size of this second exchange depends on the gathered indices, so the codec starts it itself.
 """
 
 import abc
@@ -29,22 +29,22 @@ from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
 
 
 class SharedIndices(Codec):
-    """Each rank names elements, none of them twice; the values at all that were named are summed."""
+    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at the union."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.selection = SELECTIONS[self.algorithm.layout](self)
-        self._whole: dict[tuple[str, ...], ErrorFeedback] = {}  # of all members; theirs are slices of it
-        self._held: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, and what it had
+        self._whole: dict[tuple[str, ...], ErrorFeedback] = {}  # of all members; each member's is a slice
+        self._held: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, saved content
 
     @property
     def is_joint(self) -> bool:
-        """The selection is one in all tensors."""
+        """True: all tensors share one selection."""
         return True
 
     @property
     def thresholds(self) -> Mapping:
-        """Those of the selection."""
+        """The thresholds of the selection."""
         return self.selection.thresholds
 
     def begin(self, now: Round) -> None:
@@ -53,7 +53,7 @@ class SharedIndices(Codec):
         self._put_back()
 
     def end(self) -> None:
-        """End a step that is complete."""
+        """End a complete step."""
         super().end()
         self._put_back()
 
@@ -66,7 +66,7 @@ class SharedIndices(Codec):
         return [bucket]
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
-        """Accumulate; name elements, in a message without values, where the others cannot know them."""
+        """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         whole = self._whole_of(bucket)
         self._hold([name for name, entry in entries.items() if entry.frozen])
         indices = self.selection.indices(whole.residual, bucket, in_training(entries))
@@ -77,7 +77,7 @@ class SharedIndices(Codec):
         ops.pack(indices, torch.zeros(len(indices)), n, k, bucket.message, coding, "none")
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Sum the values of all ranks at what was named, and clear these."""
+        """Sum the values of all ranks at the shared indices, and clear them in the residual."""
         whole, payload = self._whole_of(bucket), bucket.payloads[0]
         if gathered is None:
             indices = self.selection.indices(whole.residual, bucket, {})
@@ -94,7 +94,7 @@ class SharedIndices(Codec):
     def _spread(
         self, bucket: Bucket, indices: torch.Tensor, total: torch.Tensor, entries: Mapping[str, Entry]
     ) -> dict[str, torch.Tensor]:
-        """Return the sums of `entries`: `total` at these elements of the bucket, zeros elsewhere."""
+        """Return the sums of `entries`: `total` at these indices into the bucket, zeros elsewhere."""
         n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in entries]
         if k == 0:
             return {name: place_of(entries[name].gradient).zero_() for name in names}
@@ -107,8 +107,8 @@ class SharedIndices(Codec):
         return sums
 
     def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told) -> tuple:
-        """Return the indices, the sum of all ranks' values there, and None: nothing is left. Sum what is told, too."""
-        values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow
+        """Return the indices, the sums of all ranks' values, and None (no rounding errors); sum `told` (sketches)."""
+        values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
         if told is not None:
             values = torch.cat([values, told.view(-1)])
         self.traffic.count(payload_bytes=4 * len(values))
@@ -121,20 +121,20 @@ class SharedIndices(Codec):
     def _sum_quantized(
         self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told
     ) -> tuple:
-        """Return the indices in another order, the sum of all ranks' values there, and what rounding left of them."""
+        """Return the indices, reordered by group, the sums of all ranks' values, and the rounding errors."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
         if dtype in LOW_BITS:
             order, segments = map(torch.from_numpy, by_group(indices.numpy(), segments))
             indices = indices[order]
         values, places = residual.index_select(0, indices), torch.arange(len(indices))
         sent = ops.quantize(values, dtype, self.algorithm.level, places, segments)
-        k = max(1, len(indices))  # no elements at all: an empty contribution
+        k = max(1, len(indices))  # without elements, an empty payload
         form = ("dense", dtype, segments)
         packed = torch.empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
         ops.pack(places, sent, k, k, packed, *form)
         size = packed.numel()
         if told is not None:
-            row = torch.nn.functional.pad(told[self.now.rank], (0, told.shape[1] % 2))  # messages are of 8 bytes each
+            row = torch.nn.functional.pad(told[self.now.rank], (0, told.shape[1] % 2))  # a multiple of 8 bytes
             packed = torch.cat([packed, row.view(torch.uint8)])
         self.traffic.count(payload_bytes=packed.numel())
         with self.traffic.timed("exchange"):
@@ -146,7 +146,7 @@ class SharedIndices(Codec):
         return indices, total[: len(indices)], values - sent
 
     def _union(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
-        """Return what all ranks named, ascending."""
+        """Return the indices that all ranks selected, ascending."""
         coding = self.algorithm.coding
         located = ops.locate_payloads(gathered, [n], self.now.world_size, coding, "none")
         parts = [
@@ -156,7 +156,7 @@ class SharedIndices(Codec):
         return torch.cat(parts).sort().values
 
     def _hold(self, frozen: Sequence[str]) -> None:
-        """Take the residuals of frozen tensors out of the selection until the step is over."""
+        """Save and zero the buffers of frozen tensors until the end of the step, so that they are not selected."""
         for name in frozen:
             for kind, buffer in self.feedback[name].buffers.items():
                 self._held.append((name, kind, buffer.clone()))
@@ -164,11 +164,11 @@ class SharedIndices(Codec):
 
     def _put_back(self) -> None:
         for name, kind, kept in self._held:
-            self.feedback[name].buffer(kind).add_(kept)  # to what a gradient of 16 bits could not hold of a sum
+            self.feedback[name].buffer(kind).add_(kept)  # added: the buffer may have the excess of a 16-bit sum
         self._held.clear()
 
     def _whole_of(self, bucket: Bucket) -> ErrorFeedback:
-        """Return the error feedback of all members as one; theirs move into it."""
+        """Return the error feedback of all members as one vector; the members' buffers become slices of it."""
         names = tuple(bucket.members)
         if names not in self._whole:
             whole = make_error_feedback(self.algorithm, torch.empty(1).expand(bucket.payloads[0].n), self.device)
@@ -180,9 +180,9 @@ class SharedIndices(Codec):
 
 
 class Selection(abc.ABC):
-    """Which elements a rank names."""
+    """The rule by which a rank selects indices."""
 
-    is_named = True  # whether the others have to be told
+    is_named = True  # whether indices must be sent to the other ranks
     thresholds: Mapping[str, ScaledThreshold | PredictedThreshold] = {}
 
     def __init__(self, codec: SharedIndices):
@@ -190,25 +190,25 @@ class Selection(abc.ABC):
 
     @abc.abstractmethod
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Accumulate the entries; return ascending indices into the residual of the whole model."""
+        """Accumulate the entries; return ascending indices into the whole model's residual."""
 
     def sketches(self, name: str) -> torch.Tensor | None:
-        """Return what is summed with the values of a bucket, or None: float32[ranks, 65], this rank's row, zeros."""
+        """Return sketches to sum with a bucket's values, float32[ranks, 65], zeros but for this rank's row; or None."""
         return None
 
     def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027
-        """Learn from how many elements all ranks named, and from the sum of sketches."""
+        """Update the threshold from the number of indices that all ranks selected and the summed sketches."""
 
 
 class Leader(Selection):
-    """CLT-k: the rank whose turn it is names its k largest, the others none."""
+    """CLT-k: one rank, in turn, selects its k largest elements; the others select none."""
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
         self._hint = ThresholdHint()
 
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Return the k largest, or none."""
+        """Return the indices of the k largest elements, or none."""
         now, k = self._codec.now, bucket.payloads[0].k
         self._codec.accumulate(entries)
         if now.step % now.world_size != now.rank:
@@ -220,7 +220,7 @@ class Leader(Selection):
 
 
 class Partition(Selection):
-    """MiCRO: every rank names what reaches the threshold in the partition whose turn it is."""
+    """MiCRO: each rank selects the elements of its current partition that reach the threshold."""
 
     def __init__(self, codec: SharedIndices):
         super().__init__(codec)
@@ -229,7 +229,7 @@ class Partition(Selection):
         self._sketches: dict[str, torch.Tensor] = {}  # by bucket
 
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Return those of the partition, in one pass over the gradients."""
+        """Return the indices selected in the partition, in one pass over the gradients."""
         if not entries:  # all are frozen
             self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS)
             return torch.empty(0, dtype=torch.int64)
@@ -254,7 +254,7 @@ class Partition(Selection):
         return indices
 
     def sketches(self, name: str) -> torch.Tensor | None:
-        """Return this rank's row, and zeros."""
+        """Return zeros with this rank's sketch in its row."""
         if not self._predicts:
             return None
         now, own = self._codec.now, self._sketches[name]
@@ -264,7 +264,7 @@ class Partition(Selection):
         return rows
 
     def learn(self, name: str, k: int, count: int) -> None:
-        """Learn from the sketches, or scale the threshold."""
+        """Update the threshold: from the sketches, or by scaling it."""
         threshold = self.thresholds["model"]
         if isinstance(threshold, PredictedThreshold):
             threshold.learn(k, self._codec.now.rank, self._sketches.pop(name).numpy())
@@ -273,12 +273,12 @@ class Partition(Selection):
 
 
 class Random(Selection):
-    """Random-k: every rank draws the same elements from the seed and the step, so that none has to be named."""
+    """Random-k: every rank draws the same indices from the seed and the step, so that they need not be sent."""
 
     is_named = False
 
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Return those that all ranks draw."""
+        """Return the indices that all ranks draw."""
         self._codec.accumulate(entries)
         return torch.from_numpy(stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed))
 

@@ -18,22 +18,22 @@ from hvd_sparse.wire import largest_payload
 
 @dataclass
 class Filtered:
-    """The payloads of some members, one after the other."""
+    """The concatenated payloads of the members that take part."""
 
     payloads: torch.Tensor  # uint8[bytes]
     thresholds: list[float]
     counts: list[int]
     offsets: list[int]  # in bytes
-    ratios: list[float]  # of a fit: how many of the sample reached the threshold over how many should
+    ratios: list[float]  # for a fit: sample elements above the threshold over the number there should be
 
     def split(self) -> tuple[torch.Tensor, ...]:
-        """Return the payloads."""
+        """Return the payload of each member."""
         bounds = itertools.pairwise([*self.offsets, self.payloads.numel()])
         return self.payloads.split([end - begin for begin, end in bounds])
 
 
 class Threshold(FixedCount):
-    """What reaches a threshold in each tensor, in buckets that are cut as if exactly k were sent."""
+    """Selects the elements that reach a threshold in each tensor; buckets are planned as if exactly k were sent."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -41,11 +41,11 @@ class Threshold(FixedCount):
         self._thresholds = {
             name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
         }
-        self._own: dict[str, Filtered] = {}  # by bucket: what this rank sends of those that take part
+        self._own: dict[str, Filtered] = {}  # by bucket: this rank's payloads
 
     @property
     def thresholds(self) -> Mapping:
-        """Those that are kept, by tensor."""
+        """The thresholds that persist across steps, by tensor."""
         return self._thresholds
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
@@ -56,7 +56,7 @@ class Threshold(FixedCount):
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
-        """Accumulate and select in the members that take part; pack these, and nothing for the others."""
+        """Accumulate, select and pack the members that take part; add empty payloads for the others."""
         training = in_training(entries)
         if training:
             self._own[bucket.name] = own = self._filter(training)
@@ -70,7 +70,7 @@ class Threshold(FixedCount):
             bucket.message = torch.cat(whole)
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Clear what was sent, and sum the payloads of all ranks, whose sizes stand in them."""
+        """Clear the sent entries, and sum the payloads of all ranks, whose headers have their sizes."""
         training = in_training(entries)
         if training:
             self.clear(bucket, training)
@@ -80,7 +80,7 @@ class Threshold(FixedCount):
         self._sum(gathered, names, places, list(bucket.sums.values()), scale)
 
     def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
-        """Take what was sent out of the error feedback of those that took part."""
+        """Clear the sent entries in the error feedback of the members that took part."""
         own, feedback = self._own.pop(bucket.name), [self.feedback[name] for name in training]
         layout = self._layout_of(training, own)
         ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
@@ -112,13 +112,13 @@ class Threshold(FixedCount):
 
     @property
     def _fit(self) -> dict:
-        """Return how thresholds are fitted, if they are."""
+        """Return the arguments of a fit of thresholds; empty for methods without one."""
         if not isinstance(self.algorithm, SIDCo):
             return {}
         return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + self.now.step}
 
     def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
-        """Do the same tensor by tensor: how much is sent, the host has to know, and waits for it."""
+        """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
         payloads, thresholds, counts = [], [], []
         self.accumulate(entries)
         for name in entries:
@@ -152,7 +152,7 @@ class Threshold(FixedCount):
         return BucketLayout(sizes, [max(1, count) for count in own.counts], self._channels(names))
 
     def _nothing(self, name: str) -> torch.Tensor:
-        """Return the payload of a tensor that takes no part in this step."""
+        """Return the empty payload of a tensor that takes no part in this step."""
         payload = self.payload_of((name,), self.parameters[name].numel(), 1)
         out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
         self._pack_nothing(payload, out)
@@ -163,7 +163,7 @@ class Threshold(FixedCount):
         return largest_payload(n, n, self.algorithm.coding, self.algorithm.values, self._payload(name).segments)
 
     def _sum(self, gathered: torch.Tensor, names: list[str], places: list[int], outs: list[torch.Tensor], scale: float):
-        """Sum the payloads of all ranks for the members at these places."""
+        """Sum the payloads of all ranks for the members at these positions."""
         sizes, form = [self.parameters[name].numel() for name in names], self._form()
         channels, ranks = self._channels(names), self.now.world_size
         if not device.is_asynchronous(self.device):
