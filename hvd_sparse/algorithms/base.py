@@ -106,7 +106,7 @@ class Methods(Generic[Parameters, Compressor]):
 
     @classmethod
     def _build(cls, algorithm: "Algorithm", parameters: Parameters, process_set: Any) -> Compressor:
-        """Return a framework's compressor."""
+        """Return a framework's compressor: the frameworks' classes define it; this base is never built from."""
         raise NotImplementedError
 
     @classmethod

@@ -1,5 +1,6 @@
 """The common part of the compressors for Horovod and DistributedDataParallel: settings, statistics, checkpoints."""
 
+import abc
 import threading
 import warnings
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from hvd_sparse.units import Units, checked_loss_scale
 _checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
 
 
-class Compressor:
+class Compressor(abc.ABC):
     """A compressor with error feedback, for one optimizer: the common part of all host frameworks."""
 
     def __init__(
@@ -213,9 +214,9 @@ class Compressor:
         self._step.begin(self._number, self._units())
         self._under_way, self._finished = True, False
 
+    @abc.abstractmethod
     def _units(self) -> Units:
         """Return the units of the step that begins."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _finish(self) -> None:

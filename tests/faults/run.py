@@ -17,7 +17,7 @@ for folder in (HERE, HERE.parent / "shared", HERE.parent / "parallel", HERE.pare
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
-import scenario  # noqa: E402
+import scenario  # noqa: E402 - the loop above finds it
 
 FILES = ("elastic", "ranks", "mpi", "files", "numbers", "damage")
 

@@ -196,7 +196,7 @@ class Selection(abc.ABC):
         """Return sketches to sum with a bucket's values, float32[ranks, 65], zeros but for this rank's row; or None."""
         return None
 
-    def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027
+    def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027 - a selection without a threshold has nothing to learn
         """Update the threshold from the number of indices that all ranks selected and the summed sketches."""
 
 

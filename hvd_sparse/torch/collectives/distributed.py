@@ -8,6 +8,7 @@ differ they are exchanged first; what follows is started as soon as this process
 waits for one.
 """
 
+import abc
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ class WorkHandle:
         return all(work.is_completed() for work in self._works)
 
 
-class Postponed:
+class Postponed(abc.ABC):
     """A collective whose sizes are exchanged first."""
 
     def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor):
@@ -53,8 +54,9 @@ class Postponed:
         sizes = self._sizes.wait().tolist()
         self._rest = self._follow(self._tensor, sizes)
 
+    @abc.abstractmethod
     def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
-        raise NotImplementedError
+        """Start the collective itself, given all ranks' sizes."""
 
     def wait(self) -> torch.Tensor:
         """Return the result, waiting for it."""

@@ -14,16 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import horovod.torch as hvd
+import numpy as np
+import torch
+from elastic import NUMEL, RANKS, Place
+from injector import Injector
 
-import horovod.torch as hvd  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from elastic import NUMEL, RANKS, Place  # noqa: E402
-from injector import Injector  # noqa: E402
-
-from hvd_sparse.torch import Compression  # noqa: E402
+from hvd_sparse.torch import Compression
 
 STEADY = 3  # batches of each world
 PHASES = ("backward", "compress", "wait", "decompress")

@@ -14,16 +14,14 @@ import threading
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from elastic import NUMEL, RANKS, Place, gradient_of
+from horovod.common.elastic import ObjectState
 
-import horovod.tensorflow as hvd  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from elastic import NUMEL, RANKS, Place, gradient_of  # noqa: E402
-from horovod.common.elastic import ObjectState  # noqa: E402
-
-from hvd_sparse.tensorflow import Compression  # noqa: E402
+from hvd_sparse.tensorflow import Compression
 
 STEADY = 3  # batches of each world
 folder, _, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -13,15 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import numpy as np
+from injector import Injector
+from mpi4py import MPI
 
-import numpy as np  # noqa: E402
-from injector import Injector  # noqa: E402
-from mpi4py import MPI  # noqa: E402
-
-from hvd_sparse.parameter_server import METHODS  # noqa: E402
-from hvd_sparse.parameter_server.session import Session  # noqa: E402
+from hvd_sparse.parameter_server import METHODS
+from hvd_sparse.parameter_server.session import Session
 
 SHAPES, STEPS = {"weight": (60, 50), "bias": (20,)}, 40
 SILENCE, TIMEOUT = 2.0, 25.0  # seconds

@@ -13,15 +13,14 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "shared")]
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "shared"))
 if sys.argv[2] == "tensorflow":
     import tensorflow as tf  # before MPI: after it, MPI_Finalize may take TensorFlow's hwloc for its own, and crash
 
-import numpy as np  # noqa: E402
-from injector import Injector  # noqa: E402
-from mpi4py import MPI  # noqa: E402
+import numpy as np
+from injector import Injector
+from mpi4py import MPI
 
 SIZES, ROWS, STEPS, TIMEOUT = (9, 31, 40, 4), 6, 8, 60.0
 folder, framework, rank = Path(sys.argv[1]), sys.argv[2], MPI.COMM_WORLD.Get_rank()
