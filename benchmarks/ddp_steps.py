@@ -1,5 +1,7 @@
 """A model of given shapes, and its training step, in PyTorch's DistributedDataParallel: torchrun starts the ranks."""
 
+import atexit
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_sparse.torch.ddp import Compression
 
 dist.init_process_group("gloo")
+atexit.register(dist.destroy_process_group)
 torch.set_num_threads(1)
 rank, size = dist.get_rank, dist.get_world_size
 

@@ -162,6 +162,7 @@ def main():
             hidden=args.hidden,
             sequence_length=args.sequence_length,
         )
+    training.finish(args)
 
 
 if __name__ == "__main__":

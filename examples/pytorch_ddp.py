@@ -31,6 +31,11 @@ def init(**options):
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda() else "gloo")
 
 
+def finish():
+    """End torch.distributed: waits for its threads, as Python aborts if one of them frees a tensor while it exits."""
+    dist.destroy_process_group()
+
+
 rank, size = dist.get_rank, dist.get_world_size
 
 

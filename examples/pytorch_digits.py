@@ -99,6 +99,7 @@ def main():
     start = time.perf_counter()
     rows = train(model, optimizer, compression, traffic, data, args)
     digits_data.report("pytorch_digits", rows, traffic, time.perf_counter() - start, args)
+    training.finish(args)
 
 
 if __name__ == "__main__":

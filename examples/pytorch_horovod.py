@@ -3,7 +3,7 @@
 import horovod.torch as hvd
 import torch
 
-init, rank, size, local_rank = hvd.init, hvd.rank, hvd.size, hvd.local_rank
+init, finish, rank, size, local_rank = hvd.init, hvd.shutdown, hvd.rank, hvd.size, hvd.local_rank
 Compression = hvd.Compression
 PLUGIN = "hvd_sparse.torch"
 

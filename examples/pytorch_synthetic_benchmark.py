@@ -89,6 +89,7 @@ def main():
 
     sum_over_ranks = functools.partial(training.sum_over_ranks, args=args)
     synthetic.report("pytorch_synthetic_benchmark", step, traffic, sum_over_ranks, args)
+    training.finish(args)
 
 
 if __name__ == "__main__":

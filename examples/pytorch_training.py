@@ -29,6 +29,11 @@ def start(parser):
     return args
 
 
+def finish(args):
+    """End the host framework; the last call of every rank."""
+    host_of(args).finish()
+
+
 def add_arguments(parser, **defaults):
     """Add the switches that all PyTorch examples share."""
     reporting.add_arguments(parser, **defaults)

@@ -42,6 +42,10 @@ def start():
     torch.manual_seed(0)
 
 
+def pytest_unconfigure():
+    dist.destroy_process_group()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.pluginmanager.register(Job(Distributed, start))

@@ -9,6 +9,8 @@ waits for one.
 """
 
 import abc
+import ctypes
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
@@ -20,8 +22,14 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
 PADDED = 1.25  # times the bytes of all ranks: up to so much, they are padded to the largest, and gathered at once
+LAST = 16  # works that are kept
 
 _subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # ranks: the incarnation, and their group in it
+
+# A gloo thread that frees a tensor while Python exits aborts the process. The last works, which a thread may not have
+# done with, are never freed therefore.
+_last: deque[Any] = deque(maxlen=LAST)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
 
 
 class WorkHandle:
@@ -34,6 +42,7 @@ class WorkHandle:
         """Return the result, waiting for it."""
         for work in self._works:
             work.wait()
+            _last.append(work)
         self._works.clear()
         return self._result if self._origin is None else self._origin.copy_(self._result)
 
