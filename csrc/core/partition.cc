@@ -220,7 +220,10 @@ class Selecting {
           __builtin_prefetch(pieces.back().values);
         }
       }
-      for (const Piece& piece : pieces) sketcher->Add(piece.values, piece.size);
+      std::array<float, kTogether * kSketchRun> together;
+      float* out = together.data();
+      for (const Piece& piece : pieces) out = std::copy_n(piece.values, piece.size, out);
+      sketcher->Add(together.data(), out - together.data());
     }
     return static_cast<double>(size_) / static_cast<double>(wanted * kSketchRun);
   }
