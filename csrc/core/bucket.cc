@@ -129,7 +129,7 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Selection* selection) {
   int64_t size = 0;
   select.k = format.k;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
@@ -142,7 +142,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   int64_t size = 0;
   format.n = part.gradient.size;
   format.k = 1;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
   if (!active) *finite = AllFinite(part.gradient, parallel_for);
   HVD_SPARSE_RETURN_IF_ERROR(
       filter.fit.stages > 0
