@@ -1,11 +1,11 @@
-"""Train a small transformer with Adam on simulated ranks: what sparse gradients cost, and how to pay less.
+"""Train a small transformer with Adam on simulated ranks, to compare ways to use sparse gradients with Adam.
 
     python benchmarks/adamw.py --steps 600 1800 --seeds 0 1 2
 
-A character-level GPT (0.64 M parameters) on the source of Python's standard library. The ranks run one after the other:
-gradients by PyTorch, error feedback as in the papers' equations, exact top-k in each tensor; the density falls to its
-last value over the first 100 steps. Writes results/adamw.json and .md; runs that are there already are kept. The last
-line is one JSON object.
+The model is a character-level GPT (0.64 M parameters) on the source of Python's standard library. The ranks run one
+after the other. PyTorch computes the gradients, error feedback follows the papers' equations, and an exact top-k
+selects in each tensor. The density falls to its final value over the first 100 steps. Writes results/adamw.json and
+.md, and skips runs that the file already has. The last line of output is one JSON object.
 """
 
 import argparse
@@ -33,19 +33,23 @@ from hvd_sparse.wire import top_k_count
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KEYS = ("method", "steps", "seed", "ranks", "lr")
-WARM_UP = 100  # steps of the learning rate and of the density
+WARM_UP = 100  # warm-up of the learning rate and of the density, in steps
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 3, 4, 64, 8
 BETAS, EPS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.99), 1e-8, 0.1, 1.0
-MIN_NUMEL = 1024  # tensors of fewer elements are sent dense
+MIN_NUMEL = 1024  # tensors with fewer elements are sent dense
 
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients reach Adam.
+    """A way to combine sparse gradients with Adam.
 
-    density: what is sent. momentum: of DGC's local velocity. betas: of the optimizer. adam: at the "optimizer", as
-    usual, or at the "ranks" (Efficient-Adam), which send what it makes of their gradients. masks: clear the first
-    moment of what was sent.
+    Args:
+        density: Part of the elements to send.
+        momentum: Momentum of DGC's velocity on each rank.
+        betas: Betas of the optimizer.
+        adam: "optimizer": Adam receives the sum of the sent gradients, as usual. "ranks": each rank applies Adam to its
+            gradients, and sends the updates (Efficient-Adam).
+        masks: Clear the first moment of sent elements.
     """
 
     density: float = 0.01
@@ -102,14 +106,14 @@ class Transformer(torch.nn.Module):
 
 
 class Rank:
-    """One rank's batches and error feedback, a buffer for each parameter."""
+    """One rank's batches, and one error-feedback buffer for each parameter."""
 
     def __init__(self, method: Method, parameters: list[torch.Tensor], batches: Iterator[torch.Tensor]):
         self.method, self.batches, self.step = method, batches, 0
         self.residuals, self.first, self.second = ([torch.zeros(p.numel()) for p in parameters] for _ in range(3))
 
     def accumulate(self, number: int, gradient: torch.Tensor, lr: float) -> torch.Tensor:
-        """Bring a gradient into the error feedback of a parameter; return the residual."""
+        """Add a gradient to the error feedback of a parameter; return the residual."""
         method, residual, first = self.method, self.residuals[number], self.first[number]
         if method.adam == "ranks":
             beta1, beta2 = method.betas
@@ -122,7 +126,7 @@ class Rank:
         return residual.add_(first.mul_(method.momentum).add_(gradient))
 
     def take(self, number: int, k: int) -> torch.Tensor:
-        """Return what is sent of a parameter, zeros elsewhere; clear it."""
+        """Return the selected elements of a residual, with zeros elsewhere; set them to zero in the residual."""
         residual, first = self.residuals[number], self.first[number]
         sent = torch.zeros_like(residual)
         places = torch.from_numpy(native.select_top_k(residual.numpy(), k, self.step)[0])
@@ -134,7 +138,7 @@ class Rank:
 
 
 def windows(text: np.ndarray, rank: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield batches of windows of the text for ever, [batch, length + 1], drawn anew each time."""
+    """Yield random windows of the text without end, [batch, length + 1]."""
     random = np.random.default_rng([seed, rank])
     while True:
         begins = random.integers(0, len(text) - LENGTH - 1, BATCH)
@@ -142,7 +146,7 @@ def windows(text: np.ndarray, rank: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def loss_of(model: torch.nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the next characters, nats."""
+    """Return the cross-entropy of the next characters, in nats."""
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
@@ -155,7 +159,7 @@ def held_out_loss(model: torch.nn.Module, text: np.ndarray) -> float:
 
 
 def train(run: dict) -> dict:
-    """Train a model; return the run with its held-out loss."""
+    """Train a model; return a record of the run with its held-out loss."""
     method, steps = METHODS[run["method"]], run["steps"]
     training, held_out = char_data.load_text()
     torch.manual_seed(run["seed"])
@@ -185,7 +189,7 @@ def train(run: dict) -> dict:
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = (total / len(ranks)).view_as(parameter)
         for group in optimizer.param_groups:
-            if method.adam == "ranks":  # the learning rate is in what they send
+            if method.adam == "ranks":  # the ranks' updates contain the learning rate
                 decay = WEIGHT_DECAY if group is optimizer.param_groups[0] else 0.0
                 torch._foreach_mul_([p.data for p in group["params"]], 1 - lr * decay)
             else:
@@ -195,7 +199,7 @@ def train(run: dict) -> dict:
 
 
 def table(results: list[dict]) -> list[str]:
-    """Return the lines of a Markdown table: a row for each method, a column for each length of a run."""
+    """Return the lines of a Markdown table: one row for each method, one column for each number of steps."""
     lengths = sorted({one["steps"] for one in results})
     lines = ["# Adam", "", "`python benchmarks/adamw.py`; held-out loss, nats; means over seeds, and each seed.", ""]
     lines += ["| method | " + " | ".join(f"{steps} steps" for steps in lengths) + " |", "|---|" + "---|" * len(lengths)]
@@ -211,7 +215,7 @@ def table(results: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Run what is missing; write the table."""
+    """Run what is missing, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, nargs="+", default=[600, 1800])

@@ -1,13 +1,15 @@
-"""Quality of asynchronous methods at many workers, in one process with a decided order of arrivals; writes the tables.
+"""Compare the quality of asynchronous methods with many workers, simulated in one process; write the tables.
 
     make results-asynchronous      or: python benchmarks/asynchronous.py --tasks digits --workers 4 8 --seeds 0 1
 
-Workers are equally fast, but for 20 % at random, so that an update is about as stale as there are other workers. All
-runs of a task make the same number of updates, each of a batch of one worker. The learning rate of each row, a method
-at a number of workers, is the best of one grid, the same for all, with a seed of its own; then come the seeds of the
-table. Momentum is the paper's for a number of workers. Servers, workers and messages are those that run over MPI. Runs
-that the file has are kept, so that a call goes on where another stopped; the last line is one JSON object. The same as
-Table 3 of DGS (Yan et al., 2020), at another size.
+The simulation decides the order in which pushes arrive. Workers have equal speed, with a random variation of 20 %, so
+the staleness of an update is about the number of other workers. All runs of a task make the same number of updates;
+each update is one worker's gradient of one batch. Each row of the table is a method with a number of workers. Its
+learning rate is the best of a grid that is the same for all rows, tuned with a separate seed. The momentum for a number
+of workers is the paper's. Servers, workers and messages are the code that runs over MPI.
+
+Runs that the file already has are skipped, so a call continues an interrupted one. The last line of output is one JSON
+object. The setting is that of Table 3 of DGS (Yan et al., 2020), at another scale.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from convergence import RESULTS, machine
 from tqdm import tqdm
 
 SPARSE = {"density": 0.01, "min_numel": 0}
-METHODS = {  # name: method, its settings; the momentum is added
+METHODS = {  # {name: (method, settings)}; the momentum is added
     "asgd": ("asgd", {}),
     "gd_async": ("gd_async", SPARSE),
     "dgc_async": ("dgc_async", SPARSE),
@@ -31,7 +33,7 @@ METHODS = {  # name: method, its settings; the momentum is added
     "dgs, pull 0.01": ("dgs", {**SPARSE, "pull_density": 0.01}),
     "msgd": ("msgd", {}),
 }
-UPDATES = {"digits": 20_000, "char_lstm": 8_000}  # of all workers together
+UPDATES = {"digits": 20_000, "char_lstm": 8_000}  # number of updates by all workers together
 RATES = [0.005, 0.015, 0.05, 0.15]
 TUNING_SEED = 1000
 KEYS = ("task", "updates", "name", "workers", "momentum", "lr", "seed")
@@ -55,14 +57,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def momentum_of(name: str, workers: int) -> float:
-    """Return the paper's momentum: lower where updates are staler."""
+    """Return the paper's momentum for a number of workers: lower if updates are staler."""
     if name in ("asgd", "gd_async"):
         return 0.0
     return 0.7 if workers <= 8 else 0.45 if workers <= 16 else 0.3
 
 
 def rows_of(args: argparse.Namespace) -> list[dict]:
-    """Return what to tune and train: msgd on one worker, the others on all numbers of them."""
+    """Return the rows to tune and train: msgd with one worker, the others with each number of workers."""
     return [
         {
             "task": task,
@@ -79,7 +81,7 @@ def rows_of(args: argparse.Namespace) -> list[dict]:
 
 
 def train(job: tuple[dict, int]) -> dict:
-    """Train once; return the run with its results."""
+    """Train once; return a record of the run with its results."""
     import torch
     from asynchronous_tasks import TASKS
 
@@ -120,10 +122,10 @@ def train(job: tuple[dict, int]) -> dict:
 
 
 def traffic(simulation) -> dict:
-    """Return what was sent, over what dense updates both ways would have taken, and how stale updates were."""
+    """Return the traffic relative to dense updates in both directions, and the mean staleness."""
     own = [worker.traffic for worker in simulation.workers]
     dense = 4 * simulation.layout.numel * sum(one.pushes for one in own)
-    hello = 4 * simulation.layout.numel * len(own)  # the parameters that each began with
+    hello = 4 * simulation.layout.numel * len(own)  # bytes of the initial parameters of all workers
     stale = simulation.servers[0].statistics.staleness
     return {
         "ratio_up": dense / sum(one.bytes_up for one in own),
@@ -138,7 +140,7 @@ def of(runs: list[dict], row: dict) -> list[dict]:
 
 
 def best_rate(runs: list[dict], row: dict, rates: list[float]) -> float | None:
-    """Return the rate of the tuning run with the lowest loss; None while one is missing."""
+    """Return the learning rate of the tuning run with the lowest loss; None if a tuning run is missing."""
     tried = {run["lr"]: run["loss"] for run in of(runs, {**row, "seed": TUNING_SEED}) if run["lr"] in rates}
     if len(tried) < len(rates):
         return None
@@ -146,7 +148,7 @@ def best_rate(runs: list[dict], row: dict, rates: list[float]) -> float | None:
 
 
 def table(runs: list[dict], task: str, updates: int, rates: list[float]) -> str:
-    """Return a Markdown table of a task: a row for each method and number of workers, over the seeds."""
+    """Return a Markdown table of a task: one row for each method and number of workers, means over the seeds."""
     metric = {"digits": "accuracy, %", "char_lstm": "perplexity"}[task]
     lines = [
         f"| method | workers | momentum | rate | seeds | {metric} | lowest to highest | loss | ratio up | ratio down |",
@@ -186,14 +188,14 @@ def write(runs: list[dict], args: argparse.Namespace) -> str:
 
 
 def made_before(args: argparse.Namespace) -> list[dict]:
-    """Return the runs that a call with this batch has written."""
+    """Return the runs in the file that have this batch size."""
     file = args.out / f"{FILE}.json"
     summary = json.loads(file.read_text()) if file.exists() else {"batch_size": None}
     return summary["runs"] if summary["batch_size"] == args.batch_size else []
 
 
 def run_missing(wanted: list[dict], runs: list[dict], args: argparse.Namespace, end: float, pool) -> None:
-    """Train what is missing until `end`, and write all after each run."""
+    """Train the missing runs until `end`, and write the results after each run."""
     known = [{key: run[key] for key in KEYS} for run in runs]
     jobs = iter([(run, args.batch_size) for run in wanted if run not in known])
     timely = (job for job in jobs if time.monotonic() < end)
@@ -207,7 +209,7 @@ def run_missing(wanted: list[dict], runs: list[dict], args: argparse.Namespace, 
 
 
 def main() -> None:
-    """Tune, then train, what is missing."""
+    """Tune and then train what is missing."""
     args = parse_arguments()
     end, runs = time.monotonic() + args.seconds, made_before(args)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:

@@ -1,4 +1,4 @@
-"""What asynchronous methods are trained on in one process: digits, and the characters of a text."""
+"""The tasks for asynchronous methods in one process: digits, and a character LSTM."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import digits_data
 
 
 class Digits:
-    """Two layers (64, 128, 10) on scikit-learn's digits: small, for many updates of each worker."""
+    """Two layers (64, 128, 10) on scikit-learn's digits: a small model, so that workers can make many updates."""
 
     metric, is_better = "accuracy, %", max
 
@@ -29,7 +29,7 @@ class Digits:
         return torch.nn.functional.cross_entropy(self.model(images), torch.from_numpy(self._labels[batch]))
 
     def evaluate(self) -> tuple[float, float]:
-        """Return the metric and the loss on what was held out."""
+        """Return the metric and the loss on the held-out data."""
         labels = torch.from_numpy(self._test_labels)
         output = self.model(torch.from_numpy(self._test_images))
         accuracy = 100.0 * (output.argmax(1) == labels).double().mean().item()
@@ -37,7 +37,7 @@ class Digits:
 
 
 class Characters(torch.nn.Module):
-    """A character LSTM of 64 cells, 46 k parameters."""
+    """A character LSTM with 64 cells and 46 k parameters."""
 
     def __init__(self):
         super().__init__()
@@ -47,12 +47,12 @@ class Characters(torch.nn.Module):
         self.output = torch.nn.Linear(64, characters)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Return scores of the next character at each place."""
+        """Return the logits of the next character at each position."""
         return self.output(self.lstm(self.embedding(characters))[0])
 
 
 class CharLSTM:
-    """The source of Python's standard library, windows of 32 characters, the state zero at the start of each."""
+    """The source of Python's standard library in windows of 32 characters. Each window starts with a zero state."""
 
     metric, is_better = "perplexity", min
     WINDOW, HELD_OUT = 32, 512  # characters, windows
@@ -70,7 +70,7 @@ class CharLSTM:
         return self._loss(torch.stack([self._training[start : start + self.WINDOW + 1] for start in starts]))
 
     def evaluate(self) -> tuple[float, float]:
-        """Return the metric and the loss on what was held out."""
+        """Return the metric and the loss on the held-out data."""
         loss = self._loss(self._held_out).item()
         return float(np.exp(min(loss, 50.0))), loss
 

@@ -1,12 +1,13 @@
-"""What thresholded activations cost in quality: a click model in one process, its boundaries where stages would end.
+"""Measure how sparse boundaries of pipeline stages affect quality: a click model in one process.
 
     make results-boundaries      or: python benchmarks/boundaries.py --seeds 0 1 2
 
-Clicks are generated (`examples/click_data.py`), the model is like DLRM, the splits are those of "Dynamic Communication
-Thresholding" (section 3.1): one after two layers of the first MLP, another after two layers of the second. All runs of
-a seed see the same batches. Beside tables 1 and 6: how occupancy and thresholds move (figures 5 and 6b), and what does
-not work (appendix C): the gradient cut to its own largest elements, with and without error feedback. Writes
-results/boundaries.{json,md,png}; runs that are there already are kept. Last line: one JSON object.
+The clicks are generated (`examples/click_data.py`), and the model is like DLRM. As in "Dynamic Communication
+Thresholding" (section 3.1), one boundary is after the second layer of the first MLP, another after the second layer of
+the second MLP. All runs of a seed use the same batches. The results correspond to tables 1 and 6, to the curves of
+occupancy and threshold (figures 5 and 6b), and to the variant that fails (appendix C): a gradient reduced to its own
+largest elements, with and without error feedback. Writes results/boundaries.{json,md,png}, and skips runs that the file
+already has. The last line of output is one JSON object.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 SERIES_EVERY = 50  # steps between two points of a curve
-WATCHED = (0.25, 0.1, 0.05)  # densities whose thresholds are watched in the run without boundaries
+WATCHED = (0.25, 0.1, 0.05)  # densities whose thresholds are recorded in the run without boundaries
 
-# name: splits, what is at each of them, density
+# {name: (number of splits, kind of boundary, density)}
 RUNS = {"dense": (0, "topk", 1.0)}
 RUNS |= {f"topk, 1 split, {d:g}": (1, "topk", d) for d in (0.25, 0.1, 0.05, 0.02)}
 RUNS |= {f"topk, 2 splits, {d:g}": (2, "topk", d) for d in (0.25, 0.1, 0.05)}
@@ -38,7 +39,7 @@ RUNS |= {f"topk with feedback, {d:g}": (1, "masked feedback", d) for d in (0.05,
 
 
 class CutGradient(torch.autograd.Function):
-    """Lets activations through, and of their gradient what `cut` returns."""
+    """Passes activations unchanged, and replaces their gradient by the result of `cut`."""
 
     @staticmethod
     def forward(ctx, x, cut):
@@ -48,12 +49,12 @@ class CutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Cut the gradient."""
+        """Return the reduced gradient."""
         return ctx.cut(gradient), None
 
 
 class GradientBoundary(torch.nn.Module):
-    """Appendix C: the gradient is cut to its rows' largest elements; with feedback, what was cut comes next time."""
+    """Appendix C: sends the largest elements of each row of the gradient, with or without error feedback."""
 
     def __init__(self, density, feedback, activations):
         super().__init__()
@@ -63,7 +64,7 @@ class GradientBoundary(torch.nn.Module):
         self.memory = 0.0
 
     def forward(self, x):
-        """Return activations: whole, or where they are large; the gradient is then cut at the same places."""
+        """Return the activations, whole or only the large ones. The gradient is later masked at the same places."""
         if not torch.is_grad_enabled():
             return self.boundary(x) if self.activations else x
         if self.activations:
@@ -72,7 +73,7 @@ class GradientBoundary(torch.nn.Module):
         return CutGradient.apply(x, lambda gradient: self.cut(gradient, None))
 
     def cut(self, gradient, mask):
-        """Return what is kept of gradient and memory; the memory is one of places in the batch."""
+        """Return the selected elements of gradient plus residual. There is a residual for each place in the batch."""
         whole = gradient + self.memory if self.feedback else gradient
         kept = whole * (self.boundary.mask(whole) if mask is None else mask)
         self.memory = whole - kept if self.feedback else 0.0
@@ -91,23 +92,23 @@ def make_boundary(kind, density):
 
 
 def make_network(splits, kind, density, seed):
-    """Return stages and the boundaries between them."""
+    """Return the stages and the boundaries between them."""
     import pytorch_click_model as model
 
-    stages = model.make_stages(3, seed)  # the same parameters whatever the number of splits
+    stages = model.make_stages(3, seed)  # the same parameters with any number of splits
     boundaries = [make_boundary(kind, density) for _ in range(splits)] + [None] * (2 - splits)
     return stages, boundaries
 
 
 def run_network(stages, boundaries, features, categories):
-    """Return logits, and the activations where the splits are, before they are cut."""
+    """Return logits, and the dense activations at the splits."""
     first, _ = stages[0](features, categories)
     second = stages[1](first if boundaries[0] is None else boundaries[0](first), categories)
     return stages[2](second if boundaries[1] is None else boundaries[1](second)), [first, second]
 
 
 def evaluate(network, clicks):
-    """Return cross entropy in nats a click, and accuracy in percent, on the test set."""
+    """Return the cross-entropy in nats per click, and the accuracy in percent, on the test set."""
     stages, boundaries = network
     for module in [*stages, *filter(None, boundaries)]:
         module.eval()
@@ -119,7 +120,7 @@ def evaluate(network, clicks):
 
 
 def watch(boundaries, activations):
-    """Return occupancy and threshold of the boundaries; where there are none, thresholds that top-k would have."""
+    """Return occupancy and threshold of the boundaries; without boundaries, the thresholds that top-k would have."""
     if boundaries[0] is None:
         from hvd_sparse.torch import row_ops as ops
 
@@ -131,7 +132,7 @@ def watch(boundaries, activations):
 
 
 def train(job):
-    """Train once; return the run with its results."""
+    """Train once; return a record of the run with its results."""
     import click_data
 
     run, args = job
@@ -161,7 +162,7 @@ def train(job):
 
 
 def table(results):
-    """Return a Markdown table: means over seeds, and how each seed differs from dense."""
+    """Return a Markdown table: means over seeds, and each seed's difference from dense."""
     lines = [
         "| | train loss | test loss | against dense, % | each seed, % | accuracy, % | occupancy at the end |",
         "|---|---:|---:|---:|---|---:|---|",
@@ -184,7 +185,7 @@ def table(results):
 
 
 def plot(results, path):
-    """Draw occupancy under "laplace" (figure 6b) and the thresholds with and without boundaries (figure 5)."""
+    """Plot the occupancy with "laplace" (figure 6b) and the thresholds with and without boundaries (figure 5)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -210,7 +211,7 @@ def plot(results, path):
 
 
 def points(curve, value):
-    """Return steps and values of a curve."""
+    """Return the steps and values of a curve."""
     return [point["step"] for point in curve], [value(point) for point in curve]
 
 
@@ -226,7 +227,7 @@ def write(results, settings, out):
 
 
 def main():
-    """Run what is missing, and write all of it after each run."""
+    """Run what is missing, and write the results after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")

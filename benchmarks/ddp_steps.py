@@ -1,4 +1,4 @@
-"""A model of given shapes, and its training step, in PyTorch's DistributedDataParallel: torchrun starts the ranks."""
+"""A model with given parameter shapes and its training step with DistributedDataParallel. torchrun starts the ranks."""
 
 import atexit
 
@@ -21,7 +21,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 class Views(torch.nn.Module):
-    """Parameters whose gradients are what is passed back."""
+    """A module whose parameters receive given gradients: the gradient of the output is passed back unchanged."""
 
     def __init__(self, shapes: list[tuple[int, ...]]):
         super().__init__()
@@ -45,7 +45,7 @@ class Model:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
 
     def step(self, gradients: list[torch.Tensor]) -> None:
-        """Make a step with these gradients."""
+        """Take a training step with these gradients."""
         self.optimizer.zero_grad()
         torch.autograd.backward(self.model(), gradients)
         self.optimizer.step()

@@ -1,15 +1,17 @@
-"""Train with a gather, with a reduce-scatter, and with a completed one, on simulated ranks; write the table.
+"""Train with a gather, a reduce-scatter, and a completed reduce-scatter on simulated ranks; write the table.
 
     python benchmarks/exchange_convergence.py --tasks digits char_lstm --ranks 4 8 --seeds 0 1 2
     python benchmarks/exchange_convergence.py --name dgc_ablation --exchanges gather --densities 0.001 \\
         --ranks 4 8 16 32 --methods dgc "dgc, no masking" "dgc, no warm-up" gradient_dropping
 
-The ranks run one after the other: gradients by PyTorch, error feedback as in the papers' equations, in NumPy, regions
-and payloads with the code that a training job runs (`hvd_sparse.reduce_scatter`). One selection in the whole model; the
-density falls to its last value over the first tenth of the steps. `completed` is a reduce-scatter with `complete=True`.
-The second command takes Deep Gradient Compression apart: without momentum factor masking, without warm-up, and without
-momentum correction, which is Gradient Dropping with the momentum in the optimizer. Writes results/NAME.json and .md;
-runs that are there already are kept. The last line is one JSON object.
+The ranks run one after the other. PyTorch computes the gradients, and NumPy the error feedback by the papers'
+equations. Regions and payloads use the code of real training jobs (`hvd_sparse.reduce_scatter`). There is one joint
+selection in the whole model. The density falls to its final value over the first tenth of the steps. `completed` is a
+reduce-scatter with `complete=True`.
+
+The second command is an ablation of Deep Gradient Compression: without momentum factor masking, without warm-up, and
+without momentum correction. The last one is Gradient Dropping with momentum in the optimizer. Writes results/NAME.json
+and .md, and skips runs that the file already has. The last line of output is one JSON object.
 """
 
 import argparse
@@ -46,7 +48,7 @@ Step = Callable[[int], torch.Tensor]
 
 
 class Task(NamedTuple):
-    """What is trained: makes a model, batches, and the metric of a model."""
+    """A training task: it makes a model and batches, and computes the metric of a model."""
 
     build: Callable
     batches: Callable
@@ -58,7 +60,7 @@ class Task(NamedTuple):
 
 
 def digits_batches(rank: int, ranks: int, seed: int) -> Iterator[tuple]:
-    """Yield a rank's batches for ever."""
+    """Yield a rank's batches without end."""
     images, _, labels, _ = digits_data.load()
     random = np.random.default_rng([seed, rank])
     own = np.arange(len(images))[rank::ranks]
@@ -69,7 +71,7 @@ def digits_batches(rank: int, ranks: int, seed: int) -> Iterator[tuple]:
 
 
 def digits_loss(model, batch, state):
-    """Return the loss of a batch; nothing is carried on."""
+    """Return the loss of a batch, and None: there is no state."""
     return F.cross_entropy(model(batch[0]), batch[1]), None
 
 
@@ -82,14 +84,14 @@ def digits_test(model) -> float:
 
 
 def text_batches(rank: int, ranks: int, seed: int) -> Iterator[tuple]:
-    """Yield a rank's windows for ever, from its streams, in reading order."""
+    """Yield consecutive windows of a rank's streams without end."""
     text = torch.from_numpy(char_data.load_text()[0])
     args = argparse.Namespace(batch_size=8, size=ranks, rank=rank, sequence_length=32, device="cpu")
     return pytorch_char_lstm.training_windows(text, args)
 
 
 def text_loss(model, batch, state):
-    """Return the loss of a window, and the state at its end."""
+    """Return the loss of a window, and the LSTM state at its end."""
     inputs, targets, is_start = batch
     output, state = model(inputs, None if is_start else state)
     return F.cross_entropy(output.flatten(0, 1), targets.flatten()), tuple(part.detach() for part in state)
@@ -114,9 +116,9 @@ TASKS = {
 
 
 class Method(NamedTuple):
-    """What a rank does with its gradients; the optimizer has the momentum where the ranks have none."""
+    """The rank's part of a method. If the rank has no momentum, the optimizer has it."""
 
-    momentum: float  # of the local velocity
+    momentum: float  # momentum of the velocity
     masks: bool = True
     warms_up: bool = True
 
@@ -138,33 +140,33 @@ class Rank:
         self.momentum, self.masks, self.batches, self.state = method.momentum, method.masks, batches, None
 
     def accumulate(self, gradient: np.ndarray) -> None:
-        """Momentum correction, DGC section 3.2; without momentum Gradient Dropping."""
+        """Add a gradient to the error feedback, with momentum correction (DGC, section 3.2) if there is momentum."""
         self.velocity = self.momentum * self.velocity + gradient
         self.residual += self.velocity
 
     def clear(self, indices: np.ndarray) -> None:
-        """Take out what was delivered, with its momentum: factor masking, DGC section 3.3."""
+        """Clear residual and velocity at delivered places: momentum factor masking (DGC, section 3.3)."""
         self.residual[indices] = 0.0
         if self.masks:
             self.velocity[indices] = 0.0
 
 
 class Exchanged(NamedTuple):
-    """The sum over ranks at some places, and the bytes that rank 0 received."""
+    """The sum over ranks at the exchanged places, and the bytes that rank 0 received."""
 
     entries: Entries
     received: int
 
 
 def gather(ranks: list[Rank], selected: list[Entries], n: int, k: int) -> Exchanged:
-    """Every rank receives all selections."""
+    """Exchange all selections: every rank receives each of them."""
     for rank, own in zip(ranks, selected, strict=True):
         rank.clear(own.indices)
     return Exchanged(add_in_order(selected), (len(ranks) - 1) * payload_size(n, k))
 
 
 def reduce_scatter(ranks: list[Rank], selected: list[Entries], n: int, k: int, completes: bool = False) -> Exchanged:
-    """Owners of regions add, and keep the largest k / N each."""
+    """Exchange by reduce-scatter: the owner of each region adds the selections, and keeps the k / N largest sums."""
     regions = [Regions(Form(n, k, "run_length", "float32", "mean"), len(ranks), rank) for rank in range(len(ranks))]
     counts = sum(one.count(own) for one, own in zip(regions, selected, strict=True))
     for one in regions:
@@ -187,7 +189,7 @@ def reduce_scatter(ranks: list[Rank], selected: list[Entries], n: int, k: int, c
 
 
 def completed(ranks: list[Rank], selected: list[Entries], n: int, k: int) -> Exchanged:
-    """Then all ranks add their whole residual where owners have kept a sum."""
+    """Exchange by reduce-scatter, then add the residuals of all ranks where owners have kept a sum."""
     return reduce_scatter(ranks, selected, n, k, completes=True)
 
 
@@ -195,7 +197,7 @@ EXCHANGES = {"gather": gather, "reduce_scatter": reduce_scatter, "completed": co
 
 
 def train(run: dict) -> dict:
-    """Train a model; return its metric, the mean bytes that rank 0 received, and the mean of the elements changed."""
+    """Train a model. Return its metric, and means of the bytes that rank 0 received and of the elements changed."""
     (task, loss_of), count = TASKS[run["task"]], run["ranks"]
     torch.manual_seed(run["seed"])
     model = task.build()
@@ -235,16 +237,16 @@ def train(run: dict) -> dict:
 
 
 def sizes(parameters: list[torch.Tensor]) -> list[int]:
-    """Return the elements of each."""
+    """Return the number of elements of each parameter."""
     return [parameter.numel() for parameter in parameters]
 
 
 def gradient_of(model, parameters, rank: Rank, loss_of, clip_norm: float | None, count: int, local: float):
-    """Return a rank's gradient, float32[n]; clipped before it is accumulated (DGC, section 3.2)."""
+    """Return a rank's gradient, float32[n]. It is clipped before the accumulation (DGC, section 3.2)."""
     loss, rank.state = loss_of(model, next(rank.batches), rank.state)
     flat = torch.cat([one.reshape(-1) for one in torch.autograd.grad(loss, parameters)])
     if clip_norm is not None:
-        bound = clip_norm * count**0.5 if local else clip_norm  # the bound is on the reduced gradient: appendix C
+        bound = clip_norm * count**0.5 if local else clip_norm  # it holds for the reduced gradient: appendix C
         flat *= min(1.0, bound / (float(flat.norm()) + 1e-12))
     return flat.numpy()
 
@@ -270,7 +272,7 @@ def table(results: list[dict], command: str) -> list[str]:
 
 
 def asked(args: argparse.Namespace) -> Iterator[tuple]:
-    """Yield the runs: dense once, then all products."""
+    """Yield the runs: dense once, then all combinations of the arguments."""
     for task, ranks in itertools.product(args.tasks, args.ranks):
         yield from ((task, ranks, "dense", "dense", 1.0, seed) for seed in args.seeds)
         for density, method, exchange in itertools.product(args.densities, args.methods, args.exchanges):

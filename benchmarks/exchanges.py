@@ -1,11 +1,12 @@
-"""What a rank receives, and how long it decodes, in a gather and in a reduce-scatter of simulated ranks.
+"""Measure the bytes that a rank receives and its decoding time, with a gather and a reduce-scatter, on simulated ranks.
 
     python benchmarks/exchanges.py [--parameters 25557032] [--density 0.01] [--jobs 2 3 4 8 16]
 
-The ranks run one after the other, with the code that a training job runs (`hvd_sparse.reduce_scatter`, and the core's
-payloads); only the collectives are slices of arrays. Half of every rank's selection is common to all, and it falls
-mostly into a tenth of the elements, as in a model whose layers differ. Beside it what a rank receives in real jobs of a
-small model, under mpirun (`exchanges_job.py`). Writes results/exchanges.json and .md. The last line is one JSON object.
+The ranks run one after the other with the code of real training jobs (`hvd_sparse.reduce_scatter` and the core's
+payloads), but slices of arrays replace the collectives. Half of each rank's selection is common to all ranks. Nine
+tenths of it are in one tenth of the elements, as in a model whose layers differ. A second table has the bytes received
+in real jobs of a small model under mpirun (`exchanges_job.py`). Writes results/exchanges.json and .md. The last line of
+output is one JSON object.
 """
 
 import argparse
@@ -27,7 +28,7 @@ RESULTS = HERE / "results"
 
 
 def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> Entries:
-    """Return one rank's selection: half of it common to all, nine tenths of it in the first tenth of the elements."""
+    """Return one rank's selection: half is common to all ranks, nine tenths are in the first tenth of elements."""
     tenth = max(k, n // 10)
     own = np.unique(np.concatenate([random.integers(0, tenth, k), random.integers(0, n, k // 8)]))
     own = random.permutation(own[~np.isin(own, common, assume_unique=True)])[: k - common.size]
@@ -38,7 +39,7 @@ def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> En
 
 
 def measure(n: int, k: int, ranks: int) -> dict:
-    """Return the figures of one number of ranks: those of rank 0, the most that any rank receives."""
+    """Return the figures for one number of ranks: those of rank 0, and the most bytes that any rank receives."""
     random = np.random.default_rng(0)
     common = np.unique(random.integers(0, max(k, n // 10), k))[: k // 2]
     selected = [drawn(n, k, random, common) for _ in range(ranks)]
@@ -76,7 +77,7 @@ def measure(n: int, k: int, ranks: int) -> dict:
 
 
 def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
-    """Raise unless what was kept are the sums of all ranks, and no larger one was left out of a region."""
+    """Raise an error unless the result has the exact sums over ranks, and each region's largest ones."""
     total = np.zeros(regions.form.n, np.float32)
     for own in selected:
         total[own.indices] += own.values
@@ -91,7 +92,7 @@ def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
 
 
 def decode_all(selected: list[Entries], n: int, k: int) -> float:
-    """Return the seconds to decode and add the payloads of all ranks, one after the other."""
+    """Return the seconds to decode and add the payloads of all ranks."""
     payloads = [native.pack(own.indices, own.values, n, k) for own in selected]
     total = np.zeros(n, np.float32)
     start = perf_counter()
@@ -102,7 +103,7 @@ def decode_all(selected: list[Entries], n: int, k: int) -> float:
 
 
 def run_job(ranks: int) -> dict:
-    """Return what the ranks of a real job receive."""
+    """Return the bytes that the ranks of a real job receive."""
     command = ["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(HERE / "exchanges_job.py")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])

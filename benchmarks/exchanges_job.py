@@ -1,7 +1,9 @@
-"""What a rank of a real job receives in a step, with each exchange: `mpirun -np N python benchmarks/exchanges_job.py`.
+"""Measure the bytes that a rank receives in a step of a real job, with each exchange.
 
-Rank 0 prints one JSON object: for each exchange the bytes of a step that the rank which receives most has received, and
-what its entries would be, times k, if all of it were entries.
+    mpirun -np N python benchmarks/exchanges_job.py
+
+Rank 0 prints one JSON object. For each exchange it has the bytes per step of the rank that receives most, and the same
+divided by the bytes of k entries.
 """
 
 import json
@@ -15,11 +17,11 @@ from mpi4py import MPI
 from hvd_sparse.torch import Compression
 from hvd_sparse.wire import top_k_count
 
-SIZES, DENSITY, STEPS = (200_000, 50_000, 50_000), 0.01, 8  # in a few of the steps, messages are as in a first one
+SIZES, DENSITY, STEPS = (200_000, 50_000, 50_000), 0.01, 8  # some steps have messages as large as the first step's
 
 
 def received(exchange: str) -> float:
-    """Return the bytes that this rank receives in the median step of a small model of that exchange."""
+    """Return the bytes that this rank receives in the median step of a small model with this exchange."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
     named = [(str(place), parameter) for place, parameter in enumerate(parameters)]
     compression = Compression.dgc(named, density=DENSITY, dense_fallback=None, exchange=exchange)

@@ -1,12 +1,12 @@
-"""Time a whole DGC compress on a GPU against the bytes it must move, and against the same work with torch.topk.
+"""Time DGC's compress on a GPU, and compare it with the bytes it must move and with the same work using torch.topk.
 
-Every result is first compared with the operators of the CPU, bit for bit. Times are medians of CUDA events, and what is
-compared is measured in turns in one run. The last line is one JSON object; of its figures
+Before the timing, each result is compared with the CPU operators, bit for bit. Times are medians of CUDA events. Within
+a run, the operations to compare take turns. The last line of output is one JSON object with these ratios:
 
-    compress_over_bytes   compress (accumulate, select, pack, clear), over moving 20 bytes an element (gradient read,
-                          velocity and residual read and written) at the bandwidth of a copy: goal <= 1.5
-    topk_over_compress    the same with torch.topk and torch's own operators, over compress: goal >= 5
-    reduce_over_copy      decoding and adding 8 payloads over copying the gradient; the zeros alone take half a copy
+    compress_over_bytes   compress (accumulate, select, pack, clear) / moving 20 bytes per element (read the gradient,
+                          read and write velocity and residual) at the bandwidth of a copy; goal: <= 1.5
+    topk_over_compress    the same with torch.topk and PyTorch operators / compress; goal: >= 5
+    reduce_over_copy      decoding and adding 8 payloads / copying the gradient; writing zeros alone takes half a copy
 
     make bench-gpu        or: python benchmarks/gpu.py --elements 100000000 --density 0.001
 """
@@ -24,12 +24,12 @@ from hvd_sparse.wire import payload_size, top_k_count
 
 MOMENTUM = 0.9
 RANKS = 8
-BUSY_CYCLES = 4_000_000  # two milliseconds or so
-BYTES_MOVED = 20  # of an element: three float32 read, two written
+BUSY_CYCLES = 4_000_000  # about two milliseconds
+BYTES_MOVED = 20  # per element: three float32 read, two written
 
 
 class Worker:
-    """What one rank does to one tensor of n elements."""
+    """The work of one rank on one tensor of n elements."""
 
     def __init__(self, n: int, k: int, device: str):
         self.n, self.k, self.device = n, k, device
@@ -41,7 +41,7 @@ class Worker:
         self.steps = 0
 
     def compress(self, gradient: torch.Tensor) -> None:
-        """Accumulate, select, pack, and clear what was sent."""
+        """Accumulate, select, pack, and clear the sent elements."""
         lists = ([gradient], [self.residual], [self.velocity])
         options = {
             "factors": [1.0],
@@ -55,7 +55,7 @@ class Worker:
         self.steps += 1
 
     def gather(self) -> None:
-        """Pretend that other ranks sent the same values, each at places of its own."""
+        """Simulate other ranks, which send the same values at other places."""
         indices, values = ops.unpack(self.payload.cpu(), self.n, self.k)
         parts = []
         for rank in range(RANKS):
@@ -71,7 +71,7 @@ class Worker:
 
 
 class PlainWorker:
-    """The same in torch's own operators, with 32-bit indices for a payload."""
+    """The same work with PyTorch operators. Its payload has 32-bit indices."""
 
     def __init__(self, n: int, k: int):
         self.k = k
@@ -89,7 +89,7 @@ class PlainWorker:
 
 
 class Gradients:
-    """Seeded gradients with scales that differ between elements, log-normally, as those of layers do."""
+    """Seeded gradients. The scales of the elements are log-normal, as those of layers are."""
 
     def __init__(self, n: int):
         self.generator = torch.Generator("cuda").manual_seed(0)
@@ -97,12 +97,12 @@ class Gradients:
         self.gradient = torch.empty(n, device="cuda")
 
     def next(self) -> torch.Tensor:
-        """Draw the next step's gradient, where the last one was."""
+        """Draw the next step's gradient into the same buffer."""
         return self.gradient.normal_(generator=self.generator).mul_(self.scale)
 
 
 def check(n: int, density: float, steps: int) -> None:
-    """Compare steps with those of the CPU, bit for bit."""
+    """Compare a few steps with the CPU's, bit for bit."""
     k = top_k_count(n, density)
     source, native, expected = Gradients(n), Worker(n, k, "cuda"), Worker(n, k, "cpu")
     for step in range(steps):
@@ -121,9 +121,10 @@ def check(n: int, density: float, steps: int) -> None:
 
 
 def timed(action, *arguments) -> float:
-    """Return the seconds that the device takes for an action that is enqueued while it still does something else.
+    """Return the device seconds of an action that is enqueued while the device is still busy.
 
-    As in training, where the host runs ahead: launches that it has to wait for are not what is measured.
+    This is the case in training, where the host runs ahead of the device. The time excludes launches that the device
+    would have to wait for.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(BUSY_CYCLES)
@@ -135,7 +136,7 @@ def timed(action, *arguments) -> float:
 
 
 def measure(n: int, k: int, rounds: int, settle: int) -> dict[str, float]:
-    """Return the median seconds of a settled worker's compress, and of what it is compared with."""
+    """Return the median seconds of compress after a few steps, and of the operations it is compared with."""
     source, native, plain, copy = Gradients(n), Worker(n, k, "cuda"), PlainWorker(n, k), torch.empty(n, device="cuda")
     for _ in range(settle):
         native.compress(source.next())

@@ -1,9 +1,10 @@
-"""Hybrid training against dense: the same loss within the spread over seeds, and the bytes on every link.
+"""Compare hybrid training (pipeline and data parallelism) with dense training: the loss over seeds, and bytes per link.
 
     make results-hybrid      or: python benchmarks/hybrid.py --seeds 0 1 2 --steps 2000
 
 Runs `examples/pytorch_dct_hybrid.py` under mpirun: replicas of a click model in stages, as in Tables 1 to 3 of "Dynamic
-Communication Thresholding". Writes results/hybrid.{json,md}; runs that are there already are kept. Last line: JSON.
+Communication Thresholding". Writes results/hybrid.{json,md}, and skips runs that the file already has. The last line of
+output is one JSON object.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from convergence import RESULTS, machine
 from tqdm import tqdm
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pytorch_dct_hybrid.py"
-RUNS = {  # stages, density of activations, density of gradients; two replicas each
+RUNS = {  # {name: (stages, density of activations, density of gradients)}; each has two replicas
     "dense": (2, 1.0, 1.0),
     "activations 0.05": (2, 0.05, 1.0),
     "gradients 0.05": (2, 1.0, 0.05),
@@ -43,7 +44,7 @@ def run(name: str, seed: int, steps: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """Return a Markdown table: a row a setting, means over seeds, and how each seed differs from dense."""
+    """Return a Markdown table: one row for each setting, means over seeds, and each seed's difference from dense."""
     lines = [
         "| | test loss | against dense, % | each seed, % | accuracy, % | ratio forward | backward | replicas |",
         "|---|---:|---:|---|---:|---:|---:|---:|",
@@ -66,7 +67,7 @@ def table(results: list[dict]) -> str:
 
 
 def links(results: list[dict]) -> list[str]:
-    """Return lines of a table of MB sent on every link, of the first seed."""
+    """Return the lines of a table with the MB sent on every link, for the first seed."""
     lines = ["| | stage | replica | forward, MB | backward, MB | to replicas, MB |", "|---|---:|---:|---:|---:|---:|"]
     for one in results:
         if one["seed"] != results[0]["seed"]:
@@ -87,7 +88,7 @@ def write(results: list[dict], steps: int, out: Path) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and write all of it after each run."""
+    """Run what is missing, and write the results after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")

@@ -1,7 +1,7 @@
-"""Time a whole compress against the framework's own top-k on the same work, and against memcpy of the gradient.
+"""Time compress, and compare it with the framework's own top-k on the same work, and with copying the gradient.
 
-Every result is checked against the reference before it is timed. Figures are ratios of medians, measured in turns in
-one run, one thread: absolute times depend on the machine. The last line is one JSON object.
+Before the timing, every result is checked against the reference. The operations take turns in one run on one thread.
+Figures are ratios of medians, because absolute times depend on the machine. The last line of output is one JSON object.
 
     make bench        or: python benchmarks/kernels.py --framework tensorflow --elements 25600000 --density 0.001
 """
@@ -23,7 +23,7 @@ FRAMEWORKS = {"pytorch": "pytorch_worker", "tensorflow": "tensorflow2_worker"}
 
 
 class Gradients:
-    """Seeded gradients with scales that differ between elements, log-normally, as those of layers do."""
+    """Seeded gradients. The scales of the elements are log-normal, as those of layers are."""
 
     def __init__(self, n: int):
         self.generator = np.random.default_rng(0)
@@ -35,7 +35,7 @@ class Gradients:
 
 
 def check(framework, algorithm, n: int = 1_000_003) -> None:
-    """Compare three steps on a smaller tensor with the NumPy reference, and with the framework's top-k."""
+    """Compare three steps of a smaller tensor with the NumPy reference and with the framework's top-k."""
     native, plain = framework.Worker(algorithm, n), framework.Worker(algorithm, n)
     source = Gradients(n)
     for _ in range(3):
@@ -58,10 +58,10 @@ def timed(action, *arguments) -> float:
 
 
 def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str, float]:
-    """Return the median seconds of a settled worker's compress, and of what it is compared with.
+    """Return the median seconds of compress, and of the operations it is compared with.
 
-    They are run in turns, so that the machine's moods fall on all alike; each step has a gradient of its own, and the
-    worker first takes `settle` steps, since a filling residual is not what selection meets in training.
+    The operations take turns, so that disturbances of the machine affect all of them. Each step has a new gradient. The
+    worker first takes `settle` steps, because residuals that still grow are not typical of training.
     """
     source, native, plain = Gradients(n), framework.Worker(algorithm, n), framework.Worker(algorithm, n)
     copy = np.empty(n, np.float32)
@@ -83,12 +83,12 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
 
 
 def ratio(seconds: float, others: float) -> float:
-    """Return the ratio of two times to three digits: more than 0, however much the machine was disturbed."""
+    """Return the ratio of two times, rounded to three digits; at least the smallest positive result."""
     return float(f"{seconds / others:.3g}")
 
 
 def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str, float]:
-    """Return how many times as fast two threads are as one, in turns: at a compress, and at the sums alone in it."""
+    """Return the speed-up of two threads over one, for compress and for its sums alone."""
     source, worker, plain = Gradients(n), framework.Worker(algorithm, n), framework.Worker(algorithm, n)
     work = {"": worker.compress, "sums_": plain.sums}
     seconds: dict[tuple[str, int], list[float]] = {(name, threads): [] for name in work for threads in (1, 2)}
@@ -103,7 +103,7 @@ def measure_threads(framework, algorithm, n: int, rounds: int, settle: int) -> d
 
 
 def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return bits an index, and the median seconds of packing and of unpacking, of each coding of positions."""
+    """Return for each coding of positions the bits per index, and the median seconds of packing and unpacking."""
     generator, result = np.random.default_rng(1), {}
     indices = np.sort(generator.choice(n, k, replace=False))
     values = generator.standard_normal(k, np.float32)

@@ -1,11 +1,11 @@
-"""Time DCT's steps that take a threshold anew against those that keep it, at several life-spans, and dense steps.
+"""Time DCT's steps that compute new thresholds, and steps that keep them, for several life-spans; and dense steps.
 
     make bench-lifespan        or: mpirun -np 2 python benchmarks/lifespan.py --lifespans 1 100 1000
 
-A sort in every step is what made DCT slower than dense training in the paper. A model of `--tensors` tensors of
-`--elements` float32 is trained on drawn gradients through Horovod; `select` is what the compressor takes of a step
-before anything is exchanged, `whole` includes backward, exchange and optimizer. Steps of all life-spans are timed in
-turns, in one run; times are medians, ratios are to the dense step. The last line is one JSON object.
+In the paper, a sort in every step made DCT slower than dense training. This benchmark trains a model of `--tensors`
+tensors with `--elements` float32 elements on random gradients through Horovod. `select` is the compressor's time before
+the exchange; `whole` includes backward, exchange and optimizer. The life-spans take turns in one run. Times are
+medians, and ratios are to the dense step. The last line of output is one JSON object.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from hvd_sparse.torch import Compression
 
 
 class Run:
-    """A model with one compressor, and the seconds of its steps, with and without a refresh."""
+    """A model with one compressor, and the seconds of its steps with and without new thresholds."""
 
     def __init__(self, lifespan: int | None, args: argparse.Namespace):
         self.lifespan, self.args = lifespan, args
@@ -39,7 +39,7 @@ class Run:
         self.steps: list[dict] = []
 
     def step(self, gradients: list[torch.Tensor]) -> None:
-        """Make a step, and note what it took."""
+        """Take a step and record its time."""
         start = perf_counter()
         self.optimizer.zero_grad()
         pairs = zip(self.parameters.values(), gradients, strict=True)
@@ -55,7 +55,7 @@ class Run:
         self.steps.append(row)
 
     def check(self) -> None:
-        """Every threshold is taken in the first step: what is sent is exactly k of each tensor."""
+        """Check that the first step, which computes all thresholds, sends exactly k elements of each tensor."""
         if self.compression is not None:
             k = max(1, round(self.args.density * self.args.elements))
             expected = k / self.args.elements
@@ -65,7 +65,7 @@ class Run:
                 )
 
     def summary(self, dense: float) -> dict:
-        """Return medians in ms after the first steps, and ratios to a dense step."""
+        """Return medians in ms, without the first steps, and ratios to a dense step."""
         steps = self.steps[self.args.settle :]
         kinds = {
             "refresh": [row for row in steps if row["refreshed"]],
@@ -81,7 +81,7 @@ class Run:
 
 
 def main() -> None:
-    """Train with each life-span in turns; print a table and a JSON line."""
+    """Train with the life-spans in turns; print a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lifespans", type=int, nargs="+", default=[1, 100, 1000])
     parser.add_argument("--tensors", type=int, default=16)

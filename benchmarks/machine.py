@@ -1,4 +1,4 @@
-"""On what a benchmark ran."""
+"""Describes the machine and the versions that a benchmark ran with."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Return the number of cores, the processor as far as the system tells it, and versions, in words."""
+    """Return the number of cores, the processor's name if the system knows it, and versions, as text."""
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,11 +1,11 @@
-"""What MiCRO's selection and its steps cost against exact top-k, and how its density follows the target.
+"""Compare the cost of MiCRO's selection and steps with exact top-k, and its actual density with the target.
 
     make bench-micro        or: python benchmarks/micro.py --output benchmarks/results/micro.md
 
-Selection: what a rank of N does beyond accumulating, in one process, in CPU time; the other ranks are taken to be
-alike. Whole steps: of ResNet-50's tensors, beside `topk` and `dgc`, in turns, in one run. Density: of 4 ranks, whose
-gradients become ten times smaller in one step, with the authors' controller beside. All figures of a row are of one
-run, and ratios: milliseconds depend on the machine.
+Selection: the CPU time of one of N ranks beyond accumulation, in one process; the other ranks are assumed to have equal
+residuals. Whole steps: ResNet-50's tensors, in turns with `topk` and `dgc` in one run. Density: 4 ranks whose gradients
+become ten times smaller at one step, in comparison with the authors' controller. The figures of a row are from one run.
+Look at the ratios: milliseconds depend on the machine.
 """
 
 import argparse
@@ -36,14 +36,14 @@ METHODS = {
 
 
 class Rank:
-    """The last of `ranks` simulated ranks: the others have the residual that it has."""
+    """The last of `ranks` simulated ranks. The others are assumed to have the same residual."""
 
     def __init__(self, n: int, ranks: int):
         self.residual, self.threshold = torch.zeros(n), PredictedThreshold()
         self.ranks, self.k, self.step = ranks, round(DENSITY * n), 0
 
     def select(self, gradient: torch.Tensor) -> float:
-        """Take a step; return the seconds of accumulating and selecting."""
+        """Take a step; return the seconds of accumulation and selection."""
         n, last = len(gradient), self.ranks - 1
         begin, end = partition(self.step, last, self.ranks, n)
         start = process_time()
@@ -62,7 +62,7 @@ class Rank:
         )
         seconds = process_time() - start
         bar, sketches = min(bar, reached.item()), []
-        for rank in range(last):  # what they count in theirs is what this rank has there
+        for rank in range(last):  # the other ranks' counts equal this rank's counts in their partitions
             others = self.residual[slice(*partition(self.step, rank, self.ranks, n))].numpy()
             sketches.append(make_sketch(others, bar, None, sketch_sample(len(others), self.k), self.step))
         start = process_time()
@@ -75,7 +75,7 @@ class Rank:
 
 
 def measure_selection(n: int, rounds: int, settle: int) -> list[str]:
-    """Return rows of a table: exact top-k, and what MiCRO's selection costs beside it."""
+    """Return the rows of a table: the cost of exact top-k, and of MiCRO's selection."""
     generator = np.random.default_rng(0)
     scale = np.exp(generator.standard_normal(n // 1000, np.float32)).repeat(1000)
     pool = torch.from_numpy(generator.standard_normal(n + 997, np.float32))
@@ -108,7 +108,7 @@ def measure_selection(n: int, rounds: int, settle: int) -> list[str]:
 
 
 def measure_steps(framework_name: str, rounds: int, settle: int) -> dict:
-    """Return the seconds of whole steps of every method; all ranks call it."""
+    """Return the seconds of whole steps of every method. All ranks must call it."""
     steps = importlib.import_module("steps")
     framework = importlib.import_module(steps.FRAMEWORKS[framework_name])
     settings = argparse.Namespace(rounds=rounds, settle=settle)
@@ -117,7 +117,7 @@ def measure_steps(framework_name: str, rounds: int, settle: int) -> dict:
 
 
 def trace() -> dict:
-    """Return the density over the target, of both controllers; all ranks call it."""
+    """Return the density divided by the target, for both controllers. All ranks must call it."""
     steps = importlib.import_module("pytorch_steps")
     n, made = 1_000_000, {}
     generator = torch.Generator().manual_seed(steps.rank())
@@ -139,14 +139,14 @@ def trace() -> dict:
 
 
 def run_job(ranks: int, *arguments: str) -> dict:
-    """Run this script on several ranks; return what rank 0 printed last."""
+    """Run this script on several ranks; return the last line that rank 0 prints."""
     command = ["mpirun", "-np", str(ranks), sys.executable, __file__, *arguments]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.strip().splitlines()[-1])
 
 
 def write_report(args) -> str:
-    """Measure everything; return the page."""
+    """Measure everything; return the report as Markdown."""
     lines = [
         "# MiCRO: what selection costs",
         "",
@@ -188,7 +188,7 @@ def write_report(args) -> str:
 
 
 def main() -> None:
-    """Print the page, or be a rank of one of its jobs."""
+    """Print the report, or run one rank of a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the page, too")
     parser.add_argument("--frameworks", nargs="+", choices=("pytorch", "tensorflow"), default=["pytorch", "tensorflow"])

@@ -1,4 +1,4 @@
-"""A model of given shapes, and its training step, in PyTorch."""
+"""A model with given parameter shapes and its training step in PyTorch with Horovod."""
 
 import horovod.torch as hvd
 import numpy as np
@@ -32,7 +32,7 @@ class Model:
         self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
 
     def step(self, gradients: list[torch.Tensor]) -> None:
-        """Make a step with these gradients."""
+        """Take a training step with these gradients."""
         self.optimizer.zero_grad()
         torch.autograd.backward([parameter.view_as(parameter) for parameter in self.parameters], gradients)
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""What one rank does to one tensor in one step, in PyTorch: natively, and with torch.topk in its place."""
+"""One rank's compression of one tensor in a step, in PyTorch: with the native operators, and with torch.topk."""
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.units import Units
 from hvd_sparse.wire import payload_size, top_k_count
 
-CAN_CHANGE_THREADS = True  # at any time
+CAN_CHANGE_THREADS = True  # the number of threads can change at any time
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many threads."""
+    """Compute with this number of threads."""
     torch.set_num_threads(count)
 
 
@@ -27,7 +27,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def pack(indices: np.ndarray, values: np.ndarray, n: int, coding: str) -> torch.Tensor:
-    """Return the payload of k of n entries."""
+    """Return a payload of k of n elements."""
     out = torch.empty(payload_size(n, len(indices), coding), dtype=torch.uint8)
     ops.pack(torch.from_numpy(indices), torch.from_numpy(values), n, len(indices), out, coding)
     return out
@@ -39,7 +39,7 @@ def unpack(payload: torch.Tensor, n: int, k: int, coding: str) -> np.ndarray:
 
 
 class Worker:
-    """Accumulate, select, pack, clear; what is not finite is found on the way."""
+    """Accumulates, selects, packs and clears; detects gradients that are not finite."""
 
     def __init__(self, algorithm, n: int):
         self.momentum = algorithm.local_momentum
@@ -50,7 +50,7 @@ class Worker:
         self.out = torch.empty(n)
 
     def compress(self, gradient: torch.Tensor) -> None:
-        """Do it as `hvd_sparse.torch` does."""
+        """Compress like `hvd_sparse.torch`."""
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
         layout = BucketLayout([self.n], [self.k])
         options = {"layout": layout, "factors": [1.0], "hints": self.hints, **self.memory.rule()}
@@ -61,7 +61,7 @@ class Worker:
         ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
-        """Do the same work with PyTorch alone, and 32-bit indices for a payload."""
+        """Do the same work with PyTorch operators. The payload has 32-bit indices."""
         if not torch.isfinite(gradient).all():
             raise ValueError("the benchmark's gradient is finite")
         self.sums(gradient)
@@ -71,7 +71,7 @@ class Worker:
         self.memory.clear(indices, None)
 
     def sums(self, gradient: torch.Tensor) -> None:
-        """Only add what a compress adds, with PyTorch alone."""
+        """Do only the additions of a compress, with PyTorch operators."""
         update = self.memory.velocity.mul_(self.momentum).add_(gradient) if self.momentum else gradient
         self.memory.residual.add_(update)
 
@@ -80,14 +80,14 @@ class Worker:
         self.memory.accumulate(gradient, 1.0, Units(1))
 
     def reduce(self, ranks: int) -> None:
-        """Decode and add the payloads of so many ranks, each with places of its own."""
+        """Decode and add the payloads of several ranks. Each rank has different places."""
         if not hasattr(self, "gathered"):
             draws = [draw_entries(self.n, self.k, rank) for rank in range(ranks)]
             self.gathered = torch.stack([pack(*drawn, self.n, "run_length") for drawn in draws])
         ops.reduce_payloads(self.gathered, 0, self.n, self.k, self.out)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return payload, what was selected with torch.topk, and residual, as far as there is one."""
+        """Return the payload, the selection by torch.topk, and the residual, if they exist."""
         plain = getattr(self, "plain", (torch.empty(0), torch.empty(0)))
         return {
             "payload": self.bytes.numpy(),
@@ -98,7 +98,7 @@ class Worker:
 
 
 class Codec:
-    """What a rank compresses of tensors of given shapes, bucket by bucket."""
+    """Compresses tensors of given shapes, bucket by bucket, like one rank."""
 
     def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
         named = [(f"{i:03}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
@@ -107,10 +107,10 @@ class Codec:
         self.codec = CODECS[algorithm.layout](algorithm, parameters, feedback, None, self, device)
         self.names, self.density, self.step = [name for name, _ in named], algorithm.schedule.density(0), 0
         self.buckets = None
-        self.sent = 0  # elements, in the last step
+        self.sent = 0  # elements sent in the last step
 
     def count(self, sent: int) -> None:
-        """Count as `hvd_sparse.traffic.Traffic` does."""
+        """Count like `hvd_sparse.traffic.Traffic`."""
         self.sent += sent
 
     def compress(self, gradients: list[torch.Tensor]) -> None:

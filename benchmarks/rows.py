@@ -1,12 +1,12 @@
-"""Time selection in the rows of a matrix, and the payload of what it keeps, against torch.topk on the same work.
+"""Time the selection in rows of a matrix and its payload, and compare them with torch.topk on the same work.
 
-Every result is checked against the reference, and against torch.topk, before it is timed. Figures are ratios of
-medians, measured in turns in one run, one thread. The last line is one JSON object; of its figures
+Before the timing, every result is checked against the reference and against torch.topk. The operations take turns in
+one run on one thread, and figures are ratios of medians. The last line of output is one JSON object with these ratios:
 
-    select_pack_over_topk  mask and payload, over torch.topk(x.abs(), k, dim=1) and a gather of values: goal <= 0.2
-    select_over_topk       the mask alone, over the same
+    select_pack_over_topk  mask and payload / torch.topk(x.abs(), k, dim=1) and a gather of values; goal: <= 0.2
+    select_over_topk       mask only / the same
     select_over_copy, laplace_over_copy, filter_over_copy, pack_over_copy, unpack_over_copy
-                           each over a copy of the matrix
+                           each operation / a copy of the matrix
 
     make bench-rows        or: python benchmarks/rows.py --rows 512 --columns 4096 --density 0.05
 """
@@ -26,7 +26,7 @@ from hvd_sparse.wire import top_k_count
 
 
 class Activations:
-    """Seeded matrices, each row of a scale of its own, log-normally, as samples' activations are."""
+    """Seeded matrices. The scales of the rows are log-normal, as activations of different samples are."""
 
     def __init__(self, rows: int, columns: int):
         self.generator = np.random.default_rng(0)
@@ -39,19 +39,19 @@ class Activations:
 
 
 def with_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns and values of the k largest of each row, as PyTorch finds them."""
+    """Return the columns and values of the k largest elements of each row, with torch.topk."""
     columns = torch.topk(values.abs(), k, dim=1).indices
     return columns, values.gather(1, columns)
 
 
 def select_and_pack(values: torch.Tensor, k: int, seed: int) -> np.ndarray:
-    """Return the payload of the k largest of each row."""
+    """Return the payload of the k largest elements of each row."""
     mask, _ = row_ops.select_top_k_rows(values, k, seed)
     return native_rows.pack_rows(values.numpy(), mask.numpy())
 
 
 def check(columns: int, k: int) -> None:
-    """Compare a small matrix with the NumPy reference, and with PyTorch's top-k."""
+    """Compare a small matrix with the NumPy reference and with torch.topk."""
     values = Activations(20, columns).next()
     mask, thresholds = row_ops.select_top_k_rows(values, k, 7)
     expected, bars = reference.select_top_k_rows(values.numpy(), k, 7)
@@ -78,7 +78,7 @@ def timed(action, *arguments) -> float:
 
 
 def measure(rows: int, columns: int, k: int, density: float, rounds: int) -> dict[str, float]:
-    """Return the median seconds of each step and of what it is compared with, run in turns."""
+    """Return the median seconds of each operation and of its comparison, measured in turns."""
     source, copy = Activations(rows, columns), torch.empty(rows, columns)
     names = ("topk", "select_pack", "select", "laplace", "filter", "pack", "unpack", "copy")
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,10 +1,10 @@
-"""What a push costs a parameter server, without any network, over passes over all elements: `make bench-server`.
+"""Measure the cost of a push at a parameter server, without a network: `make bench-server`.
 
-Workers push in turn, each a payload of density 0.01 at places of its own, and get what has changed since their last
-push: all of it, and with a pull density the largest differences. Beside the server runs one whose tracker looks at all
-elements, in NumPy, as it was done before; their answers must be equal byte for byte. Seconds are those of the thread
-on a core. Of several servers one is timed, which holds its part. The last line is one JSON object; `answers` is a
-checksum of all answers, the same on every machine.
+Workers push in turn. Each push is a payload of density 0.01 at random places, and the answer has all elements that
+changed since the worker's last push, or with a pull density the largest differences. The comparison is a server whose
+tracker passes over all elements in NumPy, as an earlier version did. The answers of both must be equal, byte for byte.
+Seconds are CPU time of the thread. With several servers, one is timed with its shard. The last line of output is one
+JSON object. Its `answers` is a checksum of all answers, which is the same on every machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from hvd_sparse.parameter_server.server import Server, introduction
 from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of, select
 from hvd_sparse.wire import top_k_count
 
-DRAWN = 8  # different pushes
+DRAWN = 8  # number of different pushes
 
 
 class PassOverAll:
@@ -37,17 +37,17 @@ class PassOverAll:
         self._groups, self._segments = groups_of(pieces, 0, method), segments_of(pieces, 0)
 
     def join(self, worker: int) -> None:
-        """Begin a mirror."""
+        """Create a worker's mirror."""
         self._mirrors[worker] = self._parameters.copy() if self._method.is_mirrored else None
 
     def apply(self, update: Update, clock: int) -> None:
-        """Subtract an update, and note when."""
+        """Subtract an update, and record its clock."""
         self._parameters[update.at] -= update.values
         if not self._method.is_mirrored:
             self._changed[update.at] = clock
 
     def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
-        """Return k and a frame with a payload."""
+        """Return k and a message with the payload."""
         if self._method.is_mirrored:
             difference = self._parameters - self._mirrors[worker]
             chosen = select(difference, self._groups, self._method.pull_density)
@@ -63,7 +63,7 @@ class PassOverAll:
 
 
 class Pushes:
-    """Messages of workers to a server of n elements and to its twin, and the clocks that they have seen."""
+    """The pushes of workers to a server of n elements and to the comparison server, and the workers' clocks."""
 
     def __init__(self, method: Method, n: int, density: float, workers: int):
         layout = ParameterLayout({"weight": (n,)}, method.min_numel)
@@ -81,7 +81,7 @@ class Pushes:
                 server.handle(protocol.encode(Message(Kind.HELLO, worker, 1, body=text)), worker)
 
     def push(self, worker: int) -> list[float]:
-        """Let a worker push; return the seconds that each server took."""
+        """Let a worker push; return the seconds of each server."""
         self.sequences[worker] += 1
         k, body = self.bodies[(worker + self.sequences[worker]) % DRAWN]
         place = (worker, 1, self.sequences[worker], self.clocks[worker], k)
@@ -101,7 +101,7 @@ class Pushes:
 
 
 def measure(args: argparse.Namespace, pull_density: float | None, servers: int, workers: int) -> dict:
-    """Time pushes; return a row."""
+    """Time pushes; return a row of the table."""
     method = METHODS["dgs"](density=args.density, pull_density=pull_density)
     pushes = Pushes(method, args.parameters // servers, args.density, workers)
     warm = 2 * workers

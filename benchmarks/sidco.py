@@ -1,11 +1,11 @@
-"""What SIDCo's compress costs over Gradient Dropping's, which sends as much: what fitting a threshold costs.
+"""Measure the cost of fitting a threshold: SIDCo's compress, compared with Gradient Dropping at the same density.
 
     make bench-sidco        or: python benchmarks/sidco.py --output benchmarks/results/sidco.md
 
-One rank, one thread, of one tensor of 25.6 M elements and of ResNet-50's 161 tensors, at two densities: accumulate, fit
-or guess a threshold, select, pack, clear, as the codecs of `hvd_sparse` do; the sum over ranks is left out. All methods
-take the same gradients in turns, in one run: ratios of medians of the CPU time of the process. Milliseconds depend on
-the machine.
+One rank and one thread compress one tensor of 25.6 M elements, and ResNet-50's 161 tensors, at two densities. A
+compress is what the codecs of `hvd_sparse` do: accumulate, find the threshold, select, pack, clear; without the sum
+over ranks. All methods take the same gradients in turns in one run. Figures are ratios of medians of the process's CPU
+time. Milliseconds depend on the machine.
 """
 
 import argparse
@@ -36,7 +36,7 @@ METHODS = {
 
 
 def gradients(shapes: list[tuple[int, ...]]):
-    """Draw each step's gradients, in turn: a scale of its own for each element, as for those of layers."""
+    """Yield each step's gradients. The scales of the elements are log-normal, as those of layers are."""
     generator = np.random.default_rng(0)
     scales = [np.exp(generator.standard_normal(shape, np.float32)) for shape in shapes]
     while True:
@@ -44,9 +44,9 @@ def gradients(shapes: list[tuple[int, ...]]):
 
 
 def measure(framework, shapes: list[tuple[int, ...]], density: float, rounds: int, settle: int) -> dict[str, float]:
-    """Return the median CPU seconds of a settled compress of each method, and how many it sent over how many to send.
+    """Return each method's median CPU seconds of a compress after a few steps, and its sent number of elements over k.
 
-    They are run in turns, so that the machine's moods fall on all alike.
+    The methods take turns, so that disturbances of the machine affect all of them.
     """
     codecs = {name: framework.Codec(method(density), shapes) for name, method in METHODS.items()}
     seconds, sent = ({name: [] for name in codecs} for _ in range(2))
@@ -64,7 +64,7 @@ def measure(framework, shapes: list[tuple[int, ...]], density: float, rounds: in
 
 
 def run_job(framework: str, shapes: str, density: float, args) -> dict[str, float]:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     options = {"job": shapes, "frameworks": framework, "densities": density, "rounds": args.rounds}
     command = [sys.executable, __file__, "--settle", str(args.settle)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -73,7 +73,7 @@ def run_job(framework: str, shapes: str, density: float, args) -> dict[str, floa
 
 
 def write_report(args) -> str:
-    """Measure everything; return the page."""
+    """Measure everything; return the report as Markdown."""
     lines = [
         "# SIDCo: what fitting a threshold costs",
         "",
@@ -97,7 +97,7 @@ def write_report(args) -> str:
 
 
 def main() -> None:
-    """Print the page, or one measurement."""
+    """Print the report, or one measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the page, too")
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))

@@ -1,12 +1,12 @@
-"""Time whole training steps, compressed and dense, of models of many tensors, where no slow network is to be spared.
+"""Time whole training steps, compressed and dense, of models with many tensors on one host.
 
     make bench-steps        or: mpirun -np 2 python benchmarks/steps.py --framework tensorflow
     torchrun --nproc-per-node 2 benchmarks/steps.py --framework ddp
 
-A step is backward (of a sum of products, which costs next to nothing), exchange and optimizer. `many` has 160 tensors
-of 20,000 elements, `resnet50` the 161 of that network. Dense and compressed steps are taken in turns, in one run, by
-two ranks on one machine: what compression saves is not measured here, only what it costs. The last line is one JSON
-object, `step_over_dense` for each.
+A step is backward (of a sum of products, which costs almost nothing), exchange and optimizer. `many` has 160 tensors of
+20,000 elements, `resnet50` has the 161 tensors of that network. Two ranks on one host take dense and compressed steps
+in turns in one run, so the difference is the cost of compression, without a gain on a network. The last line of output
+is one JSON object with `step_over_dense` for each method.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FRAMEWORKS = {"pytorch": "pytorch_steps", "tensorflow": "tensorflow2_steps", "dd
 
 
 def resnet50() -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50's parameters, as PyTorch orders them: 161 tensors, 25,557,032 elements."""
+    """Return the shapes of ResNet-50's parameters in PyTorch's order: 161 tensors, 25,557,032 elements."""
     shapes = [(64, 3, 7, 7), (64,), (64,)]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -38,7 +38,7 @@ MODELS = {"many": [(20_000,)] * 160, "resnet50": resnet50()}
 
 
 def measure(framework, shapes: list[tuple[int, ...]], methods: dict[str, dict], args) -> dict[str, float]:
-    """Return the median seconds of a step of each method, taken in turns."""
+    """Return the median seconds of a step of each method, measured in turns."""
     rng = np.random.default_rng(framework.rank())
     pool = rng.standard_normal(max(int(np.prod(shape)) for shape in shapes) + 997, np.float32)
     models = {name: framework.Model(name, shapes, method) for name, method in methods.items()}
@@ -47,7 +47,7 @@ def measure(framework, shapes: list[tuple[int, ...]], methods: dict[str, dict], 
         starts = [(step * 31 + i * 7) % 997 for i in range(len(shapes))]
         parts = [pool[at : at + int(np.prod(s))].reshape(s) for at, s in zip(starts, shapes, strict=True)]
         for name, model in models.items():
-            gradients = [framework.as_tensor(part.copy()) for part in parts]  # a step may write into them
+            gradients = [framework.as_tensor(part.copy()) for part in parts]  # copies, as a step may write to them
             start = perf_counter()
             model.step(gradients)
             if step >= args.settle:

@@ -1,4 +1,4 @@
-"""What a rank of benchmarks/stragglers.py does: mpirun -np RANKS python benchmarks/straggler_worker.py MODE SECONDS."""
+"""One rank of benchmarks/stragglers.py: mpirun -np RANKS python benchmarks/straggler_worker.py MODE SECONDS."""
 
 import json
 import sys
@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-STEP, SLOWER = 0.04, 5.0  # seconds of a gradient on a good machine, and how much slower the last worker is
+STEP, SLOWER = 0.04, 5.0  # seconds per gradient, and the slow worker's factor
 SHAPES = {"body": (300, 300), "head": (300, 30)}
 
 
 def compute(parameters, random, is_slow):
-    """Give all parameters a gradient; take as long as a forward and a backward pass would, without a core for it."""
+    """Give each parameter a gradient. Sleep for the time of a forward and backward pass, so that it needs no core."""
     end = time.perf_counter() + STEP * (SLOWER if is_slow else 1.0)
     for parameter in parameters:
         parameter.grad = torch.from_numpy(random.random(parameter.shape, np.float32) - np.float32(0.5))
@@ -21,7 +21,7 @@ def compute(parameters, random, is_slow):
 
 
 def asynchronous(name, parameters, random, seconds):
-    """Train with a server on the last rank; return the updates a second of all workers, on worker 0."""
+    """Train with a server on the last rank; return on worker 0 the updates per second of all workers."""
     from hvd_sparse.torch.asynchronous import METHODS, connect
 
     settings = {"pull_density": 0.01} if name != "asgd" else {}
@@ -41,7 +41,7 @@ def asynchronous(name, parameters, random, seconds):
 
 
 def synchronous(name, parameters, random, seconds):
-    """Train with Horovod, without the rank that would serve; return the batches a second of all, on rank 0."""
+    """Train with Horovod on all ranks but the last; return on rank 0 the batches per second of all ranks."""
     import horovod.torch as hvd
 
     from hvd_sparse.torch import Compression
@@ -55,7 +55,7 @@ def synchronous(name, parameters, random, seconds):
         torch.optim.SGD(parameters.values(), lr=1e-3), parameters.items(), compression=compression
     )
     steps, start = max(1, round(seconds / (STEP * SLOWER))), time.perf_counter()
-    for _ in range(steps):  # as many on every rank
+    for _ in range(steps):  # the same number on every rank
         compute(parameters.values(), random, hvd.rank() == hvd.size() - 1)
         loss = sum((parameter * parameter.grad).sum() for parameter in parameters.values())
         optimizer.zero_grad()
@@ -65,7 +65,7 @@ def synchronous(name, parameters, random, seconds):
 
 
 def main() -> None:
-    """Run one mode; the rank that knows prints the batches a second."""
+    """Run one mode. The rank that knows the result prints the batches per second."""
     kind, name = sys.argv[1].split(":")
     seconds = float(sys.argv[2])
     torch.set_num_threads(1)

@@ -1,9 +1,10 @@
-"""Batches a second when one of four workers is five times slower: asynchronous training against synchronous Horovod.
+"""Measure batches per second when one of four workers is five times slower: asynchronous and with Horovod.
 
     make bench-stragglers      or: python benchmarks/stragglers.py
 
-A gradient takes 40 ms, slept, so that the cores of this machine do not matter; the slow worker's takes 200 ms. 99,000
-parameters. Modes take turns for several rounds; the figures are medians. Last line: one JSON object.
+A gradient takes 40 ms, and the slow worker's 200 ms. Workers sleep for this time, so that the machine's cores do not
+matter. The model has 99,000 parameters. The modes take turns for several rounds, and the figures are medians. The last
+line of output is one JSON object.
 """
 
 import argparse
@@ -18,14 +19,14 @@ MODES = ("synchronous:dense", "synchronous:dgc", "asynchronous:asgd", "asynchron
 
 
 def measure(mode: str, workers: int, seconds: float) -> float:
-    """Return the batches a second of all workers together."""
+    """Return the batches per second of all workers together."""
     command = ["mpirun", "-np", str(workers + 1), sys.executable, str(WORKER), mode, str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60 + 10 * seconds)
     return json.loads(done.stdout.strip().splitlines()[-1])["batches_per_second"]
 
 
 def main() -> None:
-    """Measure all modes in turn, and print them over Horovod's dense steps."""
+    """Measure all modes in turns, and print their ratios to Horovod's dense steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4, help="one of them slow (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""A model of given shapes, and its training step, in TensorFlow."""
+"""A model with given variable shapes and its training step in TensorFlow with Horovod."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What one rank does to one variable in one step, in TensorFlow: natively, and with tf.math.top_k in its place."""
+"""One rank's compression of a variable in a step, in TensorFlow: with native operators, and with tf.math.top_k."""
 
 import os
 
@@ -16,11 +16,11 @@ from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.units import Units
 from hvd_sparse.wire import top_k_count
 
-CAN_CHANGE_THREADS = False  # once there was an operation
+CAN_CHANGE_THREADS = False  # not after the first operation
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many threads."""
+    """Compute with this number of threads."""
     tf.config.threading.set_intra_op_parallelism_threads(count)
     tf.config.threading.set_inter_op_parallelism_threads(count)
 
@@ -31,7 +31,7 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def pack(indices: np.ndarray, values: np.ndarray, n: int, coding: str) -> tf.Tensor:
-    """Return the payload of k of n entries."""
+    """Return a payload of k of n elements."""
     return ops.pack(tf.constant(indices), tf.constant(values), n, len(indices), coding)
 
 
@@ -41,7 +41,7 @@ def unpack(payload: tf.Tensor, n: int, k: int, coding: str) -> np.ndarray:
 
 
 class Worker:
-    """Accumulate, select, pack, clear, in one tf.function; what is not finite is found on the way."""
+    """Accumulates, selects, packs and clears in one tf.function; detects gradients that are not finite."""
 
     def __init__(self, algorithm, n: int):
         self.momentum = algorithm.local_momentum
@@ -80,11 +80,11 @@ class Worker:
             ops.scatter_update(self.memory.buffers[kind], tf.cast(indices, tf.int64), new)
 
     def compress(self, gradient: tf.Tensor) -> None:
-        """Do it as `hvd_sparse.tensorflow` does."""
+        """Compress like `hvd_sparse.tensorflow`."""
         self.bytes = self._compress(gradient)
 
     def compress_with_topk(self, gradient: tf.Tensor) -> None:
-        """Do the same work with TensorFlow alone, and 32-bit indices for a payload."""
+        """Do the same work with TensorFlow operators. The payload has 32-bit indices."""
         self.plain = self._compress_with_topk(gradient)
 
     def accumulate(self, gradient: tf.Tensor) -> None:
@@ -92,14 +92,14 @@ class Worker:
         self._accumulate(gradient).numpy()
 
     def reduce(self, ranks: int) -> None:
-        """Decode and add the payloads of so many ranks, each with places of its own."""
+        """Decode and add the payloads of several ranks. Each rank has different places."""
         if not hasattr(self, "gathered"):
             draws = [draw_entries(self.n, self.k, rank) for rank in range(ranks)]
             self.gathered = tf.stack([pack(*drawn, self.n, "run_length") for drawn in draws])
         self._reduce(self.gathered).numpy()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return payload, what was selected with tf.math.top_k, and residual, as far as there is one."""
+        """Return the payload, the selection by tf.math.top_k, and the residual, if they exist."""
         plain = getattr(self, "plain", (tf.zeros([0]), tf.zeros([0])))
         return {
             "payload": getattr(self, "bytes", tf.zeros([0])).numpy(),
@@ -110,22 +110,22 @@ class Worker:
 
 
 class Alone:
-    """The exchange of one rank, as far as compressing asks for it."""
+    """The exchange of a single rank, with the methods that a codec needs to compress."""
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the world size."""
         return 1
 
 
 class Codec:
-    """What a rank compresses of variables of given shapes, bucket by bucket, in one tf.function."""
+    """Compresses variables of given shapes, bucket by bucket in one tf.function, like one rank."""
 
     def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
         variables = {f"{i:03}": tf.Variable(tf.zeros(shape)) for i, shape in enumerate(shapes)}
         self.feedback = {name: make_error_feedback(algorithm, one, name) for name, one in variables.items()}
         self.codec = CODECS[algorithm.layout](algorithm, self.feedback, Alone())
         self.density, self.step = algorithm.schedule.density(0), 0
-        self.sent = 0  # elements, in the last step
+        self.sent = 0  # elements sent in the last step
         self._traced = tf.function(self._compress)
 
     def _compress(self, gradients: list[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
@@ -137,7 +137,7 @@ class Codec:
         buckets = self.codec.encode(entries, now)
         self.codec.learn(buckets, now)
         for bucket in buckets:
-            self.codec.decode(bucket, bucket.message, now)  # what is only summed is not run
+            self.codec.decode(bucket, bucket.message, now)  # ops whose results are unused do not run
         return tf.add_n([tf.reduce_sum(bucket.ks) for bucket in buckets])
 
     def compress(self, gradients: list[tf.Tensor]) -> None:

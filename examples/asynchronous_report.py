@@ -1,6 +1,6 @@
 """The report of an asynchronous run from `Session.stats()`, as text and as a plot, for both frameworks."""
 
-BAR, ROWS = 40, 12  # characters of the longest bar of the histogram; rows, the last has all that is staler
+BAR, ROWS = 40, 12  # characters of the longest bar; rows of the histogram, whose last includes all larger values
 
 
 def report(stats):

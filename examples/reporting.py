@@ -189,7 +189,7 @@ class DenseStats:
         self.ratio = 2.0 if method == "fp16" and exchanged else 1.0
 
     def stats(self, steps=1):
-        """Return {"step": ..., "total": ...}, the total of so many steps, and the norm of no residual."""
+        """Return {"step": ..., "total": ...} for a number of steps; the residual norm is 0."""
         return {"step": self._report(1), "total": self._report(steps), "residual_norm": 0.0}
 
     def _report(self, steps):

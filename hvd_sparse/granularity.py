@@ -1,4 +1,4 @@
-"""Groups of elements that share the levels of low-bit values: a tensor, or a channel of it."""
+"""Groups of elements that share quantization levels. A group is a tensor or a channel of a tensor."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,15 @@ from hvd_sparse.wire import LOW_BITS, Segments
 
 
 def channels_of(shape: Sequence[int], algorithm: Algorithm) -> int:
-    """Return how many groups a tensor of this shape has: one, or as many as its last dimension where it has two."""
+    """Return the number of groups in a tensor: 1, or with granularity "channel" the size of its last dimension.
+
+    A tensor with fewer than two dimensions is always one group.
+    """
     return int(shape[-1]) if algorithm.granularity == "channel" and len(shape) > 1 else 1
 
 
 def segments_of(shapes: Sequence[Sequence[int]], algorithm: Algorithm) -> np.ndarray | None:
-    """Return the segments, int64[tensors, 2], of tensors that lie one after the other; None for a single group."""
+    """Return (begin, channels) of each of several concatenated tensors, int64[tensors, 2]; None for a single group."""
     channels = [channels_of(shape, algorithm) for shape in shapes]
     if algorithm.values not in LOW_BITS or channels == [1]:
         return None
@@ -23,7 +26,7 @@ def segments_of(shapes: Sequence[Sequence[int]], algorithm: Algorithm) -> np.nda
 
 
 def group_of(indices, segments: Segments) -> np.ndarray:
-    """Return the group, int64[k], of elements at ascending indices: all 0 without segments, else a channel's number."""
+    """Return the group number of each element, int64[k]. indices: int64[k], ascending. Without segments, all are 0."""
     indices = np.asarray(indices, np.int64).reshape(-1)
     if segments is None or len(segments) == 0:
         return np.zeros(indices.size, np.int64)
@@ -33,7 +36,11 @@ def group_of(indices, segments: Segments) -> np.ndarray:
 
 
 def by_group(indices: np.ndarray, segments: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that puts ascending indices of one group together, int64[k], and the segments of that order."""
+    """Sort ascending indices by group.
+
+    Returns:
+        The order, int64[k], such that `indices[order]` lists one group after the other, and its segments.
+    """
     groups = group_of(indices, segments)
     order = np.argsort(groups, kind="stable")
     begins = np.unique(groups[order], return_index=True)[1]

@@ -1,6 +1,6 @@
 """16-bit gradients: residuals keep what a reduced gradient loses by rounding or overflow.
 
-A residual is float32, and so is a sum of payloads: in float16 it may be infinite, in both types it is rounded.
+Residuals and sums of payloads are float32. A sum may overflow in float16, and both 16-bit types round it.
 """
 
 import math
@@ -10,9 +10,9 @@ HALF = ("float16", "bfloat16")
 
 
 def largest_sent(ranks: int, averages: bool) -> float:
-    """Return how large a value of each of `ranks` may be, so that their sum, or average, is a finite float16.
+    """Return the largest magnitude of a value for which the sum, or average, over `ranks` values is a finite float16.
 
-    A multiple of its own float16 spacing: what is larger is cut there without rounding.
+    It is a multiple of its own float16 spacing, so that larger values are cut off there without rounding.
     """
     bound = LARGEST_FLOAT16 if averages else LARGEST_FLOAT16 / ranks
     mantissa, exponent = math.frexp(bound)
@@ -20,9 +20,9 @@ def largest_sent(ranks: int, averages: bool) -> float:
 
 
 def rest_of(rank: int, ranks: int) -> float:
-    """Return what part of the rest of a sum over ranks goes back to the residual of one of them.
+    """Return the part of a sum's rounding error that goes back to the residual of one rank.
 
-    Powers of two, but for rank 0, which takes what the others leave: no part is rounded, and together they are all.
+    The parts are powers of two, except that of rank 0, which gets the rest: no part is rounded, and their sum is exact.
     """
     whole = 1 << (ranks - 1).bit_length()
     return (whole - ranks + 1 if rank == 0 else 1) / whole

@@ -1,8 +1,8 @@
-"""A model of the time of a training step on a network: a rank's own work, and its collectives.
+"""A model of the time of a training step on a network: a rank's own work and its collectives.
 
-As Deep Gradient Compression (section 5) predicts scalability, after Wen et al. (2017): a light profile of one rank, and
-analytic costs of the collectives. What is sent overlaps with the part of the work that is named for it; the rest of the
-exchange is waited for.
+As in Deep Gradient Compression (section 5), after Wen et al. (2017), the prediction combines a profile of one rank with
+analytic costs of the collectives. The exchange overlaps with a part of the rank's work; the step waits for the rest of
+the exchange.
 
     step = compute + compress + max(0, exchange - overlap) + decoded * decode + wait
 """
@@ -16,9 +16,9 @@ from hvd_sparse.checks import check_number
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
 FLOAT32 = 4  # bytes
-LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH = 1e5, 1e13  # bit/s, between which a break-even is looked for
+LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH = 1e5, 1e13  # bit/s, the range of the search for a break-even
 MOST_RANKS = 1 << 16
-CYCLE = 1e-3  # seconds from one look of Horovod's background thread at what has been submitted to the next
+CYCLE = 1e-3  # seconds between two cycles of Horovod's background thread
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Network:
     """The link of a rank.
 
     Args:
-        bandwidth: Bits a second, in each direction, that a job really gets: for TCP about 95 % of the nominal rate.
+        bandwidth: Bits per second, in each direction, that a job achieves: for TCP about 95 % of the nominal rate.
         latency: Seconds until the first byte of a message arrives.
 
     Raises:
@@ -41,28 +41,28 @@ class Network:
         check_number("latency", self.latency, ">= 0", lambda value: value >= 0.0)
 
     def seconds(self, messages: float, size: float) -> float:
-        """Return how long messages of so many bytes together take, one after the other."""
+        """Return the seconds of `messages` consecutive messages with a total of `size` bytes."""
         return messages * self.latency + 8 * size / self.bandwidth
 
     def all_reduce(self, size: float, world_size: int) -> float:
-        """Return the seconds of a ring all-reduce of so many bytes: 2 (N - 1) messages of a part each."""
+        """Return the seconds of a ring all-reduce of `size` bytes: 2 (N - 1) messages of 1 / N of the bytes."""
         if world_size == 1:
             return 0.0
         return self.seconds(2 * (world_size - 1), 2 * size * (world_size - 1) / world_size)
 
     def all_gather(self, size: float, world_size: int) -> float:
-        """Return the seconds of an all-gather of so many bytes from each rank."""
+        """Return the seconds of an all-gather of `size` bytes from each rank."""
         return self.seconds(math.ceil(math.log2(world_size)), size * (world_size - 1))
 
     def all_to_all(self, size: float, world_size: int) -> float:
-        """Return the seconds of an all-to-all in which each rank cuts so many bytes among all."""
+        """Return the seconds of an all-to-all in which each rank divides `size` bytes among all ranks."""
         return self.seconds(world_size - 1, size * (world_size - 1) / world_size)
 
     def merging_all_reduce(self, size: float, dense: float, world_size: int, growth: float = 2.0) -> float:
-        """Return the seconds of an all-reduce of log2 N steps, whose messages grow by a factor at each.
+        """Return the seconds of an all-reduce of log2 N steps, whose messages grow by a factor at each step.
 
-        As Deep Gradient Compression assumes of sparse gradients: in the worst case their density doubles, where no two
-        ranks have chosen an element in common. No message exceeds the dense one.
+        Deep Gradient Compression assumes this for sparse gradients: in the worst case, no two ranks select the same
+        element, so the density doubles at each step. No message is larger than the dense one.
         """
         steps = range(math.ceil(math.log2(world_size)))
         return sum(self.seconds(1, min(size * growth**step, dense)) for step in steps)
@@ -73,13 +73,13 @@ class Profile:
     """One rank's own work in a step, in seconds.
 
     Args:
-        numels: The elements of each tensor.
+        numels: The number of elements of each tensor.
         compute: Forward, backward and optimizer.
-        overlap: The part of it during which gradients can be sent already.
-        compress: Accumulating, selecting and coding; 0 for dense.
-        decode: Decoding and adding the payload of one rank; 0 for dense.
-        wait: What every step waits for, whatever is sent: cycles of Horovod's background thread.
-        decoded: How many payloads' entries it decodes; None: those of all ranks.
+        overlap: The part of `compute` during which gradients can be sent.
+        compress: Accumulation, selection and coding; 0 for dense.
+        decode: Decoding and adding one rank's payload; 0 for dense.
+        wait: The time that every step waits, whatever it sends: cycles of Horovod's background thread.
+        decoded: The number of payloads that a rank decodes; None: those of all ranks.
     """
 
     numels: Sequence[int]
@@ -96,7 +96,7 @@ class Profile:
         return sum(self.numels)
 
     def step(self, exchange: float, world_size: int) -> float:
-        """Return the seconds of a step whose exchange takes so many seconds."""
+        """Return the seconds of a step whose exchange takes `exchange` seconds."""
         if world_size == 1:
             return self.compute
         left = max(0.0, exchange - self.overlap)
@@ -109,12 +109,12 @@ ORDINARY = Network(1e9)
 
 
 def dense(itemsize: int = FLOAT32) -> Exchange:
-    """Return the exchange of dense gradients, of so many bytes an element."""
+    """Return the exchange of dense gradients with the given bytes per element."""
     return lambda network, profile, world_size: network.all_reduce(itemsize * profile.parameters, world_size)
 
 
 def gathered(density: float, coding: str = "run_length", values: str = "float32") -> Exchange:
-    """Return the exchange of methods that gather every rank's payloads: top-k of each tensor."""
+    """Return the exchange of methods that gather all ranks' payloads: top-k in each tensor."""
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
@@ -124,14 +124,14 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
 
 
 def scattered(density: float, coding: str = "run_length", values: str = "float32", complete: bool = False) -> Exchange:
-    """Return the exchange of methods whose payloads are reduced by owners of regions (`hvd_sparse.reduce_scatter`).
+    """Return the exchange of methods with a reduce-scatter among owners of regions (`hvd_sparse.reduce_scatter`).
 
     complete: All ranks then add their residuals where owners have kept a sum.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
-        headers = HEADER_BYTES * world_size  # a payload of each region
+        headers = HEADER_BYTES * world_size  # one payload for each region
         size = payload_bytes(profile.numels, density, coding, values) + headers
         spent = network.all_to_all(size, world_size) + network.all_gather(size / world_size, world_size)
         if complete:
@@ -143,9 +143,9 @@ def scattered(density: float, coding: str = "run_length", values: str = "float32
 
 
 def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length", values: str = "float32") -> Exchange:
-    """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`), on the link that a host's ranks share.
+    """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`). The ranks of a host share its link.
 
-    What the ranks of a host exchange among themselves is their own work, in the profile.
+    The exchange within a host is part of a rank's own work, in the profile.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -170,19 +170,19 @@ def favours_scattered(
 ) -> bool:
     """Return whether a reduce-scatter takes at most half as long as a gather, on an ordinary network.
 
-    Half, since it changes fewer elements in a step, and since its second collective waits for Horovod once more.
+    Half, because it changes fewer elements in a step, and its second collective waits for another cycle of Horovod.
     """
     profile = Profile(numels, compute=0.0)
     form = (density, coding, values)
     one, other = (made(ORDINARY, profile, world_size) for made in (scattered(*form, complete), gathered(*form)))
-    waits = 2 if complete else 1  # for one more collective, or two, that start when the one before has ended
+    waits = 2 if complete else 1  # for each collective that starts after the previous one has ended
     return world_size > 1 and bool(numels) and 2 * (one + waits * CYCLE) <= other
 
 
 def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:
-    """Return the exchange that Deep Gradient Compression assumes: density doubles at each step of an all-reduce.
+    """Return the exchange that Deep Gradient Compression assumes: the density doubles at each step of an all-reduce.
 
-    Or it grows by another factor, as measured: the ranks' choices overlap.
+    It can also grow by another, measured factor, because the ranks' selections overlap.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -194,7 +194,7 @@ def merged(density: float, coding: str = "run_length", values: str = "float32", 
 
 
 def shared(density: float, coding: str = "run_length") -> Exchange:
-    """Return the exchange of methods whose ranks share indices: these are gathered, values all-reduced (MiCRO)."""
+    """Return the exchange of methods with shared indices (MiCRO): indices are gathered, values all-reduced."""
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
@@ -207,13 +207,13 @@ def shared(density: float, coding: str = "run_length") -> Exchange:
 
 
 def payload_bytes(numels: Sequence[int], density: float, coding: str = "run_length", values: str = "float32") -> int:
-    """Return the bytes of one rank's payloads: round(density * n) entries of each tensor."""
+    """Return the bytes of one rank's payloads, with round(density * n) entries for each tensor."""
     return sum(payload_size(n, top_k_count(n, density), coding, values) for n in numels)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: its exchange, and a rank's own work with it."""
+    """A training method: its exchange, and a rank's own work with it."""
 
     name: str
     exchange: Exchange
@@ -224,15 +224,15 @@ class Method:
         return self.profile.step(self.exchange(network, self.profile, world_size), world_size)
 
     def speedup(self, network: Network, world_size: int) -> float:
-        """Return how many times as much this trains in a second as one rank alone."""
+        """Return the samples per second of all ranks together, relative to a single rank."""
         return world_size * self.profile.compute / self.step(network, world_size)
 
 
 def break_even(method: Method, other: Method, network: Network, world_size: int) -> float | None:
-    """Return the bandwidth, in bit/s, below which a method is faster than another; None if it is at none or at all."""
+    """Return the bandwidth, in bit/s, below which a method is faster than another; None if there is no such limit."""
 
     def gain(bandwidth: float) -> float:
-        """Return the seconds that a step saves with the method, at this bandwidth in bit/s."""
+        """Return the seconds per step that the method saves at this bandwidth, in bit/s."""
         at = replace(network, bandwidth=bandwidth)
         return other.step(at, world_size) - method.step(at, world_size)
 
@@ -246,7 +246,7 @@ def break_even(method: Method, other: Method, network: Network, world_size: int)
 
 
 def largest_world_size(method: Method, other: Method, network: Network) -> int | None:
-    """Return the most ranks at which a method is faster than another; None if it is at no number of them.
+    """Return the largest world size at which a method is faster than another; None if it never is.
 
     MOST_RANKS stands for no limit.
     """

@@ -1,4 +1,4 @@
-"""Two tiers of tests, see tests/shared/tiers.py: `make test` runs a choice of them, `make test-all` all."""
+"""Two tiers of tests, see tests/shared/tiers.py: `make test` runs a choice, `make test-all` all tests."""
 
 import tiers
 

@@ -1,10 +1,10 @@
-"""Train two examples on hosts that a slow network joins: seconds until each method is as good as dense at its end.
+"""Train two examples on hosts joined by a slow network: seconds until each method is as good as dense training's end.
 
     python benchmarks/network/accuracy.py --hosts 4 --rates 100mbit 1gbit --seeds 0 1 2
 
-Every run is an example as a user starts it, under mpirun over the hosts; the time of each line of its table is noted as
-it comes. Writes results/network_accuracy.json, .md and .png; runs that are there already are kept. Last line: one JSON
-object.
+Each run starts an example as a user would, with mpirun over the hosts, and records the time of each line of its table.
+Writes results/network_accuracy.json, .md and .png, and skips runs that the file already has. The last line of output is
+one JSON object.
 """
 
 import argparse
@@ -26,13 +26,13 @@ KEYS = ("example", "rate", "method", "seed")
 
 
 class Example(NamedTuple):
-    """A script, its options, and the column of its table that tells how good the model is."""
+    """A script, its options, and the column of its table that measures the model's quality."""
 
     script: str
     options: list[str]
     metric: str
     is_better: str  # "higher" or "lower"
-    steps: int = 0  # of dense training, and of its warm-up a tenth; 0: as in `options`
+    steps: int = 0  # steps of dense training, a tenth of them warm-up; 0: as in `options`
 
 
 EXAMPLES = {
@@ -45,7 +45,7 @@ EXAMPLES = {
         steps=1000,
     ),
 }
-LONGER = 1.5  # times as many steps, where the example counts them, has a method that sends less in each
+LONGER = 1.5  # if the example counts steps, compressed methods train this many times as many steps
 METHODS = {
     "dense": ["--method", "none"],
     "fp16": ["--method", "fp16"],
@@ -72,32 +72,33 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(lab: Hosts, run: dict) -> Curve:
-    """Return the curve of a run."""
+    """Train, and return the curve of the run."""
     example = EXAMPLES[run["example"]]
     options = [*example.options, *METHODS[run["method"]], "--seed", str(run["seed"]), "--plot", ""]
     if example.steps:
         steps = round(example.steps * (LONGER if "--density" in options else 1.0))
         options += ["--steps", str(steps), "--warmup-steps", str(steps // 10)]
     command = lab.mpirun([sys.executable, str(ROOT / "examples" / example.script), *options])
-    meeting = {"MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}  # of DDP's ranks
+    meeting = {"MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}  # for DDP's ranks
     return follow(command, example.metric, meeting)
 
 
 def describe(run: dict) -> str:
-    """Return a run's name."""
+    """Return the name of a run."""
     return f"{run['example']}, {run['rate']}, {run['method']}, seed {run['seed']}"
 
 
 def seconds_until(curve: Curve, goal: float, is_better: str) -> float | None:
-    """Return when a metric first was as good as a goal; None if it never was."""
+    """Return the time at which a metric first reached a goal; None if it never did."""
     sign = 1 if is_better == "higher" else -1
     return next((seconds for seconds, metric in curve if sign * metric >= sign * goal), None)
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    """Return one row for each example, rate and method: medians over the seeds that got there.
+    """Return one row for each example, rate and method: medians over the seeds that reached the goal.
 
-    The goal is where dense training ends, under Horovod or else under DDP, at the same rate: the median of its seeds.
+    The goal is the final metric of dense training at the same rate, under Horovod, or under DDP if Horovod did not run:
+    the median over its seeds.
     """
     rows = []
     for example, rate, method in dict.fromkeys((one["example"], one["rate"], one["method"]) for one in results):
@@ -147,7 +148,7 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    """Draw the metric against time, a panel for each example and rate, a line a seed."""
+    """Plot the metric against time: a panel for each example and rate, a line for each seed."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((one["example"], one["rate"]) for one in results))
@@ -159,14 +160,14 @@ def plot(results: list[dict], path: Path) -> None:
                 label = method if place == 0 else None
                 axis.plot(*zip(*one["curve"], strict=True), color=f"C{number}", label=label, linewidth=1)
         axis.set(title=f"{example}, {rate}", xlabel="seconds", ylabel=EXAMPLES[example].metric, xscale="log")
-        axis.xaxis.set_minor_formatter("")  # labels of all ticks would lie on top of each other
+        axis.xaxis.set_minor_formatter("")  # labels at all ticks would overlap
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Run what is missing; write the report."""
+    """Run what is missing, and write the report."""
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_accuracy.json"

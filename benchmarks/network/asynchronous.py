@@ -1,11 +1,12 @@
-"""DGS's Figures 5 and 6 on slow networks: loss against time, and speed-up against the number of workers.
+"""Reproduce DGS's Figures 5 and 6 on slow networks: loss against time, and speed-up against the number of workers.
 
     python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
 
-Figure 5: an LSTM of characters on 8 workers and one server, each on a separate host, links of 1 Gbit/s; what workers
-pull is sparse, too, at density 0.01. Figure 6: a gradient of 5 M parameters takes 50 ms, slept, as hosts share the
-cores of this machine; over one worker that exchanges nothing. Writes results/network_asynchronous.json, .md and .png;
-runs that are there already are kept. Last line: one JSON object.
+Figure 5: a character LSTM on 8 workers and one server, each on a separate host, with links of 1 Gbit/s. Servers'
+answers have density 0.01, too. Figure 6: 5 M parameters. Workers sleep 50 ms for each gradient, because the hosts share
+the cores of this machine. The speed-up is over one worker without an exchange. Writes
+results/network_asynchronous.json, .md and .png, and skips runs that the file already has. The last line of output is
+one JSON object.
 """
 
 import argparse
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 WORKER = Path(__file__).resolve().parent / "push_worker.py"
 METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
-NUMEL, STEP_SECONDS = 5_000_000, 0.05  # of Figure 6
-STEPS = 150  # of Figure 5, of a worker
+NUMEL, STEP_SECONDS = 5_000_000, 0.05  # for Figure 6
+STEPS = 150  # for Figure 5, per worker
 TASK = ["--task", "char_lstm", "--hidden", "512", "--sequence-length", "16", "--batch-size", "4"]
 LOSS_WORKERS = 8
 
@@ -64,7 +65,7 @@ def speed(lab: Hosts, run: dict, seconds: float) -> dict:
 
 
 def asked_for(args: argparse.Namespace) -> list[dict]:
-    """Return the runs, those on as many hosts one after the other."""
+    """Return the runs, ordered by the number of hosts."""
     runs = []
     if "5" in args.figures:
         same = {"figure": 5, "rate": "1gbit", "workers": LOSS_WORKERS, "servers": 1}
@@ -98,7 +99,7 @@ def write(results: list[dict], folder: Path) -> None:
 
 
 def key_of(run: dict) -> tuple:
-    """Return which line of Figure 6 a run belongs to."""
+    """Return the key of the line of Figure 6 that a run belongs to."""
     return run["rate"], run["servers"], run["method"]
 
 
@@ -108,7 +109,7 @@ def lines_of(speeds: list[dict]) -> list[tuple]:
 
 
 def plot(curves: dict, speeds: list[dict], path: Path) -> None:
-    """Draw Figure 5, and Figure 6 in a panel for each rate and number of servers."""
+    """Plot Figure 5, and Figure 6 with a panel for each rate and number of servers."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((rate, servers) for rate, servers, _ in lines_of(speeds)))
@@ -132,7 +133,7 @@ def plot(curves: dict, speeds: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing; write the report."""
+    """Run what is missing, and write the report."""
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_asynchronous.json"

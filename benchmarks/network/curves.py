@@ -1,4 +1,4 @@
-"""Follow an example that trains: the time of each line of its table."""
+"""Runs an example and records the time of each line of its table."""
 
 import json
 import os
@@ -6,11 +6,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-Curve = list[tuple[float, float]]  # seconds since the first step, and a metric
+Curve = list[tuple[float, float]]  # (seconds since the first step, metric) pairs
 
 
 def follow(command: Sequence[str], column: str, variables: Mapping[str, str] | None = None) -> Curve:
-    """Run a command that starts an example, with some variables; return the curve of a column of its table."""
+    """Run the command of an example with more environment variables; return the curve of a column of its table."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     header, curve, result = [], [], None
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -24,5 +24,5 @@ def follow(command: Sequence[str], column: str, variables: Mapping[str, str] | N
                 curve.append((time.monotonic(), float(cells[header.index(column)])))
     if process.returncode != 0 or result is None:
         raise RuntimeError(f"{' '.join(command)} failed; its output is above")
-    start = curve[-1][0] - result["seconds"]  # its own clock starts after the imports
+    start = curve[-1][0] - result["seconds"]  # the example's own clock starts after the imports
     return [(moment - start, metric) for moment, metric in curve]

@@ -1,4 +1,4 @@
-"""A training job of one rank in PyTorch's DistributedDataParallel, over gloo: its own hooks, and this package."""
+"""One rank of a training job in PyTorch's DistributedDataParallel over gloo: its own hooks, or this package."""
 
 import os
 from time import perf_counter
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_sparse.torch.ddp import Compression
 
 ONE_BUCKET = 1 << 14  # MiB
-SPARSE = ("dgc",)  # of this package
+SPARSE = ("dgc",)  # methods of this package
 
 
 class Job:
@@ -29,7 +29,7 @@ class Job:
         self.plain = build(model)
         self.numels = [parameter.numel() for parameter in self.plain.parameters()]
         self.batches = batches(model, batch_size, self.rank, count=1 if model == "resnet50" else 4)
-        # PowerSGD's hook starts collectives in callbacks: those of two buckets may come in different orders on ranks.
+        # PowerSGD's hook starts collectives in callbacks. With several buckets, their order may differ between ranks.
         options = {"bucket_cap_mb": ONE_BUCKET} if method.name == "powersgd" else {}
         self.model = DistributedDataParallel(self.plain, **options)
         self.compression = None
@@ -48,7 +48,7 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=self.momentum)
 
     def run(self, steps: int) -> float:
-        """Take so many steps; return the seconds that they took."""
+        """Take a number of steps; return their seconds."""
         start = perf_counter()
         for step in range(steps):
             self.optimizer.zero_grad()
@@ -61,7 +61,7 @@ class Job:
         return train_alone(self.plain, self.momentum, self.batches, steps)
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return the seconds spent in compressing, and in decompressing, until now; DDP tells nothing of its hooks."""
+        """Return the total seconds of compressing and of decompressing. DDP's own hooks do not report them."""
         if self.compression is None:
             return 0.0, 0.0
         seconds = self.compression.stats()["total"]["seconds"]
@@ -74,18 +74,18 @@ class Job:
         return int(numbers)
 
     def bytes_per_step(self) -> int:
-        """Return the bytes that this rank gives to the exchange in a step."""
+        """Return the bytes per step that this rank passes to the exchange."""
         if self.compression is None:
             return self.compressed
         return int(self.compression.stats()["step"]["payload_bytes"])
 
     def close(self) -> None:
-        """End."""
+        """End the job."""
         dist.destroy_process_group()
 
 
 def low_rank_bytes(model: torch.nn.Module, matrix_approximation_rank: int) -> int:
-    """Return the bytes of two factors of each matrix, and of what is no matrix, as PowerSGD sends them."""
+    """Return PowerSGD's bytes: two factors for each matrix, and the other tensors."""
     total = 0
     for parameter in model.parameters():
         rows = parameter.shape[0]

@@ -1,12 +1,13 @@
-"""Figure 6 of Deep Gradient Compression: speed-up of 2 to 64 nodes over one, at 1 and at 10 Gbit/s, by the model.
+"""Model Figure 6 of Deep Gradient Compression: speed-up of 2 to 64 nodes over one, at 1 and at 10 Gbit/s.
 
     python benchmarks/network/dgc_figure_6.py
 
-Of AlexNet the paper tells enough: dense training on 64 nodes is "about 30x" at 10 Gbit/s, which gives the time that a
-node computes; then DGC has to reach "more than 40x" at 1 Gbit/s. What a node with VGG-16 and with ResNet-50 computes is
-assumed: images a second of one of its four GPUs, batches of 64 a GPU. DGC at density 0.001 is drawn as the paper has
-it, its density doubling at each step of the exchange, which is what an all-gather of payloads takes, too; and with the
-growth that was measured. Writes results/dgc_figure_6.md and .png. Last line: one JSON object.
+For AlexNet, the paper has enough data: the speed-up of dense training on 64 nodes is "about 30x" at 10 Gbit/s. This
+gives the compute time of a node. The model then has to show "more than 40x" for DGC at 1 Gbit/s. For VGG-16 and
+ResNet-50, the compute time is assumed: images per second of one of a node's four GPUs, with batches of 64 per GPU. The
+plot shows DGC at density 0.001 twice: as in the paper, where the density doubles at each step of the exchange, as it
+does in an all-gather of payloads; and with the measured gradient build-up. Writes results/dgc_figure_6.md and .png. The
+last line of output is one JSON object.
 """
 
 import json
@@ -19,12 +20,12 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 NODES = (2, 4, 8, 16, 32, 64)
 RATES = {"1 Gbit/s": Network(1e9), "10 Gbit/s": Network(10e9)}
 DENSITY = 0.001
-MEASURED_GROWTH = 7.26 ** (1 / 3)  # results/comparison_pytorch_8_ranks.md: the sum of 8 ranks' choices is 7.26 as dense
-GPUS, BATCH = 4, 64  # of a node; of a GPU
+MEASURED_GROWTH = 7.26 ** (1 / 3)  # results/comparison_pytorch_8_ranks.md: 8 ranks' sum is 7.26 times as dense
+GPUS, BATCH = 4, 64  # GPUs per node; batch per GPU
 
 
 class Model(NamedTuple):
-    """A network: its elements, and the images a second of a GPU; None: from the paper's speed-up."""
+    """A network: its elements, and images per second on a GPU; None: computed from the paper's speed-up."""
 
     numel: int
     images_per_second: float | None
@@ -39,7 +40,7 @@ PAPER_NODES, PAPER_SPEEDUP = 64, 30.0  # AlexNet, dense, 10 Gbit/s
 
 
 def profile(model: Model) -> Profile:
-    """Return a node's profile."""
+    """Return the profile of a node."""
     if model.images_per_second is not None:
         return Profile([model.numel], BATCH / model.images_per_second)
     exchange = RATES["10 Gbit/s"].all_reduce(4 * model.numel, PAPER_NODES)
@@ -47,7 +48,7 @@ def profile(model: Model) -> Profile:
 
 
 def methods(model: Model) -> list[Method]:
-    """Return what is compared: with the same node, as the paper neglects what compression takes."""
+    """Return the methods. All have the same profile, because the paper neglects the time of compression."""
     node = profile(model)
     return [
         Method("dense", dense(), node),
@@ -73,7 +74,7 @@ def write(folder: Path) -> list[dict]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draw a panel for each model and link."""
+    """Plot a panel for each model and link."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(MODELS), 3.4 * len(RATES)), layout="constrained")

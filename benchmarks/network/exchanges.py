@@ -1,10 +1,11 @@
-"""Gather, reduce-scatter and hierarchical exchange on hosts that a slow network joins; write the table.
+"""Compare gather, reduce-scatter and hierarchical exchange on hosts joined by a slow network; write the table.
 
     make bench-network-exchanges      or: python benchmarks/network/exchanges.py --rates 100mbit 1gbit none
 
-The lab of `run.py`: eight hosts of one rank, and four hosts of two. DGC at density 0.01, samples a second of one rank,
-the bytes that it gives to the network in a step, and what `hvd_sparse.performance_model` predicts from the run without
-a limit. Writes results/network_exchanges.json and .md. The last line is one JSON object.
+Uses the hosts of `run.py`: eight hosts with one rank, and four hosts with two. The table has, for DGC at density 0.01,
+the samples per second of one rank, the bytes per step that it passes to the network, and the prediction of
+`hvd_sparse.performance_model` from the run without a limit. Writes results/network_exchanges.json and .md. The last
+line of output is one JSON object.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from records import load, save
 from run import RESULTS, UNLIMITED, measure, middle
 from validation import link_of, one_method
 
-LAYOUTS = {"8x1": (8, 1), "4x2": (4, 2)}  # hosts, and ranks on each
+LAYOUTS = {"8x1": (8, 1), "4x2": (4, 2)}  # {name: (hosts, ranks per host)}
 METHODS_OF = {1: [name for name in EXCHANGES if "hosts" not in name], 2: list(EXCHANGES)}
 
 
@@ -42,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def predicted(run: dict, results: list[dict]) -> float | None:
-    """Return the milliseconds that the model gives a step, with the profile of the run without a limit."""
+    """Return the predicted milliseconds of a step, with the profile from the run without a limit."""
     same = ("model", "hosts", "ranks_per_host", "method")
     free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
     if not free or run["rate"] == UNLIMITED:
@@ -68,7 +69,7 @@ def table(results: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Measure every layout; write the report."""
+    """Measure each layout, and write the report."""
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_exchanges.json"

@@ -1,12 +1,13 @@
-"""Hosts joined by a switch, each with a link of a given rate: namespaces on one machine.
+"""Simulated hosts on one machine, joined by a switch. Each is a network namespace with a link of a given rate.
 
-The calling process moves into a separate network namespace, the switch. Every host is one more, which lives as long as
-a process that holds it, and that process as long as a pipe from here is open. Jobs run in a process namespace, held in
-the same way: when its first process ends, the kernel ends all the others. So the machine's own network stays as it is,
-and nothing is left behind, however this ends. Needs root, or a kernel that lets users make namespaces.
+The calling process moves to a separate network namespace, which is the switch. Each host is another namespace. A
+process keeps it alive, and this process lives as long as a pipe from here is open. Jobs run in a process namespace,
+which is kept alive in the same way: when its first process ends, the kernel ends all other processes. So the machine's
+own network does not change, and nothing is left behind, however this program ends. It needs root, or a kernel that lets
+users create namespaces.
 
-Hosts share the machine's cores. Open MPI and Horovod wait in loops that yield, which on separate machines costs nobody
-anything; here it would take half of what others compute with. So `sched_yield` is replaced: ranks that wait sleep.
+Hosts share the machine's cores. Open MPI and Horovod wait in loops that call `sched_yield`. On separate machines this
+has no cost, but here it would take half of the computing time. So `sched_yield` is replaced: ranks that wait sleep.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def enter_switch() -> None:
-    """Start this program again in a network namespace of its own, unless it is in one; exit if none can be made."""
+    """Start this program again in a separate network namespace, unless it is in one. Exit if none can be created."""
     if os.environ.get(INSIDE):
         return
     missing = [tool for tool in ("unshare", "nsenter", "hostname", "ip", "tc", "cc") if shutil.which(tool) is None]
@@ -50,7 +51,7 @@ def enter_switch() -> None:
 
 
 def bits_per_second(rate: str) -> float:
-    """Return a rate as a number: "100mbit" is 1e8."""
+    """Convert a rate to bits per second: "100mbit" is 1e8."""
     for unit, factor in UNITS.items():
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
@@ -61,7 +62,7 @@ class Hosts:
     """Hosts 0 to count - 1, at addresses 10.99.0.1 and so on."""
 
     def __init__(self, count: int, ranks: int = 1):
-        self.ranks = ranks  # on each
+        self.ranks = ranks  # ranks per host
         self.holders: list[subprocess.Popen] = []
         self._jobs: subprocess.Popen | None = None
         self.addresses = [f"{NETWORK}.{host + 1}" for host in range(count)]
@@ -73,20 +74,21 @@ class Hosts:
         return ["nsenter", f"--net={spaces}/net", f"--uts={spaces}/uts", *command]
 
     def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
-        """Return the command line that runs a command on each host, once for each of its ranks, from host 0.
+        """Return the command line that starts a command with mpirun on host 0: once for each rank of each host.
 
-        environment: names of variables that ranks inherit.
+        Args:
+            environment: Names of the variables that ranks inherit.
         """
         network = f"{NETWORK}.0/24"
         options = ["-np", str(self.ranks * len(self.holders))]
         options += ["-H", ",".join(f"{address}:{self.ranks}" for address in self.addresses)]
-        options += ["--bind-to", "none"]  # each host would bind its rank to the same core
+        options += ["--bind-to", "none"]  # otherwise each host would bind its rank to the same core
         for name, value in {
             "plm_rsh_agent": str(self._agent()),
-            "plm_rsh_no_tree_spawn": "1",  # the agent knows the way from host 0 alone
-            "rtc": "^hwloc",  # the daemons share a machine, and would share a file of its topology
+            "plm_rsh_no_tree_spawn": "1",  # only host 0 can reach the others with the agent
+            "rtc": "^hwloc",  # the daemons would share a file with the machine's topology
             "mpi_yield_when_idle": "1",
-            "btl": "tcp,self" if self.ranks == 1 else "vader,tcp,self",  # shared memory in a host
+            "btl": "tcp,self" if self.ranks == 1 else "vader,tcp,self",  # shared memory within a host
             "btl_vader_single_copy_mechanism": "none",
             "btl_tcp_if_include": network,
             "oob_tcp_if_include": network,
@@ -99,31 +101,31 @@ class Hosts:
         return [*among, *self.inside(0, [*own, "mpirun", *options, *command])]
 
     def _own_folder(self, host: int) -> Path:
-        """Return a host's folder for temporary files: daemons that start in the same one at once may fail."""
+        """Return a host's folder for temporary files. Daemons that start at once in the same folder may fail."""
         path = Path(self._folder.name) / str(host)
         path.mkdir(exist_ok=True)
         return path
 
     def shape(self, rate: str | None) -> None:
-        """Limit every link to a rate, such as "1gbit", in both directions; None: no limit."""
+        """Limit all links to a rate, such as "1gbit", in both directions; None: no limit."""
         for host in range(len(self.holders)):
             for command in (["tc"], self.inside(host, ["tc"])):
                 device = f"host{host}" if command == ["tc"] else "eth0"
                 subprocess.run([*command, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
                 if rate is not None:
-                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # seconds between two ticks
+                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # 0.004 seconds between two ticks
                     limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
                     _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
 
     def _sleep(self) -> Path:
-        """Return the library whose sched_yield sleeps for 50 us."""
+        """Return the path of a library whose sched_yield sleeps for 50 us."""
         path = Path(self._folder.name) / "sleep.so"
         if not path.exists():
             _run(["cc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-"], SLEEP)
         return path
 
     def _agent(self) -> Path:
-        """Return the program that takes the place of ssh: ADDRESS COMMAND..."""
+        """Return the path of a program that replaces ssh: ADDRESS COMMAND..."""
         path = Path(self._folder.name) / "agent"
         if not path.exists():
             cases = [
@@ -135,7 +137,7 @@ class Hosts:
         return path
 
     def start(self) -> None:
-        """Make the namespaces, and the links between them."""
+        """Create the namespaces and the links."""
         self._jobs = _hold("pid")
         _run(["ip", "link", "set", "lo", "up"])
         _run(["ip", "link", "add", "switch", "type", "bridge"])
@@ -150,10 +152,10 @@ class Hosts:
             for setting in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
                 _run(self.inside(host, ["ip", *setting]))
             _run(self.inside(host, ["ip", "link", "set", "lo", "up"]))
-            _run(self.inside(host, ["hostname", port]))  # MPI takes ranks on hosts of one name for neighbours
+            _run(self.inside(host, ["hostname", port]))  # MPI treats ranks on hosts of equal names as local
 
     def stop(self) -> None:
-        """End the jobs, and let the hosts go; cut their links, which would go with them, but later. Can be repeated."""
+        """End the jobs and the hosts, and remove the links at once. Can be called repeatedly."""
         for holder in (self._jobs, *self.holders):
             if holder is not None:
                 holder.stdin.close()
@@ -165,7 +167,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, ranks: int = 1) -> Iterator[Hosts]:
-    """Give so many hosts, of so many ranks each, for as long as the block runs; after `enter_switch`."""
+    """Provide hosts with a number of ranks each, for the duration of the block. Call `enter_switch` first."""
     made = Hosts(count, ranks)
     try:
         made.start()
@@ -181,7 +183,7 @@ def _run(command: Sequence[str], given: str = "") -> None:
 
 
 def _hold(kind: str, timeout: float = 10.0) -> subprocess.Popen:
-    """Return a process that holds a namespace, net or pid, until its input is closed."""
+    """Return a process that keeps a namespace ("net" or "pid") alive until its input is closed."""
     options = ["--pid", "--fork"] if kind == "pid" else ["--net", "--uts"]
     holder = subprocess.Popen(["unshare", *options, "cat"], stdin=subprocess.PIPE, start_new_session=True)
     end = time.monotonic() + timeout
@@ -195,5 +197,5 @@ def _hold(kind: str, timeout: float = 10.0) -> subprocess.Popen:
 def _is_own(pid: int, kind: str) -> bool:
     try:
         return os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
-    except FileNotFoundError:  # there is no process in it yet
+    except FileNotFoundError:  # the namespace has no process yet
         return False

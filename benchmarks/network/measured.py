@@ -1,10 +1,11 @@
-"""dense_fallback="measured" beside the two ways that it chooses from, on slow networks; write the table.
+"""Compare dense_fallback="measured" with both of its alternatives on slow networks; write the table.
 
     python benchmarks/network/measured.py --rates 100mbit 1gbit 10gbit none --hosts 2 4 8
 
-The lab of `run.py`. Machines drift by more than what is asked here, 3 %: so all three take turns in one job, a few
-steps each, and each turn of the one is compared with the turn of the better way in the same round. Writes
-results/network_measured.json and .md; points that are there already are kept. The last line is one JSON object.
+Uses the hosts of `run.py`. The differences of interest, about 3 %, are smaller than the drift of machines. So all three
+methods take turns of a few steps in one job, and each turn is compared with the better alternative in the same round.
+Writes results/network_measured.json and .md, and skips points that the file already has. The last line of output is one
+JSON object.
 """
 
 import argparse
@@ -41,14 +42,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def over_the_better(point: dict) -> float:
-    """Return how many times as fast as the better of the two ways it was: the median over the rounds."""
+    """Return the speed relative to the better alternative: the median over the rounds."""
     better = min(("dense", "dgc"), key=lambda method: statistics.median(point["seconds"][method]))
     rounds = zip(point["seconds"][better], point["seconds"]["dgc_measured"], strict=True)
     return statistics.median(one / measured for one, measured in rounds)
 
 
 def table(points: list[dict]) -> list[str]:
-    """Return the lines of a Markdown table: medians of the milliseconds of a step."""
+    """Return the lines of a Markdown table with the median milliseconds of a step."""
     lines = ["| framework | model | hosts | rate | Horovod, ms | DGC 0.001, ms | measured, ms | over the better |"]
     lines += ["|---|---|---:|---|---:|---:|---:|---:|"]
     for point in points:
@@ -59,7 +60,7 @@ def table(points: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Measure what is missing; write the report."""
+    """Measure what is missing, and write the report."""
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_measured.json"

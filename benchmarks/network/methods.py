@@ -1,20 +1,20 @@
-"""What is compared on slow networks: models, and ways to exchange their gradients."""
+"""The models and methods that are compared on slow networks."""
 
 from typing import NamedTuple
 
 
 class Method(NamedTuple):
-    """A way to exchange gradients: whose it is, its name there, and its settings."""
+    """A method of exchanging gradients: the package that has it, its name there, and its settings."""
 
     package: str  # "horovod", "hvd_sparse", or "ddp": PyTorch's DistributedDataParallel over gloo
     name: str
     settings: dict
     label: str
-    settles_in: int = 3  # steps before anything is timed
+    settles_in: int = 3  # steps before the timing starts
 
     @property
     def is_ours(self) -> bool:
-        """Whether hvd_sparse compresses, under whatever host."""
+        """Return whether hvd_sparse compresses, with Horovod or DDP."""
         return self.package == "hvd_sparse" or self.name == "dgc"
 
 
@@ -35,7 +35,7 @@ METHODS = {
     "ddp_dgc": Method("ddp", "dgc", {**SPARSE, "density": 0.001}, "DDP, DGC 0.001"),
     "ddp_dgc_0.01": Method("ddp", "dgc", {**SPARSE, "density": 0.01}, "DDP, DGC 0.01"),
 }
-AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # of four hosts with two ranks, and of eight
+AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # for four hosts with two ranks, and for eight hosts
 EXCHANGES = {
     "exchange_dense": Method("horovod", "none", {}, "Horovod"),
     "exchange_gather": Method("hvd_sparse", "dgc", AT_HOSTS, "DGC 0.01, gather"),
@@ -47,13 +47,13 @@ EXCHANGES = {
         "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}, "hierarchical"
     ),
 }
-MAIN = tuple(METHODS)  # what `run.py` compares
+MAIN = tuple(METHODS)  # the methods that `run.py` compares
 METHODS |= EXCHANGES
 FRAMEWORKS = {"pytorch": "pytorch_job", "tensorflow": "tensorflow_job"}
 
 
 class Layers(NamedTuple):
-    """The widths of a multi-layer perceptron."""
+    """The layer widths of a multi-layer perceptron."""
 
     widths: tuple[int, ...]
 
@@ -68,7 +68,7 @@ class Recurrent(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Parameters of these shapes, whose gradients cost next to nothing."""
+    """Parameters of given shapes, whose gradients cost almost nothing."""
 
     of: str
 

@@ -1,4 +1,4 @@
-"""The models of `methods.py` in PyTorch, and batches for them."""
+"""The models of `methods.py` in PyTorch, and their batches."""
 
 import copy
 import statistics
@@ -15,7 +15,7 @@ from steps import resnet50
 
 
 class Language(nn.Module):
-    """Embedding, LSTM and decoder; returns the loss."""
+    """Embedding, LSTM and decoder. The output is the loss."""
 
     def __init__(self, spec: Recurrent):
         super().__init__()
@@ -30,7 +30,7 @@ class Language(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A multi-layer perceptron; returns the loss."""
+    """A multi-layer perceptron. The output is the loss."""
 
     def __init__(self, spec: Layers):
         super().__init__()
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class Products(nn.Module):
-    """Parameters of given shapes; the loss is the sum of their products with the batch, whatever that is."""
+    """Parameters of given shapes. The loss is the sum of their products with any batch."""
 
     def __init__(self, shapes: list[tuple[int, ...]]):
         super().__init__()
@@ -57,7 +57,7 @@ class Products(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    """Return the model of this name: the same weights on every rank."""
+    """Return the model of this name, with the same weights on every rank."""
     torch.manual_seed(0)
     spec = MODELS[name]
     if isinstance(spec, Recurrent):
@@ -66,13 +66,13 @@ def build(name: str) -> nn.Module:
 
 
 def numels(name: str) -> list[int]:
-    """Return the elements of each parameter."""
+    """Return the number of elements of each parameter."""
     with torch.device("meta"):
         return [parameter.numel() for parameter in build(name).parameters()]
 
 
 def batches(name: str, size: int, seed: int, count: int = 4) -> list[tuple[torch.Tensor, ...]]:
-    """Return a few batches, which differ between ranks, to be used in turns."""
+    """Return a few batches, which differ between ranks. Steps use them in turns."""
     spec, generator = MODELS[name], torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
@@ -88,7 +88,7 @@ def batches(name: str, size: int, seed: int, count: int = 4) -> list[tuple[torch
 
 
 def train_alone(model: nn.Module, momentum: float, data: list[tuple[torch.Tensor, ...]], steps: int) -> float:
-    """Return the seconds of a step of a copy of the model, which exchanges nothing."""
+    """Return the seconds of a training step of a copy of the model without an exchange."""
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.grad = None

@@ -1,6 +1,6 @@
-"""One rank of a timed run of an asynchronous method: `asynchronous.py` starts it on every host.
+"""One rank of a timed run of an asynchronous method. `asynchronous.py` starts it on every host.
 
-A gradient takes a given time, slept, so that the cores which hosts share do not matter. Rank 0 prints one JSON line.
+Workers sleep for a given time per gradient, because hosts share cores. Rank 0 prints one JSON line.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from hvd_sparse.torch.asynchronous import METHODS, connect
 
 
 def main() -> None:
-    """Push and pull for so many seconds."""
+    """Push and pull for a number of seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", choices=METHODS, required=True)
     parser.add_argument("--servers", type=int, default=1)
@@ -40,7 +40,7 @@ def main() -> None:
         time.sleep(max(0.0, end - time.perf_counter()))
         optimizer.step()
 
-    step()  # all are there
+    step()  # after this step, all workers have joined
     before, start = session.stats()["all"]["pushes"], time.perf_counter()
     while time.perf_counter() < start + args.seconds:
         step()

@@ -1,4 +1,4 @@
-"""A training job of one rank in PyTorch, with Horovod."""
+"""One rank of a training job in PyTorch with Horovod."""
 
 from time import perf_counter
 
@@ -9,7 +9,7 @@ from models import batches, build, train_alone
 
 from hvd_sparse.torch import Compression
 
-tensors = torch  # what worker.py measures the links with
+tensors = torch  # worker.py measures the links with these tensors
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
         self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=self.compression)
 
     def run(self, steps: int) -> float:
-        """Take so many steps; return the seconds that they took."""
+        """Take a number of steps; return their seconds."""
         start = perf_counter()
         for step in range(steps):
             self.optimizer.zero_grad()
@@ -46,7 +46,7 @@ class Job:
         return train_alone(self.model, self.momentum, self.batches, steps)
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return the seconds spent in compressing, and in decompressing, until now."""
+        """Return the total seconds of compressing and of decompressing."""
         if self.method.package != "hvd_sparse":
             return 0.0, 0.0
         seconds = self.compression.stats()["total"]["seconds"]
@@ -57,11 +57,11 @@ class Job:
         return max(hvd.allgather_object(number))
 
     def bytes_per_step(self) -> int:
-        """Return the bytes that this rank gives to the exchange in a step."""
+        """Return the bytes per step that this rank passes to the exchange."""
         if self.method.package == "hvd_sparse":
             return int(self.compression.stats()["step"]["payload_bytes"])
         return (2 if self.method.name == "fp16" else 4) * sum(self.numels)
 
     def close(self) -> None:
-        """End."""
+        """End the job."""
         hvd.shutdown()

@@ -1,11 +1,11 @@
-"""Results of runs in a file: a JSON list, one run a line."""
+"""Records of runs in a file: a JSON list with one run per line."""
 
 import json
 from pathlib import Path
 
 
 def load(path: Path) -> list[dict]:
-    """Return the runs that a file holds; none if there is no file."""
+    """Return the runs in a file; an empty list if there is no file."""
     return json.loads(path.read_text()) if path.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""Tables and plots of what `run.py` measured."""
+"""Writes tables and plots of the measurements of `run.py`."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ from methods import METHODS
 from validation import validate
 
 UNLIMITED = "none"
-SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # of plots over the number of hosts, and over the models
+SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # for plots over the number of hosts, and over the models
 SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc", "ddp_dgc_0.01", "ddp_dgc")
 OURS = {"dgc_0.01": "tab:orange", "dgc": "tab:red", "ddp_dgc_0.01": "tab:cyan", "ddp_dgc": "tab:blue"}  # their colours
 MODEL_NAMES = {
@@ -20,9 +20,9 @@ UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
-    """Write network.md, network.png and its fellows _speedup, _hosts and _model; return the rows of what was chosen.
+    """Write network.md, network.png and the plots _speedup, _hosts and _model.
 
-    Each row with its share of the unlimited speed.
+    Returns the rows of the chosen runs, each with its share of the speed without a limit.
     """
     rows = [with_share(one, results) for one in chosen]
     text = ["# Training on slow networks", ""]
@@ -38,7 +38,7 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
 
 
 def with_share(run: dict, results: list[dict]) -> dict:
-    """Return a run with its speed over that of the same job on unlimited links, None where that was not measured."""
+    """Return a run with its speed relative to the same job on unlimited links; None if that was not measured."""
     same = ("framework", "model", "hosts", "method")
     whole = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
     share = run["samples_per_second"] / whole[0]["samples_per_second"] if whole else None
@@ -46,7 +46,7 @@ def with_share(run: dict, results: list[dict]) -> dict:
 
 
 def table(group: tuple, results: list[dict]) -> list[str]:
-    """Return a Markdown table: a row for each method, a column for each rate."""
+    """Return a Markdown table: one row for each method, one column for each rate."""
     framework, model, count = group
     own = [with_share(one, results) for one in of_group(group, results)]
     rates = rates_of(group, results)
@@ -63,13 +63,13 @@ def table(group: tuple, results: list[dict]) -> list[str]:
 
 
 def cell(run: dict) -> str:
-    """Return samples a second, and the share of the unlimited speed."""
+    """Return samples per second, and the share of the speed without a limit."""
     share = "" if run["share"] is None or run["rate"] == UNLIMITED else f" ({100 * run['share']:.0f} %)"
     return f"{run['samples_per_second']:.1f}{share}"
 
 
 def point_of(run: dict, *more: str) -> tuple:
-    """Return where in the grid a run lies."""
+    """Return the point of the grid that a run belongs to."""
     return tuple(run[key] for key in ("framework", "model", "hosts", "rate", *more))
 
 
@@ -79,22 +79,22 @@ def of_group(group: tuple, results: list[dict]) -> list[dict]:
 
 
 def rates_of(group: tuple, results: list[dict]) -> list[str]:
-    """Return the rates at which a group was measured, the slowest first."""
+    """Return the rates of a group in ascending order."""
     return sorted({one["rate"] for one in of_group(group, results)}, key=order)
 
 
 def order(rate: str) -> tuple[bool, float]:
-    """Return what rates are sorted by: none comes last."""
+    """Return the sort key of a rate. No limit comes last."""
     return (rate == UNLIMITED, next((float(rate[:-4]) * f for unit, (f, _) in UNITS.items() if rate.endswith(unit)), 0))
 
 
 def rate_label(rate: str) -> str:
-    """Return a rate as it is printed."""
+    """Return the label of a rate."""
     return "no limit" if rate == UNLIMITED else f"{rate[:-4]} {UNITS[rate[-4:]][1]}"
 
 
 def plot_rates(groups: list[tuple], results: list[dict], path: Path) -> None:
-    """Draw samples a second against the rate of the links, a panel for each group."""
+    """Plot samples per second against the rate of the links, with a panel for each group."""
     panels = []
     for group in groups:
         rates, (framework, model, count) = rates_of(group, results), group
@@ -104,7 +104,7 @@ def plot_rates(groups: list[tuple], results: list[dict], path: Path) -> None:
 
 
 def plot_hosts(results: list[dict], path: Path) -> None:
-    """Draw what all hosts train together against their number, a panel for each model."""
+    """Plot samples per second of all hosts together against the number of hosts, with a panel for each model."""
     panels = []
     for framework, model in dict.fromkeys((one["framework"], one["model"]) for one in results):
         own = [one for one in results if (one["framework"], one["model"]) == (framework, model)]
@@ -117,7 +117,7 @@ def plot_hosts(results: list[dict], path: Path) -> None:
 
 
 def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path: Path, columns: int = 2) -> None:
-    """Draw panels, each a title, what its ticks say, and runs with their places on the x axis: a line a method."""
+    """Draw panels with a line for each method. A panel: title, tick labels, and runs with their x coordinates."""
     from matplotlib.figure import Figure
 
     if not panels:
@@ -143,7 +143,7 @@ def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path:
 
 
 def plot_speedups(results: list[dict], path: Path) -> None:
-    """Draw how many times as fast as Horovod's dense training methods are: a group of bars for each model."""
+    """Plot the speed-up of the methods over Horovod's dense training: a group of bars for each model."""
     from matplotlib.figure import Figure
 
     speeds = {point_of(one, "method"): one["samples_per_second"] for one in results}

@@ -1,10 +1,11 @@
-"""Train on hosts that a slow network joins, with what this package has and with what else there is; write the tables.
+"""Train on hosts joined by a slow network, with the methods of this package and with others; write the tables.
 
     make bench-network      or: python benchmarks/network/run.py --hosts 2 4 8 --rates 100mbit 1gbit 10gbit none
 
-Hosts are network namespaces on this machine (`hosts.py`), one rank on each, one thread a rank; links are shaped in both
-directions. Each figure is the samples a second of one rank, and what share that is of the same job without a limit.
-Writes results/network.json, .md, and plots; runs that are there already are kept. Last line: one JSON object.
+Hosts are network namespaces on this machine (`hosts.py`) with one rank each and one thread per rank. Links are limited
+in both directions. The figures are the samples per second of one rank, and its share of the speed of the same job
+without a limit. Writes results/network.json, .md, and plots, and skips runs that the file already has. The last line of
+output is one JSON object.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from report import write
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 WORKER = Path(__file__).resolve().parent / "worker.py"
 UNLIMITED = "none"
-LIMIT_SECONDS = 900  # of one method
-KEPT = str(1 << 34)  # bytes that malloc does not give back: hosts share a machine, whose pages are dear
+LIMIT_SECONDS = 900  # limit for one method
+KEPT = str(1 << 34)  # malloc keeps this many bytes: mapping pages is slow, because hosts share a machine
 KEYS = ("framework", "model", "hosts", "rate", "method")
 
 
@@ -51,9 +52,10 @@ def parse_arguments() -> argparse.Namespace:
 def measure(
     lab: Hosts, point: dict, methods: list[str], args: argparse.Namespace, more: Sequence[str] = ()
 ) -> Iterator[dict]:
-    """Give the figures of each method, as they come; in one job, as its start takes longer than it trains.
+    """Yield the figures of each method as they arrive. One job measures all methods, because its start takes long.
 
-    more: options of `worker.py`.
+    Args:
+        more: Options of `worker.py`.
     """
     options = ["--framework", point["framework"], "--model", point["model"], "--methods", *methods]
     options += [
@@ -86,7 +88,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure what is missing; write the report."""
+    """Measure what is missing, and write the report."""
     args = parse_arguments()
     enter_switch()
     path = args.out / "network.json"
@@ -113,12 +115,12 @@ def main() -> None:
 
 
 def middle(rounds: list[dict]) -> dict:
-    """Return the round whose step took neither the longest nor the shortest, and how many there were."""
+    """Return the round with the median step time, and the number of rounds."""
     return {**sorted(rounds, key=lambda one: one["step_ms"])[len(rounds) // 2], "rounds": len(rounds)}
 
 
 def job_of(run: tuple) -> tuple:
-    """Return what runs share that are timed in one job: Horovod's ranks, or those of DDP."""
+    """Return the key of runs that one job can measure: Horovod and DDP need different jobs."""
     return (*run[:4], METHODS[run[4]].package == "ddp")
 
 

@@ -1,4 +1,4 @@
-"""A training job of one rank in TensorFlow, with Horovod's gradient tape; of multi-layer perceptrons alone."""
+"""One rank of a training job in TensorFlow with Horovod's gradient tape. It has only multi-layer perceptrons."""
 
 import os
 from time import perf_counter
@@ -12,7 +12,7 @@ from methods import MODELS, Layers, Method
 
 from hvd_sparse.tensorflow import Compression
 
-tensors = tf  # what worker.py measures the links with
+tensors = tf  # worker.py measures the links with these tensors
 
 
 class Job:
@@ -20,7 +20,7 @@ class Job:
 
     def __init__(self, model: str, method: Method, batch_size: int):
         hvd.init()
-        if tf.config.threading.get_intra_op_parallelism_threads() != 1:  # to be said before the first operation
+        if tf.config.threading.get_intra_op_parallelism_threads() != 1:  # must be set before the first operation
             tf.config.threading.set_intra_op_parallelism_threads(1)
             tf.config.threading.set_inter_op_parallelism_threads(1)
         spec = MODELS[model]
@@ -74,14 +74,14 @@ class Job:
         return tape.gradient(loss, self.variables)
 
     def run(self, steps: int) -> float:
-        """Take so many steps; return the seconds that they took."""
+        """Take a number of steps; return their seconds."""
         start = perf_counter()
         for step in range(steps):
             self._step(*self.batches[step % len(self.batches)]).numpy()
         return perf_counter() - start
 
     def compute(self, steps: int) -> float:
-        """Return the seconds of forward and backward alone."""
+        """Return the seconds of forward and backward without an exchange."""
         self._alone(*self.batches[0])
         start = perf_counter()
         for step in range(steps):
@@ -89,7 +89,7 @@ class Job:
         return (perf_counter() - start) / steps
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return zeros: a graph knows no seconds."""
+        """Return zeros, because a graph does not measure time."""
         return 0.0, 0.0
 
     def largest(self, number: int) -> int:
@@ -97,18 +97,18 @@ class Job:
         return int(tf.reduce_max(hvd.allgather(tf.constant([number]), name="largest")))
 
     def bytes_per_step(self) -> int:
-        """Return the bytes that this rank gives to the exchange in a step."""
+        """Return the bytes per step that this rank passes to the exchange."""
         if self.method.package == "hvd_sparse":
             return int(self.compression.stats()["step"]["payload_bytes"])
         return (2 if self.method.name == "fp16" else 4) * sum(self.numels)
 
     def close(self) -> None:
-        """End."""
+        """End the job."""
         hvd.shutdown()
 
 
 def layers(spec: Layers) -> list[tf.Variable]:
-    """Return kernel and bias of each layer, the same on every rank."""
+    """Return kernel and bias of each layer. They are the same on every rank."""
     random, made = np.random.default_rng(0), []
     for number, (inputs, outputs) in enumerate(zip(spec.widths, spec.widths[1:], strict=False)):
         kernel = random.standard_normal((inputs, outputs), np.float32) * np.float32((2 / inputs) ** 0.5)

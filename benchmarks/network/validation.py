@@ -1,4 +1,4 @@
-"""What `hvd_sparse.performance_model` says of the runs that `run.py` measured: predicted and measured steps."""
+"""Compares the step times that `hvd_sparse.performance_model` predicts with those that `run.py` measured."""
 
 import dataclasses
 import statistics
@@ -11,15 +11,15 @@ from models import numels
 from hvd_sparse import performance_model as model
 
 UNLIMITED = "none"
-TCP = 0.95  # of the nominal rate: what headers leave to DDP
-OVERLAP = 0.5  # of a rank's own work: from the first gradient of a backward to the last
+TCP = 0.95  # share of the nominal rate that TCP headers leave, for DDP
+OVERLAP = 0.5  # part of a rank's compute time: from the first gradient of the backward pass to the last
 
 
 def validate(results: list[dict], folder: Path) -> list[str]:
-    """Draw predicted against measured steps; return lines of Markdown that say how far apart they are.
+    """Plot predicted against measured steps; return lines of Markdown with their differences.
 
-    The profile of a rank is what it measured of itself: compute, compress, decompress; and, where links have no limit,
-    what a step takes beyond these.
+    The profile of a rank is what this rank measured: compute, compress, decompress, and the rest of a step on links
+    without a limit.
     """
     points = [(run, prediction) for run in results if (prediction := predicted(run, results)) is not None]
     if not points:
@@ -38,7 +38,7 @@ def validate(results: list[dict], folder: Path) -> list[str]:
 
 
 def predicted(run: dict, results: list[dict]) -> float | None:
-    """Return the milliseconds of a run's steps; None where there is no profile, or no limit to predict."""
+    """Return the predicted milliseconds of a step; None without a profile, or for a run without a limit."""
     same = ("framework", "model", "hosts", "method")
     free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
     if run["rate"] == UNLIMITED or not free or run["framework"] != "pytorch":
@@ -47,27 +47,27 @@ def predicted(run: dict, results: list[dict]) -> float | None:
 
 
 def link_of(run: dict) -> model.Network:
-    """Return the links of a run: as all-reduces of the same job found them; for DDP, what they should give."""
+    """Return the links of a run: measured with all-reduces in the same job; for DDP, the nominal rate."""
     if METHODS[run["method"]].package == "ddp":
         return model.Network(TCP * bits_per_second(run["rate"]))
     return model.Network(**run["link"])
 
 
 def one_method(method: Method, profiled: dict) -> model.Method:
-    """Return a method with the profile that a run without a limit has measured."""
+    """Return a method with the profile measured in the run without a limit."""
     compute, compress, decompress = (1e-3 * profiled[f"{part}_ms"] for part in ("compute", "compress", "decompress"))
     wait = max(0.0, 1e-3 * profiled["step_ms"] - compute - compress - decompress)
-    overlap = 0.0 if method.name == "micro" else OVERLAP * compute  # which selects in the whole model, after backward
+    overlap = 0.0 if method.name == "micro" else OVERLAP * compute  # MiCRO selects in the whole model, after backward
     decode = decompress / profiled["hosts"]
     scatters = method.settings.get("exchange") == "reduce_scatter"
     profile = model.Profile(numels(profiled["model"]), compute, overlap, compress, decode, wait)
-    if scatters:  # what it decodes does not depend on the number of ranks
+    if scatters:  # the decoding time does not depend on the number of ranks
         profile = dataclasses.replace(profile, decoded=1.0, decode=decompress)
     return model.Method(method.label, exchange_of(method, profiled["bytes_per_step"]), profile)
 
 
 def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
-    """Return what a method's exchange takes."""
+    """Return the exchange of a method."""
     if "density" not in method.settings:
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
     if method.settings.get("exchange") == "hierarchical":
@@ -79,7 +79,7 @@ def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
 
 
 def plot(points: list[tuple[dict, float]], path: Path) -> None:
-    """Draw every point, a colour for each method."""
+    """Plot every point, with a colour for each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""One rank of timed training jobs: `run.py` starts it on every host. Rank 0 prints one JSON line a method."""
+"""One rank of timed training jobs. `run.py` starts it on every host. Rank 0 prints one JSON line for each method."""
 
 import argparse
 import gc
@@ -14,11 +14,11 @@ from methods import FRAMEWORKS, METHODS, MODELS
 
 from hvd_sparse import plan
 
-TRIED = 2  # steps that tell how many to time; where that is no more, these are the timed ones
+TRIED = 2  # steps that determine how many steps to time; if that number is not larger, these steps are the result
 
 
 def main() -> None:
-    """Train with each method for about so many seconds."""
+    """Train with each method for about the given number of seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch")
     parser.add_argument("--model", choices=MODELS, required=True)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def take_turns(args: argparse.Namespace) -> None:
-    """Train with all methods in turns, a few steps of each, so that a drift of the machine's speed meets all alike."""
+    """Train with all methods in turns of a few steps, so that a drift of the machine's speed affects all of them."""
     module = importlib.import_module(FRAMEWORKS[args.framework])
     jobs = {method: module.Job(args.model, METHODS[method], args.batch_size) for method in args.methods}
     steps, seconds = {}, {method: [] for method in jobs}

@@ -13,12 +13,12 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kLine = 16;     // float32 in a line of the cache
-constexpr int64_t kAhead = 512;   // float32 to fetch ahead: the hardware's own prefetcher ends at every page
-constexpr int64_t kStage = 2048;  // float32 that fit the first-level cache beside the memory's own
+constexpr int64_t kLine = 16;     // float32 elements in a cache line
+constexpr int64_t kAhead = 512;   // float32 elements to prefetch: the hardware prefetcher stops at each page boundary
+constexpr int64_t kStage = 2048;  // float32 elements that fit into the first-level cache next to residual and velocity
 
-// Updates [begin, end); returns whether any residual reaches the bar. What is not finite counts as zero; an element
-// whose update overflows stays as it is.
+// Updates [begin, end). Returns whether any residual reaches the threshold `bar`. Gradient elements that are not finite
+// count as zero; an element whose update overflows does not change.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, int64_t end,
                                                        float momentum, float* __restrict velocity,
@@ -37,8 +37,8 @@ inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict g
   return reached != 0;
 }
 
-// Updates from the front, chunk after chunk, until the residual reaches the bar in one: returns where that chunk
-// starts, or n.
+// Updates chunk after chunk until a residual in a chunk reaches the threshold `bar`. Returns the start of this chunk,
+// or n if there is none.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restrict gradient, int64_t n, float momentum,
                                                           float* __restrict velocity, float* __restrict residual,
@@ -105,7 +105,7 @@ HVD_SPARSE_STAGE(Float16)
 HVD_SPARSE_STAGE(BFloat16)
 #undef HVD_SPARSE_STAGE
 
-// Updates [begin, end); chunks in which something reaches the sink's threshold are offered to it, if there is one.
+// Updates [begin, end). If there is a sink, it receives the chunks in which a residual reaches its threshold.
 template <typename Sink, typename T>
 bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t begin, int64_t end, Memory memory,
                      Sink* sink) {
@@ -135,7 +135,7 @@ bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t 
   return bad == 0;
 }
 
-// Updates what of the parts lies in [begin, end) of their selection.
+// Updates the elements of the parts that lie in [begin, end) of the joined tensors.
 void AccumulateSpan(const std::vector<Part>& parts, int64_t begin, int64_t end, std::atomic<bool>* spoilt,
                     Candidates<float>* candidates) {
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -225,7 +225,7 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
   }
   const Candidates<float> none(select.k, CandidateBar<float>(select.threshold_hint), select.seed);
   auto gathered = AccumulateCandidates(parts, n, none, parallel_for, finite);
-  const bool is_miss = static_cast<int64_t>(gathered.entries().size()) < select.k;  // only then is anything read again
+  const bool is_miss = static_cast<int64_t>(gathered.entries().size()) < select.k;  // a miss reads the data again
   if (is_miss) residual.data = JoinResiduals(parts, n, &copy);
   return SelectTopKAmong(std::move(gathered), residual, select, parallel_for, selection);
 }

@@ -1,5 +1,5 @@
-// What a gradient does to the memory of a tensor, or of several. The buffers belong to the caller, and so does the
-// choice of rule.
+// Adds gradients to the error feedback (residual and velocity) of one tensor or of several. The caller owns the buffers
+// and chooses the rule.
 #pragma once
 
 #include <vector>
@@ -12,32 +12,33 @@
 
 namespace hvd_sparse {
 
-// g is the gradient as float32, with elements that are not finite taken as zero, times factor, plus weight_decay *
-// parameter; where that overflows, or the parameter is not finite, g is zero, and the gradient counts as not finite:
-// no such thing enters a memory. Where the update of an element overflows, its residual and velocity stay as they are,
-// and the gradient counts as not finite, too. Each product and each sum is rounded; nothing depends on the hardware.
+// The rules add g = factor * gradient + weight_decay * parameter, computed in float32. Gradient elements that are not
+// finite count as zero. If g is not finite, g is zero. If the update of an element overflows, its residual and velocity
+// do not change. In each of these cases the functions below report a gradient that is not finite. Every product and
+// every sum is rounded, so the results do not depend on the hardware.
 struct AccumulateParams {
   AccumulateRule rule = AccumulateRule::kResidual;
   float factor = 1;
   float momentum = 0;
   float weight_decay = 0;
-  const float* parameter = nullptr;  // of the gradient's size; may be null where weight_decay is 0
+  const float* parameter = nullptr;  // same size as the gradient; may be null if weight_decay is 0
 };
 
+// The error feedback of a tensor, with as many elements as its gradient.
 struct Memory {
   float* residual;  // v
   float* velocity;  // u; unused by kResidual
 };
 
-// Updates the memory. Returns whether the gradient was finite everywhere, and every update.
+// Updates the error feedback. Returns whether all gradient elements and all updates were finite.
 bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory);
 
-// Updates the memory, then selects what reaches the threshold (>= 0) in the residual, in one pass; equal to Accumulate
-// followed by FilterThreshold.
+// Updates the error feedback and selects the residual elements that reach the threshold (>= 0), in one pass. The result
+// equals Accumulate followed by FilterThreshold.
 Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, double threshold,
                         const ParallelFor& parallel_for, Memory memory, bool* finite, std::vector<int64_t>* indices);
 
-// One of several tensors that share a selection: its elements follow `begin` others in it.
+// One of several tensors in a joint selection. Its elements start at offset `begin` of the joined tensors.
 struct Part {
   Array gradient;
   AccumulateParams params;
@@ -45,19 +46,20 @@ struct Part {
   int64_t begin = 0;
 };
 
-// What of a part lies in [begin, end) of the selection, counted from `begin`.
+// Returns the section of a part that lies in [begin, end) of the joined tensors, with offsets relative to `begin`.
 Part CutPart(const Part& part, int64_t begin, int64_t end);
 
-// The residuals of parts, which ascend and do not overlap, as one array of n, zero where there is no part: where they
-// lie, if that is already one, or in `copy`.
+// Returns the residuals of the parts as one array of n elements, with zeros where there is no part. The parts must
+// ascend and not overlap. If they are not already contiguous in memory, the array is in `copy`.
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy);
 
-// Updates the memory of the parts, then selects the top k of their residuals, joined; equal to Accumulate followed by
-// SelectTopK, in one pass over memory where the threshold hint is good. finite[parts]: of each gradient.
+// Updates the error feedback of the parts, then selects the k largest of the joined residuals, n elements. The result
+// equals Accumulate followed by SelectTopK. A good threshold hint makes a single pass over the data suffice.
+// finite[parts]: whether each gradient was finite.
 Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
                       const ParallelFor& parallel_for, bool* finite, Selection* selection);
 
-// The same of one tensor alone.
+// The same for a single tensor.
 Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
                       const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection);
 

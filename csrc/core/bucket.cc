@@ -13,11 +13,11 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kFitMargin = 0.95;          // of a guess at a fitted threshold: what is gathered
+constexpr double kFitMargin = 0.95;          // elements above this fraction of the guessed threshold are gathered
 constexpr int64_t kFitSpan = 1 << 16;        // elements that are accumulated before their part of the sample is read
-constexpr double kSmallestFloat = 0x1p-149;  // every float32 that is not zero reaches it
+constexpr double kSmallestFloat = 0x1p-149;  // the smallest positive float32
 
-// The residual at the ascending indices; zero where there is no part.
+// Returns the residuals at ascending indices, with zeros where there is no part.
 std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
   std::vector<float> values;
   values.reserve(indices.size());
@@ -30,7 +30,7 @@ std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<in
   return values;
 }
 
-// Selects in what the memory holds.
+// Selects from the stored residuals, without adding the gradients.
 Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
                   const ParallelFor& parallel_for, bool* finite, Selection* selection) {
   for (const Part& part : parts) *finite++ = AllFinite(part.gradient, parallel_for);
@@ -38,7 +38,7 @@ Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams&
   return SelectTopK({JoinResiduals(parts, n, &copy), n, DType::kFloat32}, select, parallel_for, selection);
 }
 
-// Packs what the residual holds at the indices.
+// Packs the residuals at the indices.
 Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& indices, const PayloadFormat& format,
                     Level level, uint8_t* payload) {
   const auto entries = static_cast<int64_t>(indices.size());
@@ -47,16 +47,16 @@ Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& 
     HVD_SPARSE_RETURN_IF_ERROR(
         QuantizeLowBit(values.data(), indices.data(), entries, format.dtype, level, format.segments, values.data()));
   }
-  const bool is_wide = format.dtype == DType::kFloat64;  // what Pack takes as such
+  const bool is_wide = format.dtype == DType::kFloat64;  // Pack expects float64 values for this type
   const std::vector<double> wide(values.begin(), is_wide ? values.end() : values.begin());
   const void* sent = values.data();
   if (is_wide) sent = wide.data();
   return Pack(format, indices.data(), sent, entries, payload);
 }
 
-// Updates the memory unless that is done; selects what reaches the threshold, in the same pass where that is known
-// before. Where it is not, a selection of k finds it faster than a sort or a histogram, and leaves out ties, so another
-// pass follows.
+// Updates the error feedback unless `is_done`, and selects the elements that reach the threshold. A given threshold
+// needs one pass. If only k is given, SelectTopK finds the threshold faster than a sort or a histogram would, but it
+// leaves out ties, so a second pass follows.
 Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, const ParallelFor& parallel_for,
                     bool* finite, double* threshold, std::vector<int64_t>* indices) {
   const Array residual{part.memory.residual, part.gradient.size, DType::kFloat32};
@@ -78,8 +78,8 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
   return Status::Ok();
 }
 
-// Updates the memory if active, and selects what reaches a threshold that is then fitted to it: in the same pass, if
-// the guess at it was good.
+// Updates the error feedback if `active`, fits a threshold to the residual, and selects the elements that reach it. If
+// the guess at the threshold was good, one pass suffices.
 Status FilterFitted(const Part& part, bool active, FilterParams filter, const ParallelFor& parallel_for, bool* finite,
                     Filtered* filtered, std::vector<int64_t>* indices) {
   const int64_t n = part.gradient.size;
@@ -129,7 +129,7 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Selection* selection) {
   int64_t size = 0;
   select.k = format.k;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
                                     : SelectKept(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
@@ -142,7 +142,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   int64_t size = 0;
   format.n = part.gradient.size;
   format.k = 1;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // a format that cannot be leaves the memory as it is
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
   if (!active) *finite = AllFinite(part.gradient, parallel_for);
   HVD_SPARSE_RETURN_IF_ERROR(
       filter.fit.stages > 0

@@ -1,5 +1,5 @@
-// From gradients to a payload, and what was sent out of the memory: of one tensor, or of several that share a
-// selection.
+// Compresses the gradients of one tensor, or of several in a joint selection, into a payload, and removes the sent
+// values from the error feedback.
 #pragma once
 
 #include <vector>
@@ -14,49 +14,50 @@
 
 namespace hvd_sparse {
 
-// Updates the memory of the parts, selects `format.k` of their residuals, `format.n` elements joined, and packs them
-// into `payload`, exactly PayloadSize bytes; see AccumulateTopK. Unless active the memory stays, and the selection is
-// of what it holds. `select` has no say in k. The selection comes without its indices.
+// Updates the error feedback of the parts, selects `format.k` of the `format.n` joined residuals, and packs them into
+// `payload`, exactly PayloadSize bytes; see AccumulateTopK. If `active` is false, the error feedback does not change
+// and the selection uses the stored residuals. `select.k` is ignored. The returned selection has no indices.
 Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectParams select, const PayloadFormat& format,
                          Level level, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection);
 
-// What reaches `threshold` is selected; if k > 0, what reaches that of the k largest residuals instead, or is not zero:
-// `threshold` then is a guess at it, that changes nothing but the time this takes, or 0. If k < 0, the -k largest are,
-// and no more: equal magnitudes are ordered by a hash of the index; zeros are left out.
-//
-// If `fit` has stages, the threshold is fitted to what the residual becomes, so that about k reach it, and `threshold`
-// is a guess at that, or 0; if no fit is of use, the k largest are selected and no more.
+// Which elements a filter selects:
+//   k == 0         all that reach `threshold`
+//   k > 0          all nonzero elements that reach the magnitude of the k-th largest; with ties, more than k
+//   k < 0          exactly the -k largest, without zeros; a hash of the index orders equal magnitudes
+//   fit.stages > 0 all that reach a threshold fitted to the updated residual, so that about k elements reach it; if the
+//                  fit fails, the k largest
+// Unless k == 0 without a fit, `threshold` is a guess at the resulting threshold, or 0. It changes only the run time.
 struct FilterParams {
   double threshold = 0;
   int64_t k = 0;
   FitParams fit = {};
 };
 
-// What a filter selected: the threshold that it took, and how many elements reached it; where one was fitted, how many
-// of the sample reached it over how many should.
+// The result of a filter: its threshold and the number of elements that reached it. ratio, after a fit: the number of
+// elements of the sample that reached the threshold, divided by the expected number.
 struct Filtered {
   double threshold = 0;
   int64_t count = 0;
   double ratio = 0;
 };
 
-// Updates the memory of a part, selects what reaches a threshold in its residual, and adds the payload to `message`,
-// of `format` but for n, the part's size, and k, the count, at least 1; see AccumulateFilter. Unless active the memory
-// stays, and the selection is of what it holds.
+// Updates the error feedback of a part, selects with a filter, and appends the payload to `message`; see
+// AccumulateFilter. In the payload's format, n is the size of the part, and k is the number of selected elements, at
+// least 1. If `active` is false, the error feedback does not change and the selection uses the stored residual.
 Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered);
 
-// The memory of elements [begin, begin + size) of a selection.
+// The error feedback of elements [begin, begin + size) of a selection.
 struct MemorySlice {
   int64_t begin;
   int64_t size;
   Memory memory;
 };
 
-// Takes what a payload of the rank's own says out of the residuals, and sets the velocities, if there are any, to zero
-// there. Nothing is left of float32 values; of others, what rounding kept back; then `retained` times what was sent is
-// added. The slices ascend and do not overlap.
+// Subtracts the values of this rank's own payload from the residuals, and sets the velocities there, if any, to zero.
+// The residual of a sent element becomes zero for float32 values, and the rounding error for other types. Then
+// `retained` times the sent value is added. The slices must ascend and not overlap.
 Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
                  float retained = 0);
 

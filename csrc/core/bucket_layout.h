@@ -1,5 +1,5 @@
-// How the payloads of a bucket lie in its message, one after the other, and which members share a selection: the same
-// for every adapter.
+// The layout of a bucket's message: the order and offsets of its payloads, and the members of each selection. The
+// PyTorch and TensorFlow adapters share it.
 #pragma once
 
 #include <cstddef>
@@ -10,35 +10,35 @@
 
 namespace hvd_sparse {
 
-// A bucket: the tensors whose payloads are one message.
+// A bucket: the tensors ("members") whose payloads form one message.
 struct BucketForm {
-  std::vector<int64_t> sizes;     // of the members, in elements
-  std::vector<int64_t> channels;  // of low-bit values, how many groups each member has; empty for other values
-  bool joint = false;             // one selection in all members, in place of one in each
+  std::vector<int64_t> sizes;     // elements of each member
+  std::vector<int64_t> channels;  // groups of each member for low-bit values; empty for other values
+  bool joint = false;             // one joint selection in all members, instead of one in each
   PayloadFormat format = {};      // coding and dtype
 };
 
-// A selection in which members of a call take part, and its payload in the message.
+// A selection that contains members of a call, and the place of its payload in the message.
 struct SelectionLayout {
-  size_t index = 0;  // among all selections of the bucket
+  size_t index = 0;  // number among all selections of the bucket
   PayloadFormat format = {};
-  int64_t offset = 0;  // of the payload, in bytes
-  size_t first = 0;    // [first, last) of the call's members are in it
+  int64_t offset = 0;  // of the payload in the message, in bytes
+  size_t first = 0;    // the selection contains members [first, last) of the call
   size_t last = 0;
-  std::vector<int64_t> begins;  // where each of these begins in the selection, in elements
+  std::vector<int64_t> begins;  // offset of each of these members in the selection, in elements
 };
 
 struct BucketLayout {
   std::vector<SelectionLayout> selections;
-  int64_t bytes = 0;  // of the message
+  int64_t bytes = 0;  // size of the message
 };
 
-// ks: one a selection. members: ascending numbers of the members that take part in the call. Separate selections of
-// members that do not are left out of the layout; a joint selection always is in it.
+// Plans the message of a call. ks: the k of each selection. members: the ascending numbers of the members in the call.
+// The layout omits the per-tensor selections of other members; it always contains a joint selection.
 Status PlanBucket(const BucketForm& form, const std::vector<int64_t>& ks, const std::vector<int64_t>& members,
                   BucketLayout* layout);
 
-// The payloads of members whose numbers of entries vary, but for these: k is 1.
+// Returns the payload format of each member for messages whose numbers of entries vary; k is set to 1.
 Status MemberFormats(const BucketForm& form, std::vector<PayloadFormat>* formats);
 
 }  // namespace hvd_sparse

@@ -1,4 +1,4 @@
-// What reaches a threshold, gathered while the data are read once; shared by the selections.
+// Containers that gather the elements that reach a threshold in one pass over the data. All selections use them.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@
 
 namespace hvd_sparse {
 
-constexpr int64_t kChunk = 64;  // elements that are looked at together
+constexpr int64_t kChunk = 64;  // elements that are tested together
 
 template <typename T>
-inline bool Reaches(BitsOf<T> magnitude, BitsOf<T> threshold) {  // NaN, above infinity, does not
+inline bool Reaches(BitsOf<T> magnitude, BitsOf<T> threshold) {  // false for NaN, whose bits are above infinity
   return static_cast<BitsOf<T>>(magnitude - threshold) <= static_cast<BitsOf<T>>(kInfinityBits<T> - threshold);
 }
 
@@ -29,8 +29,8 @@ inline __attribute__((always_inline)) bool AnyReaches(const T* data, int64_t n, 
   return any != 0;
 }
 
-// The candidates of one contiguous range, in index order, never many more than 2k: when that many have gathered they
-// are cut back to the best k, and the bar rises to the last of them.
+// The candidates of one contiguous range, in index order. When their number reaches about 2k, they are reduced to the
+// k largest, and the threshold rises to the smallest of these.
 template <typename T>
 class Candidates {
  public:
@@ -43,10 +43,11 @@ class Candidates {
   Candidates(int64_t k, M threshold, uint64_t seed)
       : k_(static_cast<size_t>(k)), capacity_(2 * k_ + 1024), threshold_(threshold), seed_(seed) {}
 
-  // What an index offered is counted from.
+  // Sets the offset that is added to the indices passed to Offer.
   void SetBase(int64_t base) { base_ = base; }
 
-  // Takes those of data[begin, end) that reach the bar: few, so that most of eight neighbours are passed over at once.
+  // Adds the elements of data[begin, end) that reach the threshold. These are rare, so most groups of eight elements
+  // are skipped with a single test.
   void Offer(const T* data, int64_t begin, int64_t end) {
     constexpr int64_t kFew = 8;
     int64_t i = begin;
@@ -62,7 +63,7 @@ class Candidates {
     entries_.insert(entries_.end(), later.entries_.begin(), later.entries_.end());
   }
 
-  // Keeps the first k in the total order, still sorted by index.
+  // Keeps the first k in the total order of SelectTopK, sorted by index.
   void Cut() {
     if (entries_.size() <= k_) return;
     std::vector<M> magnitudes(entries_.size());
@@ -99,7 +100,7 @@ class Candidates {
     ++passed_;
     const Entry entry{magnitude, base_ + index};
     if (!Keeps(entry)) return;
-    if (entries_.empty()) entries_.reserve(std::min(capacity_, k_ + k_ / 2 + 16));  // a settled worker's fit
+    if (entries_.empty()) entries_.reserve(std::min(capacity_, k_ + k_ / 2 + 16));  // enough if the hint is good
     entries_.push_back(entry);
     if (entries_.size() >= capacity_) Cut();
   }
@@ -114,13 +115,14 @@ class Candidates {
   int64_t passed_ = 0;
 };
 
-// Everything that reaches a threshold in one contiguous range, in index order.
+// All elements that reach a threshold in one contiguous range, in index order.
 template <typename T>
 class Passed {
  public:
   explicit Passed(BitsOf<T> threshold) : threshold_(threshold) {}
 
-  // Takes those of data[begin, end), of a chunk at most, that reach it. They may be many: nothing branches on one.
+  // Adds the elements of data[begin, end), at most one chunk, that reach the threshold. They may be many, so the loop
+  // has no branches.
   void Offer(const T* data, int64_t begin, int64_t end) {
     const size_t before = indices_.size();
     indices_.resize(before + static_cast<size_t>(end - begin));
@@ -142,8 +144,8 @@ class Passed {
   std::vector<int64_t> indices_;
 };
 
-// Calls scan(&sink, begin, end), each time with a copy of `none`, on ranges that cover [0, n), and joins what these
-// gather, in index order.
+// Calls scan(&sink, begin, end) on ranges that cover [0, n), each with a copy of the empty sink `none`, and joins the
+// sinks in index order.
 template <typename Sink, typename Scan>
 Sink Gather(int64_t n, const Sink& none, const ParallelFor& parallel_for, const Scan& scan) {
   std::mutex mutex;
@@ -161,7 +163,7 @@ Sink Gather(int64_t n, const Sink& none, const ParallelFor& parallel_for, const 
   return all;
 }
 
-// The smallest magnitude that a candidate may have: zeros are never candidates.
+// The smallest magnitude, as bits, of a candidate for a threshold. Zeros are never candidates.
 template <typename T>
 BitsOf<T> CandidateBar(double threshold) {
   return std::max<BitsOf<T>>(1, SmallestReaching<T>(threshold));
@@ -171,7 +173,7 @@ inline bool HasHint(const SelectParams& params) {
   return params.threshold_hint > 0 && params.threshold_hint < std::numeric_limits<double>::infinity();
 }
 
-// SelectTopK of float32 values where all that reach the hint have been gathered already.
+// SelectTopK of float32 values, when the elements that reach the hint have already been gathered.
 Status SelectTopKAmong(Candidates<float> gathered, const Array& values, const SelectParams& params,
                        const ParallelFor& parallel_for, Selection* selection);
 

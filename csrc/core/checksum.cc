@@ -2,7 +2,7 @@
 
 #include <array>
 
-// Carry-less multiplication is part of no x86-64 level: whether it is there is asked when it is wanted.
+// No x86-64 level includes carry-less multiplication, so the code tests for it at run time.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HVD_SPARSE_FOLDS
 #include <immintrin.h>
@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kSlices = 8;
 using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
 
-// tables[s][b]: what byte b contributes when s bytes follow it, so that eight bytes are folded in at a time.
+// tables[s][b]: the contribution of byte b followed by s bytes. With eight tables, a step reads eight bytes.
 constexpr Tables MakeTables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -34,16 +34,17 @@ constexpr Tables kTables = MakeTables();
 #ifdef HVD_SPARSE_FOLDS
 
 constexpr size_t kLane = 16;
-constexpr size_t kLanes = 4;  // as many as hide how long a multiplication takes
+constexpr size_t kLanes = 4;  // enough to hide the latency of a multiplication
 constexpr CrcPowers kPowers = MakeCrcPowers();
 
-// A product of two numbers whose bits are in reverse order is one place short.
+// Returns x^(8 * bytes) modulo the polynomial, shifted by one bit: the product of two bit-reversed numbers is one bit
+// too far to the right.
 constexpr int64_t FoldFactor(uint64_t bytes) {
   return static_cast<int64_t>(uint64_t{CrcShift(0x80000000u, bytes, kPowers)} << 1);
 }
 
-// A lane moved `bytes` on, plus what is there: its first half is multiplied with x^(8 * bytes + 32), the second, half a
-// lane nearer, with x^(8 * bytes - 32), both modulo the polynomial.
+// Shifts a lane by `bytes` and adds the lane `there`. Modulo the polynomial, the first half is multiplied by
+// x^(8 * bytes + 32), and the second half, which is half a lane closer, by x^(8 * bytes - 32).
 template <uint64_t bytes>
 __attribute__((target("pclmul,sse4.1"))) inline __m128i Fold(__m128i lane, __m128i there) {
   constexpr int64_t kFirst = FoldFactor(bytes + 4);
@@ -57,8 +58,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i Load(const uint8_t* byte
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
 }
 
-// Folds as many lanes as there are, four at least, into one with the same remainder (Gopal et al., Fast CRC Computation
-// for Generic Polynomials Using PCLMULQDQ Instruction, 2009). Returns how many bytes that took.
+// Folds all complete lanes, at least four, into one with the same remainder (Gopal et al., Fast CRC Computation for
+// Generic Polynomials Using PCLMULQDQ Instruction, 2009). Returns the number of bytes read.
 __attribute__((target("pclmul,sse4.1"))) size_t FoldLanes(const uint8_t* bytes, size_t size, uint32_t crc,
                                                           uint8_t* folded) {
   __m128i lanes[kLanes];
@@ -77,7 +78,7 @@ __attribute__((target("pclmul,sse4.1"))) size_t FoldLanes(const uint8_t* bytes, 
 
 #endif
 
-// The remainder that follows `crc`, eight bytes at a time.
+// Continues the remainder `crc`, eight bytes at a time.
 uint32_t Remainder(const uint8_t* bytes, size_t size, uint32_t crc) {
   for (; size >= kSlices; size -= kSlices, bytes += kSlices) {
     uint32_t next = 0;

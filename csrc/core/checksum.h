@@ -1,4 +1,4 @@
-// CRC-32 (IEEE 802.3, the one of zlib and PNG).
+// CRC-32 (IEEE 802.3), as used by zlib and PNG.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,12 @@
 
 namespace hvd_sparse {
 
-// The checksum of `size` bytes that follow bytes whose checksum is `crc` (0 at the start).
+// Returns the checksum of `size` bytes. `crc` is the checksum of the preceding bytes, 0 at the start.
 uint32_t Crc32(const void* data, size_t size, uint32_t crc = 0);
 
-// Below, what sums parts that are read at the same time. A part's remainder is that of its bytes alone, without the
-// inversions at start and end; bit 31 is the coefficient of x^0. Of parts A and B, one after the other:
+// The functions below combine the remainders of parts that are read in parallel. The remainder of a part depends only
+// on its own bytes and omits the inversions at start and end. Bit 31 is the coefficient of x^0. For part A followed by
+// part B:
 //   remainder(AB) = Shift(remainder(A), bytes of B) ^ remainder(B)        Crc32(A) = ~(Shift(~0, bytes) ^ remainder(A))
 constexpr uint32_t kCrcPolynomial = 0xEDB88320u;
 
@@ -38,7 +39,7 @@ constexpr CrcPowers MakeCrcPowers() {
   return powers;
 }
 
-// What is shared out in chunks of equal size, counted from the end: x^(8 * kBytes * j) for the j-th.
+// Factors for data divided into chunks of kBytes, counted from the end: x^(8 * kBytes * j) for chunk j.
 struct CrcChunks {
   static constexpr int kBytes = 256;
   static constexpr int kCount = 256;
@@ -54,7 +55,7 @@ constexpr CrcChunks MakeCrcChunks() {
   return chunks;
 }
 
-// The remainder after so many zero bytes more.
+// Returns the remainder after `bytes` further zero bytes.
 HVD_SPARSE_HD constexpr uint32_t CrcShift(uint32_t remainder, uint64_t bytes, const CrcPowers& powers) {
   for (int j = 0; bytes != 0; bytes >>= 1, ++j) {
     if ((bytes & 1u) != 0) remainder = CrcMultiply(remainder, powers.of[j]);
@@ -62,7 +63,7 @@ HVD_SPARSE_HD constexpr uint32_t CrcShift(uint32_t remainder, uint64_t bytes, co
   return remainder;
 }
 
-// What one byte contributes, for tables.
+// Returns the remainder of a single byte, for lookup tables.
 HVD_SPARSE_HD constexpr uint32_t CrcOfByte(uint32_t byte) {
   for (int bit = 0; bit < 8; ++bit) byte = (byte >> 1) ^ ((byte & 1u) != 0 ? kCrcPolynomial : 0u);
   return byte;

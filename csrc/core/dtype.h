@@ -1,4 +1,4 @@
-// Element types, and their magnitudes as integers.
+// Element types and their magnitudes as integers.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace hvd_sparse {
 
-constexpr int64_t kMaxElements = int64_t{1} << 48;  // far above any tensor, far below an overflow of a size
+constexpr int64_t kMaxElements = int64_t{1} << 48;  // larger than any tensor; no size in bytes can overflow
 
-// The numbers stand in the payload header: never change one. kNone, of no size: a payload of indices alone.
+// The payload header contains these numbers: never change one. kNone has no size: the payload contains indices only.
 enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4, kInt2 = 5, kInt1 = 6 };
 
 struct Float16 {
@@ -35,7 +35,7 @@ HVD_SPARSE_HD inline uint32_t FloatToBits(float value) {
 HVD_SPARSE_HD inline float ToFloat(BFloat16 value) { return BitsToFloat(static_cast<uint32_t>(value.bits) << 16); }
 
 HVD_SPARSE_HD inline float ToFloat(Float16 value) {
-  // Without branches, for vector units; without denormal operands, for a host that flushes them.
+  // No branches, so that it vectorises. No denormal operands, because the host may flush them to zero.
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const uint32_t normal = magnitude + (magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u);
@@ -46,8 +46,8 @@ HVD_SPARSE_HD inline float ToFloat(Float16 value) {
 HVD_SPARSE_HD inline float ToFloat(float value) { return value; }
 HVD_SPARSE_HD inline float ToFloat(double value) { return static_cast<float>(value); }
 
-// Magnitudes are compared as the integers that their bits spell: the same order as the numbers', exact for every type,
-// faster for the 16-bit ones, and untouched by a host that flushes denormals to zero. NaN is above infinity.
+// Magnitudes are compared as integers with the same bits. The order is the same, exact for every type, and faster to
+// compute for 16-bit types. It does not change if the host flushes denormals to zero. NaN is above infinity.
 HVD_SPARSE_HD inline uint32_t MagnitudeBits(float value) { return FloatToBits(value) & 0x7fffffffu; }
 HVD_SPARSE_HD inline uint16_t MagnitudeBits(Float16 value) { return value.bits & 0x7fffu; }
 HVD_SPARSE_HD inline uint16_t MagnitudeBits(BFloat16 value) { return value.bits & 0x7fffu; }
@@ -60,7 +60,7 @@ HVD_SPARSE_HD inline uint64_t MagnitudeBits(double value) {
 template <typename T>
 using BitsOf = decltype(MagnitudeBits(T{}));
 
-// Denormals are widened as integers, for a host that flushes them.
+// Denormals are converted as integers, because the host may flush them to zero.
 HVD_SPARSE_HD inline double MagnitudeFromBits(float, uint32_t bits) {
   return bits < 0x00800000u ? static_cast<double>(bits) * 0x1p-149 : static_cast<double>(BitsToFloat(bits));
 }
@@ -85,7 +85,7 @@ inline constexpr uint16_t kInfinityBits<Float16> = 0x7c00u;
 template <>
 inline constexpr uint16_t kInfinityBits<BFloat16> = 0x7f80u;
 
-// The smallest magnitude of type T that is at least `threshold` (>= 0, not NaN).
+// Returns the bits of the smallest magnitude of type T that is at least `threshold` (>= 0, not NaN).
 template <typename T>
 HVD_SPARSE_HD BitsOf<T> SmallestReaching(double threshold) {
   BitsOf<T> low = 0;
@@ -101,7 +101,7 @@ HVD_SPARSE_HD BitsOf<T> SmallestReaching(double threshold) {
   return low;
 }
 
-// In bytes; 0 for kNone, and for the types of less than a byte, which are laid out by LowBitSize.
+// Returns the bytes per element; 0 for kNone, and for the low-bit types, whose size LowBitSize returns.
 HVD_SPARSE_HD inline int64_t ItemSize(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return 4;

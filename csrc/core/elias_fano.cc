@@ -11,14 +11,15 @@ int64_t UpperBits(int64_t n, int64_t k, int low) { return ((n - 1) >> low) + k; 
 
 int64_t Bytes(int64_t bits) { return (bits + 7) / 8; }
 
-// Little-endian; bytes from `end` on count as zero.
+// Reads a little-endian word. Bytes at `end` and beyond count as zero.
 uint64_t ReadWord(const uint8_t* at, const uint8_t* end) {
   uint64_t word = 0;
   std::memcpy(&word, at, static_cast<size_t>(std::min<int64_t>(8, end - at)));
   return word;
 }
 
-// Calls found(position) for each of the first k set bits; CorruptPayload unless there are just k, below `bits`.
+// Calls found(position) for each of the first k set bits. Returns CorruptPayload unless exactly k bits are set, all
+// below position `bits`.
 template <typename Found>
 Status FindBits(const uint8_t* section, int64_t bits, int64_t k, Found&& found) {
   const uint8_t* end = section + Bytes(bits);

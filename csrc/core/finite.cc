@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 4096;
 
-// Integers: their maximum vectorises where a floating-point one may not.
+// Uses integers: compilers vectorise their maximum, but not always that of floating-point numbers.
 template <typename T>
 inline BitsOf<T> ResidualBits(T value) {
   return MagnitudeBits(value);

@@ -1,4 +1,5 @@
-// Is every element a finite float32? Residuals are float32, so a larger float64 counts as an overflow.
+// Tests whether every element is finite as float32. A float64 above the range of float32 is not, because residuals are
+// float32.
 #pragma once
 
 #include "dtype.h"

@@ -14,11 +14,11 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kFirstDensity = 0.25;  // what the first of several stages keeps; the others share the rest evenly
+constexpr double kFirstDensity = 0.25;  // fraction kept by the first of several stages; the others keep equal fractions
 constexpr double kSmallestFloat = 0x1p-149;
-constexpr int64_t kMost = 4;  // times as many as wanted may reach a threshold, whatever the fit is like
+constexpr int64_t kMost = 4;  // a fit is accepted if at most this many times the wanted number reach its threshold
 constexpr int64_t kSmallestSample = int64_t{1} << 16;
-constexpr int64_t kExpected = 256;  // of the k largest, in a sample
+constexpr int64_t kExpected = 256;  // expected number of the k largest elements in a sample
 constexpr int64_t kLanes = kFitLanes;
 
 double Total(const double* lanes) {
@@ -27,12 +27,12 @@ double Total(const double* lanes) {
   return total;
 }
 
-// Vectors of the compiler's, half of the lanes each: sums that lie in arrays it would load and store in each turn.
+// Compiler vectors for half of the lanes each. The compiler would load and store sums in arrays in each iteration.
 constexpr int64_t kHalf = kLanes / 2;
 typedef float Floats __attribute__((vector_size(kHalf * sizeof(float))));
 typedef double Doubles __attribute__((vector_size(kHalf * sizeof(double))));
 
-// n is a multiple of kLanes.
+// Adds the moments of the values. n must be a multiple of kLanes.
 HVD_SPARSE_MULTIVERSION void AddLanes(const float* values, int64_t n, double threshold, double* count, double* sum,
                                       double* squares) {
   for (int64_t half = 0; half < kLanes; half += kHalf) {
@@ -71,8 +71,8 @@ void AddMoments(const float* values, int64_t n, double threshold, FitMoments* mo
   AddLanes(rest, kLanes, threshold, moments->count, moments->sum, moments->squares);
 }
 
-// The sum of the logarithms of the magnitudes above 0, and how many these are: of products of 4, whose exponents are
-// taken out before they overflow. n is a multiple of kLanes.
+// Adds the logarithms of the nonzero magnitudes, and counts these. Four magnitudes are multiplied before their exponent
+// is moved to `exponent`, so that no product overflows. n must be a multiple of kLanes.
 HVD_SPARSE_MULTIVERSION void AddLogs(const float* values, int64_t n, double* product, int64_t* exponent,
                                      double* positive) {
   constexpr uint64_t kOne = 0x3ff0000000000000ull;
@@ -113,8 +113,8 @@ double MeanLog(const float* values, int64_t n) {
   return logs / Total(positive);
 }
 
-// Moves the magnitudes that reach the bar, few, to the front of `kept`, which may be the values themselves; returns how
-// many.
+// Copies the magnitudes that reach the threshold `bar`, which are few, to the front of `kept`, and returns their
+// number. `kept` may be `values`.
 HVD_SPARSE_MULTIVERSION int64_t Keep(const float* values, int64_t n, uint32_t bar, float* kept) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -140,26 +140,27 @@ HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, ui
   return total;
 }
 
-// Minka's closed form, and the first term of the tail (Corollary 1.2).
+// The quantile of a gamma distribution: Minka's closed form of the shape, and the first term of the tail
+// (Corollary 1.2).
 double GammaQuantile(double mean, double mean_log, double density) {
   const double s = std::log(mean) - mean_log;
-  if (!(s > 0)) return mean;  // a constant
+  if (!(s > 0)) return mean;  // all magnitudes are equal
   const double shape = (3 - s + std::sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
   int sign = 0;
   return std::max(0.0, -mean / shape * (std::log(density) + lgamma_r(shape, &sign)));
 }
 
-// By two moments (Corollary 1.3).
+// The quantile of a generalised Pareto distribution with these moments (Corollary 1.3).
 double ParetoQuantile(double mean, double variance, double density) {
-  if (!(variance > 0)) return mean;  // a constant
+  if (!(variance > 0)) return mean;  // all magnitudes are equal
   const double ratio = mean * mean / variance;
   const double shape = 0.5 * (1 - ratio);
   const double scale = 0.5 * mean * (ratio + 1);
-  if (std::abs(shape) < 1e-9) return -scale * std::log(density);  // exponential
+  if (std::abs(shape) < 1e-9) return -scale * std::log(density);  // an exponential distribution
   return scale / shape * (std::pow(density, -shape) - 1);
 }
 
-// Of the excess that has these moments: what a part `density` of the distribution exceeds.
+// Returns the value that a fraction `density` of the fitted distribution exceeds.
 double Quantile(const FitMoments& moments, const float* values, int64_t n, double density, Distribution kind) {
   const double count = Total(moments.count);
   const double mean = count > 0 ? Total(moments.sum) / count : 0;
@@ -172,7 +173,7 @@ double Quantile(const FitMoments& moments, const float* values, int64_t n, doubl
   return -mean * std::log(density);
 }
 
-// None of the values reached the threshold: were there no rare, large ones?
+// When no value reached the threshold: returns whether the values lack rare, large magnitudes.
 bool HasNoTail(const float* values, int64_t n, double mean) {
   float largest = 0;
   for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(values[i]));
@@ -181,7 +182,7 @@ bool HasNoTail(const float* values, int64_t n, double mean) {
   return std::count_if(values, values + n, [largest](float value) { return std::fabs(value) == largest; }) > 1;
 }
 
-// Memory to work in, which the thread keeps: that of a step would be mapped, and set to zero, anew for each tensor.
+// Returns a scratch buffer that the thread keeps. A new buffer for each tensor would be mapped and zeroed each time.
 float* Scratch(size_t which, int64_t n) {
   static thread_local std::unique_ptr<float[]> memory[2];
   static thread_local int64_t sizes[2];
@@ -192,16 +193,16 @@ float* Scratch(size_t which, int64_t n) {
   return memory[which].get();
 }
 
-// `first`: of all values and no threshold.
+// Fits all stages. first: the moments of all values, with threshold 0.
 Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const FitMoments& first) {
   const bool is_one = params.stages == 1 || density >= kFirstDensity;
   const double later = is_one ? 1 : std::pow(density / kFirstDensity, 1.0 / static_cast<double>(params.stages - 1));
   Distribution kind = params.distribution;
   double threshold = Quantile(first, values, n, is_one ? density : kFirstDensity, kind);
   if (kind != Distribution::kExponential) kind = Distribution::kPareto;
-  const float* left = values;  // what reached the last threshold that it was looked for
+  const float* left = values;  // the values that reached the previous threshold, if they were moved
   int64_t count = n;
-  // The second stage, which keeps a quarter, looks at all values again: those are too many to be worth moving.
+  // The second stage reads all values again: a quarter of them reach its threshold, too many to be worth moving.
   const bool moves = !is_one && params.stages > 2;
   float* kept = moves ? Scratch(0, n) : nullptr;
   for (int64_t stage = 1; stage < (is_one ? 1 : params.stages); ++stage) {

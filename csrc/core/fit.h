@@ -1,4 +1,5 @@
-// A threshold from a distribution that is fitted to magnitudes, in stages: SIDCo, Abdelmoniem et al., 2021, section 2.
+// Computes a threshold from a distribution fitted to the magnitudes, in stages: SIDCo, Abdelmoniem et al., 2021,
+// section 2.
 #pragma once
 
 #include <cstdint>
@@ -7,48 +8,50 @@
 
 namespace hvd_sparse {
 
-enum class Distribution { kExponential, kGamma, kPareto };  // of the first stage; gamma is followed by Pareto
+// The distribution of the first stage. Later stages use the same one, except that Pareto follows gamma.
+enum class Distribution { kExponential, kGamma, kPareto };
 
 struct FitParams {
-  int64_t stages = 0;  // 0: nothing is fitted
+  int64_t stages = 0;  // 0: no fit
   Distribution distribution = Distribution::kExponential;
   uint64_t seed = 0;  // of the sample
 };
 
 struct Fit {
   double threshold = 0;
-  double ratio = 0;        // how many of the sample reach it, over how many should
-  bool is_misfit = false;  // the fit is of no use
+  double ratio = 0;        // elements of the sample that reach the threshold, divided by the expected number
+  bool is_misfit = false;  // the threshold should not be used
 };
 
-constexpr int64_t kFitRun = 16;  // elements that are sampled together: a line of the cache
+constexpr int64_t kFitRun = 16;  // elements sampled together: one cache line
 
-// Which runs of kFitRun of n elements are fitted to, so that k of n are well met: one of each of so many strata, by a
-// hash of the seed; 0: to all elements.
+// Returns the number of runs of kFitRun elements in a sample of n elements that represents the k largest well. A hash
+// of the seed picks one run in each of as many strata. 0: the fit uses all elements.
 int64_t FitRuns(int64_t n, int64_t k);
 
-// Fits to the magnitudes of float32 values, so that a part `density` of them reaches the threshold, at least 2^-149.
+// Fits a threshold, at least 2^-149, that about n * density of the magnitudes of float32 values reach.
 Fit FitTail(const float* values, int64_t n, double density, const FitParams& params);
 
-constexpr int64_t kFitLanes = 16;  // sums that do not wait for each other, so that they are made several at a time
+constexpr int64_t kFitLanes = 16;  // independent partial sums, so that several are computed at a time
 
-// Of |value| - threshold, over the values whose magnitude reaches the threshold. NaN reaches none.
+// Count, sum and sum of squares of |value| - threshold, over the values whose magnitude reaches the threshold. NaN does
+// not reach any threshold.
 struct FitMoments {
   double count[kFitLanes] = {};
   double sum[kFitLanes] = {};
   double squares[kFitLanes] = {};
 };
 
-// The same of a residual, or of a sample of it, so that about k of n elements reach the threshold. One at a time in a
-// thread.
+// Fits a threshold that about k of n residual elements reach, from all elements or from a sample. A thread can use only
+// one object at a time.
 class FitSample {
  public:
   FitSample(int64_t n, int64_t k, const FitParams& params);
 
-  // Reads what of the sample lies below `end`, a multiple of kFitRun or n, while a cache holds it.
+  // Reads the elements of the sample below `end`, while they are in a cache. `end` is n or a multiple of kFitRun.
   void Read(const float* residual, int64_t end);
 
-  // Reads the rest, and fits.
+  // Reads the rest of the sample, and fits.
   Fit Run(const float* residual);
 
  private:
@@ -58,9 +61,9 @@ class FitSample {
   int64_t runs_;
   Strata strata_;
   float* values_;
-  int64_t next_ = 0;  // where the next run begins
-  int64_t read_ = 0;  // runs
-  FitMoments first_;  // of all values, without a threshold
+  int64_t next_ = 0;  // start of the next run
+  int64_t read_ = 0;  // number of runs that have been read
+  FitMoments first_;  // moments of all values in the sample, with threshold 0
 };
 
 }  // namespace hvd_sparse

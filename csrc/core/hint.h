@@ -1,5 +1,5 @@
-// Last step's threshold as the guess at this step's: the rule of hvd_sparse/threshold.py's ThresholdHint, for where the
-// numbers must not leave the device between two steps.
+// The last step's threshold as a guess at this step's, with the same rule as ThresholdHint in hvd_sparse/threshold.py.
+// On CUDA these numbers stay on the device between steps.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@ constexpr double kFirstMargin = 0.98;
 constexpr double kLowestMargin = 0.5;
 constexpr double kHighestMargin = 0.998;
 
-// Three float64, as they lie in a tensor.
+// The three float64 elements of the tensor that stores a hint.
 struct Hint {
   double threshold;
   double margin;
   double k;
 };
 
-// The hint for a selection of k elements, 0 where there is none.
+// Returns the hint for a selection of k elements; 0 if there is none.
 HVD_SPARSE_HD inline double HintFor(const Hint& hint, int64_t k) {
   return hint.k == static_cast<double>(k) ? hint.threshold * hint.margin : 0.0;
 }
 
-// Learns from a selection: its threshold, and how many elements reached the hint.
+// Updates the hint after a selection. passed: the number of elements that reached the hint.
 HVD_SPARSE_HD inline void LearnHint(Hint* hint, int64_t k, double threshold, int64_t passed) {
   if (HintFor(*hint, k) > 0.0) {
     if (passed < k) {

@@ -1,4 +1,4 @@
-// What is marked so is compiled for the host and, by nvcc, for the device too: one definition, one result.
+// nvcc compiles functions with this mark for the device, too, so that both sides share one definition.
 #pragma once
 
 #ifdef __CUDACC__

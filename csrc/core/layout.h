@@ -1,4 +1,4 @@
-// Where the parts of a payload lie, in bytes from its start: plain numbers, for whoever writes or reads it in parallel.
+// The byte offsets of a payload's sections, for code that writes or reads it in parallel.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +26,13 @@ static_assert(sizeof(Header) == 32 && offsetof(Header, checksum) == 24, "the hea
 constexpr int64_t kPositionsAt = sizeof(Header);
 constexpr int64_t kChecksumAt = offsetof(Header, checksum);
 
-// The header of a payload, its checksum still zero.
+// Returns the header of a payload with its checksum set to zero.
 Header MakeHeader(const PayloadFormat& format, int64_t entries);
 
-// Where the values begin.
+// Returns the offset of the values.
 int64_t ValuesAt(const PayloadFormat& format);
 
-// Of run lengths, from the start of the positions: u16 counts come first, then the bitmap of full blocks, u16 runs.
+// Offsets of run lengths from the start of the positions: u16 counts, then the bitmap of full blocks, then u16 runs.
 int64_t FullAt(int64_t n);
 int64_t RunsAt(int64_t n, int64_t k);
 

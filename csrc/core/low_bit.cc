@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLevelBytes = sizeof(float);
 
-// Bits a value, and levels a group.
+// Returns the bits per value, which equal the levels per group.
 int64_t CodeBits(DType dtype) { return dtype == DType::kInt2 ? 2 : 1; }
 
 int64_t GroupCount(const Segments& segments) {
@@ -20,7 +20,7 @@ int64_t GroupCount(const Segments& segments) {
   return count;
 }
 
-// The groups that hold any of the indices, numbered in the order of groups.
+// The groups that contain at least one of the indices, numbered in ascending order.
 struct Slots {
   Slots(const Segments& segments, const int64_t* indices, int64_t k) : of(static_cast<size_t>(k)) {
     if (segments.empty()) {
@@ -28,7 +28,7 @@ struct Slots {
       return;
     }
     size_t at = 0;
-    int64_t first = 0;  // group of the segment
+    int64_t first = 0;  // first group of the segment
     for (int64_t j = 0; j < k; ++j) {
       for (; at + 1 < segments.size() && indices[j] >= segments[at + 1].begin; ++at) first += segments[at].channels;
       of[static_cast<size_t>(j)] = first + (indices[j] - segments[at].begin) % segments[at].channels;
@@ -44,7 +44,7 @@ struct Slots {
   int64_t count = 0;
 };
 
-// Where the number of elements is not known: of any that there could be.
+// Checks indices and segments when the number of elements is unknown, with kMaxElements as the limit.
 Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
   if (segments.empty()) return Status::Ok();
   for (int64_t j = 0; j < k; ++j) {
@@ -61,7 +61,7 @@ Status CheckSegments(const Segments& segments, int64_t n) {
   for (size_t s = 0; s < segments.size(); ++s) {
     const int64_t begin = segments[s].begin;
     const int64_t end = s + 1 < segments.size() ? segments[s + 1].begin : n;
-    const bool fits = (s > 0 || begin == 0) && begin < end && end <= n;  // so that no difference overflows
+    const bool fits = (s > 0 || begin == 0) && begin < end && end <= n;  // ensures that end - begin does not overflow
     if (!fits || segments[s].channels < 1 || end - begin < segments[s].channels) {
       return Status::InvalidArgument("segment " + std::to_string(s) + " from " + std::to_string(begin) + " to " +
                                      std::to_string(end) + " of n = " + std::to_string(n) + " elements cannot have " +

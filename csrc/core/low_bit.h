@@ -1,9 +1,9 @@
-// Values on the wire in 2 bits or 1: a sign, and which of one or two magnitudes (Gradient Dropping, section 5.4).
+// Values of 1 or 2 bits on the wire: a sign and one of one or two levels (Gradient Dropping, section 5.4).
 //
-// int1 sends an element as its sign and its group's level. int2 has two levels a group, and a bit that tells
-// small values, below the mean magnitude of the group, from large ones. Zeros count in no level, and are sent as the
-// smaller. The first level is the smaller one; where all magnitudes of a group are equal, both are that, and all have
-// the first.
+// int1 sends an element as its sign; the magnitude is the level of its group. int2 has two levels per group, the
+// smaller one first, and a second bit: it tells magnitudes below the group's mean from larger ones. Levels are computed
+// without zeros; a zero is sent with the smaller level. If all magnitudes of a group are equal, both levels have this
+// magnitude, and all elements use the first.
 #pragma once
 
 #include <vector>
@@ -13,34 +13,36 @@
 
 namespace hvd_sparse {
 
-// The elements from `begin` to the next segment are a matrix, row after row, whose columns are so many channels: each
-// is a group.
+// The elements from `begin` to the next segment form a row-major matrix of `channels` columns. Each column is a group.
 struct Segment {
   int64_t begin;
   int64_t channels;
 };
 using Segments = std::vector<Segment>;  // empty: all elements are one group
 
-enum class Level { kMean, kMin };  // of the magnitudes
+enum class Level { kMean, kMin };  // a level is the mean or the minimum of its magnitudes
 
 inline bool IsLowBit(DType dtype) { return dtype == DType::kInt2 || dtype == DType::kInt1; }
 
-// InvalidArgument unless the segments begin at 0, ascend below n, and have 1 to as many channels as elements.
+// Returns InvalidArgument unless the segments start at 0, ascend below n, and each has at least one channel and at most
+// as many channels as elements.
 Status CheckSegments(const Segments& segments, int64_t n);
 
-// What k values take: float32 levels, as many as groups could be met, then the codes. Little-endian, as all payloads.
+// Returns the bytes of k values: float32 levels for the largest possible number of groups, then the codes.
+// Little-endian.
 int64_t LowBitSize(DType dtype, int64_t k, const Segments& segments);
 
-// The values, of elements at the ascending `indices`, as they will be decoded. result[k] may be values. Without
-// segments the indices are not read; with them, InvalidArgument unless they ascend from 0 and the segments' begins too.
+// Sets result[k] to the values that the receiver will decode. `result` may be `values`. Without segments the indices
+// are not read. With segments, returns InvalidArgument unless the indices and the starts of the segments ascend from 0.
 Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, Level level,
                       const Segments& segments, float* result);
 
-// Writes LowBitSize bytes, of which all were zero. InvalidArgument unless QuantizeLowBit made the values.
+// Writes LowBitSize bytes, all of which must be zero before the call. Returns InvalidArgument unless the values are a
+// result of QuantizeLowBit.
 Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
                    uint8_t* out);
 
-// Any bytes will do.
+// Decodes k values. Any bytes are valid.
 void ReadLowBit(const uint8_t* section, const int64_t* indices, int64_t k, DType dtype, const Segments& segments,
                 float* values);
 

@@ -1,5 +1,5 @@
-// The levels of low-bit values, from one magnitude after the other: their sums are taken in the order of entries, here
-// and on devices.
+// Computes the levels of low-bit values. The host and CUDA devices add magnitudes in the order of the entries, so that
+// the results are equal.
 #pragma once
 
 #include <cmath>
@@ -9,15 +9,15 @@
 
 namespace hvd_sparse {
 
-constexpr uint32_t kUnsetMagnitude = 0xffffffffu;  // none has the sign bit
+constexpr uint32_t kUnsetMagnitude = 0xffffffffu;  // no magnitude has the sign bit
 
-// To the nearest float32. Denormals are made of integers, for a host that flushes them.
+// Rounds to the nearest float32. Denormals are built from integers, because the host may flush them to zero.
 HVD_SPARSE_HD inline float NarrowMagnitude(double magnitude) {
   if (!(magnitude < 0x1p-126)) return static_cast<float>(magnitude);
   return BitsToFloat(static_cast<uint32_t>(nearbyint(magnitude * 0x1p149)));
 }
 
-// A set of magnitudes, none of them zero.
+// The sum, count and minimum of a set of nonzero magnitudes.
 struct MagnitudeClass {
   double sum = 0;
   int64_t count = 0;

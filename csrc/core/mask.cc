@@ -11,13 +11,13 @@
 namespace hvd_sparse {
 namespace {
 
-HVD_SPARSE_MULTIVERSION int64_t CountBytes(const uint8_t* mask, int64_t n) {  // of up to 255
+HVD_SPARSE_MULTIVERSION int64_t CountBytes(const uint8_t* mask, int64_t n) {  // n <= 255
   uint8_t count = 0;
   for (int64_t i = 0; i < n; ++i) count = static_cast<uint8_t>(count + (mask[i] != 0));
   return count;
 }
 
-// As Pack takes them: float32, or float64 for that type.
+// The value type that Pack expects: float64 for float64, else float32.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -37,7 +37,7 @@ Status CheckValues(const PayloadFormat& format, DType dtype, int64_t kept) {
                                  ", or 1 for none; got " + std::to_string(format.k));
 }
 
-// Packs the values that a mask keeps; their places in the matrix, or for all of what is sent, one after the other.
+// Packs the values that a mask selects. places: whether the payload has positions in the matrix, or consecutive ones.
 Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_t* mask, bool places,
                   uint8_t* payload) {
   const int64_t kept = CountKept(mask, values.size);
@@ -60,7 +60,7 @@ Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_
   });
 }
 
-// Sets values[index] to one after the other of a payload's, of type W.
+// Writes the j-th value of a payload, as type W, to values[indices[j]].
 template <typename W, typename ValueOf>
 void Scatter(const std::vector<int64_t>& indices, const ValueOf& value_of, void* values) {
   auto* out = static_cast<W*>(values);
@@ -74,7 +74,7 @@ W Stored(const PayloadView& view, int64_t j) {
   return value;
 }
 
-// values: n elements, zero where there is no index.
+// Writes a payload's values to values[n], with zeros elsewhere.
 void ScatterValues(DType dtype, const PayloadView& view, const std::vector<int64_t>& indices, int64_t n, bool wide,
                    void* values) {
   const bool half = ItemSize(dtype) == 2;
@@ -98,7 +98,7 @@ Status CheckScalar(DType dtype) {
 }  // namespace
 
 int64_t CountKept(const uint8_t* mask, int64_t n) {
-  constexpr int64_t kMost = 248;  // of whole vectors, what a byte can count
+  constexpr int64_t kMost = 248;  // elements whose count fits into a byte, a multiple of the vector size
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kMost) count += CountBytes(mask + i, std::min(kMost, n - i));
   return count;

@@ -10,9 +10,9 @@ namespace hvd_sparse {
 namespace {
 
 constexpr int64_t kWord = 64;
-constexpr int64_t kWindow = 1 << 15;  // elements whose sums lie in a cache at a time
+constexpr int64_t kWindow = 1 << 15;  // elements added at a time, so that their sums fit into a cache
 
-// The entries of a part that have not been added yet.
+// The entries [at, end) of a part, which have not been added yet.
 struct Rest {
   int64_t at;
   int64_t end;

@@ -1,4 +1,5 @@
-// Functions marked so are compiled for several x86-64 levels and chosen when the library is loaded.
+// The compiler builds functions with this mark for several x86-64 levels. The loader chooses one when the library is
+// loaded.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HVD_SPARSE_PORTABLE)

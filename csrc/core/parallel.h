@@ -1,4 +1,4 @@
-// Threads belong to the host framework: it passes its own parallel_for, the core never starts one.
+// The core never starts a thread. The host framework passes its own parallel_for.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@ namespace hvd_sparse {
 
 using RangeFunction = std::function<void(int64_t begin, int64_t end)>;
 
-// Calls `body` on disjoint ranges that cover [begin, end), possibly at the same time; a range has at least
-// `grain` elements where there are that many. Results of the core do not depend on how ranges are cut.
+// Calls `body` on disjoint ranges that cover [begin, end), possibly in parallel. A range has at least `grain` elements
+// if there are as many. The core's results do not depend on the division into ranges.
 using ParallelFor = std::function<void(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body)>;
 
-constexpr int64_t kGrain = int64_t{1} << 18;  // elements of a tensor that are worth a thread
+constexpr int64_t kGrain = int64_t{1} << 18;  // smallest number of elements for which another thread pays off
 
 inline void SerialFor(int64_t begin, int64_t end, int64_t /*grain*/, const RangeFunction& body) {
   if (begin < end) body(begin, end);

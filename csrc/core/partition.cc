@@ -18,14 +18,14 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kLowest = 0.92;  // of the share
+constexpr double kLowest = 0.92;  // fraction of the share
 constexpr double kHighest = 1.08;
-constexpr double kLeeway = 4;      // elements: a small share is left to chance
-constexpr double kMargin = 0.98;   // of the threshold: what is gathered, in case that too few reach it
-constexpr double kAgain = 0.9;     // of it, where the partition is read again
-constexpr int64_t kTogether = 64;  // runs of the sample that are fetched together
+constexpr double kLeeway = 4;      // elements: the number of elements in a small share varies by chance
+constexpr double kMargin = 0.98;   // elements above this fraction of the threshold are gathered, in case of too few
+constexpr double kAgain = 0.9;     // fraction of the threshold, used as the hint if the partition is read again
+constexpr int64_t kTogether = 64;  // runs of the sample that are prefetched together
 
-// Of those gathered, in index order, the m largest, in the order of SelectTopK.
+// Returns the m largest of the gathered entries, ordered by SelectTopK's total order, sorted by index.
 std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Entry> entries, size_t m, uint64_t seed) {
   using Entry = Candidates<float>::Entry;
   if (m >= entries.size()) return entries;
@@ -39,7 +39,7 @@ std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Ent
   return entries;
 }
 
-// Which counter each magnitude belongs to: that of its bin, the last one for what is below all bins, or NaN.
+// Finds the counter of each magnitude: that of its bin, or the last counter for NaN and for magnitudes below all bins.
 HVD_SPARSE_MULTIVERSION void FindBins(const float* values, int64_t n, uint32_t lowest, uint32_t base, uint32_t* bins) {
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t bits = MagnitudeBits(values[i]);
@@ -55,7 +55,7 @@ HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, ui
   return count;
 }
 
-// Counts magnitudes in bins around a bar, and how many reach it.
+// Counts magnitudes in bins around a threshold (`bar`), and the elements that reach this threshold.
 class Sketcher {
  public:
   explicit Sketcher(uint32_t bar)
@@ -76,7 +76,7 @@ class Sketcher {
   int32_t base() const { return base_; }
   int64_t reached() const { return reached_; }
 
-  // How many of a bin reach the bar.
+  // Returns how many elements of a bin reach the threshold.
   int64_t above(size_t bin) const {
     if (bin != own()) return bin > own() ? Counted(bin) : 0;
     int64_t count = reached_;
@@ -86,7 +86,7 @@ class Sketcher {
   int64_t below(size_t bin) const { return Counted(bin) - above(bin); }
 
  private:
-  // The bar's own bin.
+  // Returns the bin that contains the threshold.
   size_t own() const {
     return std::min<size_t>((bar_ >> kMagnitudeShift) - static_cast<uint32_t>(base_), kSketchBins - 1);
   }
@@ -96,7 +96,7 @@ class Sketcher {
   int32_t base_;
   uint32_t lowest_;
   int64_t reached_ = 0;
-  std::array<std::array<int64_t, kSketchBins + 1>, 2> counts_{};  // neighbours do not wait for each other
+  std::array<std::array<int64_t, kSketchBins + 1>, 2> counts_{};  // two, so that consecutive increments overlap
 };
 
 class Selecting {
@@ -104,7 +104,7 @@ class Selecting {
   Selecting(const PartitionParams& params, std::vector<Part> parts, const ParallelFor& parallel_for)
       : params_(params), size_(params.end - params.begin), parts_(std::move(parts)), parallel_for_(parallel_for) {}
 
-  // All that reaches the threshold.
+  // Selects all elements that reach the threshold.
   Status RunFilter(bool* finite, Partitioned* result) const {
     result->threshold = params_.threshold;
     for (const Part& part : parts_) {
@@ -116,7 +116,7 @@ class Selecting {
     return Status::Ok();
   }
 
-  // The same, or the share.
+  // Selects all elements that reach the threshold, or the largest ones if their number is too far from the share.
   Status RunShared(bool* finite, Partitioned* result) const {
     const double share = std::min(params_.share, static_cast<double>(size_));
     const double most = kHighest * share + kLeeway;
@@ -148,8 +148,8 @@ class Selecting {
     for (const auto& entry : entries) result->indices.push_back(params_.begin + entry.index);
   }
 
-  // complete: whether all that is not zero was gathered, or the largest of it. Where none is wanted, the threshold is
-  // that of one.
+  // Selects the `wanted` largest elements. complete: whether `entries` has the largest of all nonzero elements. If
+  // wanted is 0, the threshold is the largest magnitude.
   Status NameLargest(const Entries& entries, int64_t wanted, bool complete, Partitioned* result) const {
     const int64_t m = std::max<int64_t>(1, wanted);
     if (complete || static_cast<int64_t>(entries.size()) >= m) {
@@ -165,7 +165,7 @@ class Selecting {
     const float* values = JoinResiduals(parts_, size_, &copy);
     HVD_SPARSE_RETURN_IF_ERROR(SelectTopK({values, size_, DType::kFloat32},
                                           {m, kAgain * params_.threshold, params_.seed}, parallel_for_, &largest));
-    uint32_t smallest = 0;  // of those that are not zero
+    uint32_t smallest = 0;  // smallest nonzero magnitude
     for (const int64_t index : largest.indices) {
       const uint32_t bits = MagnitudeBits(values[index]);
       if (bits == 0) continue;
@@ -176,8 +176,8 @@ class Selecting {
     return Status::Ok();
   }
 
-  // Counts a sample. What reaches the threshold is known to be as many as were named, if the threshold fits: its bins
-  // are scaled to that.
+  // Estimates the sketch from a sample. If all elements that reach the threshold were selected (`fits`), their exact
+  // number is known, and the bins above the threshold are scaled to it.
   void Sketch(bool fits, Partitioned* result) const {
     Sketcher sketcher(CandidateBar<float>(result->threshold));
     const double scale = Sample(&sketcher);
@@ -191,8 +191,8 @@ class Selecting {
     }
   }
 
-  // Gives the sketcher runs of the partition, one of each of as many strata, or all of it; returns how many elements
-  // one that was sampled stands for.
+  // Passes a stratified sample of runs, or the whole partition, to the sketcher. Returns the number of elements that
+  // each sampled element represents.
   double Sample(Sketcher* sketcher) const {
     const int64_t runs = size_ / kSketchRun;
     const int64_t wanted = std::max<int64_t>(1, params_.sample / kSketchRun);

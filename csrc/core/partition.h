@@ -1,4 +1,4 @@
-// What one rank names of its partition of a model, by a threshold that was known before: MiCRO, Algorithm 1.
+// Selects indices in one rank's partition of a model, with a threshold from the previous step: MiCRO, Algorithm 1.
 #pragma once
 
 #include <array>
@@ -10,32 +10,34 @@
 
 namespace hvd_sparse {
 
-constexpr int kMagnitudeShift = 19;   // from the bits of a magnitude to its bin: 1/16 of an octave
-constexpr int32_t kSketchBins = 64;   // of the magnitudes around the threshold
-constexpr int32_t kSketchBelow = 48;  // of these, how many are below the threshold's own
-constexpr int64_t kSketchRun = 16;    // elements that are sampled together: a line of the cache
+constexpr int kMagnitudeShift = 19;   // bits of a magnitude >> this = its bin, 1/16 of an octave
+constexpr int32_t kSketchBins = 64;   // bins of a sketch: a histogram of the magnitudes around the threshold
+constexpr int32_t kSketchBelow = 48;  // bins below the one of the threshold
+constexpr int64_t kSketchRun = 16;    // elements sampled together: one cache line
 
 struct PartitionParams {
-  int64_t begin = 0;  // the partition: elements [begin, end) of all parts joined
+  int64_t begin = 0;  // the partition: elements [begin, end) of the joined parts
   int64_t end = 0;
-  double threshold = 0;  // infinite where none is known
-  // How many should reach the threshold; below 0: as many as do. If fewer than 0.92 times this - 4 do, or more than
-  // 1.08 times this + 4, or none, that many are named instead, the largest; a fraction counts now and then.
+  double threshold = 0;  // infinity if unknown
+  // The number of elements that should reach the threshold; negative: any number may. If no element reaches the
+  // threshold, or fewer than 0.92 * share - 4, or more than 1.08 * share + 4, the `share` largest elements are selected
+  // instead. A fractional share is rounded up or down at random.
   double share = -1;
   int64_t sample = 0;  // elements of the partition to sample
-  uint64_t seed = 0;   // of the sample, of fractions, and of the order of equal magnitudes
+  uint64_t seed = 0;   // of the sample, of rounding the share, and of the order of equal magnitudes
 };
 
 struct Partitioned {
-  std::vector<int64_t> indices;  // named: ascending, in the parts joined
-  double threshold = 0;          // that these reach: the smallest of them if the largest were named
-  // How many have which magnitude, estimated: bins [base, base + 64), the last with all that are above.
+  std::vector<int64_t> indices;  // the selected indices, ascending, in the joined parts
+  double threshold = 0;          // the threshold that was used; if the largest were selected, the smallest of these
+  // The sketch: the estimated number of elements in bins [base, base + 64). The last bin includes all larger ones.
   int32_t base = 0;
   std::array<float, kSketchBins> sketch{};
 };
 
-// Updates the memory of all parts, which ascend and do not overlap, and selects in the partition, in one pass over
-// memory where the threshold is good. finite[parts]: of each gradient. Elements of no part count as zero.
+// Updates the error feedback of all parts and selects elements in the partition. A good threshold makes a single pass
+// suffice. The parts must ascend and not overlap; elements outside all parts count as zero. finite[parts]: whether each
+// gradient was finite.
 Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams& params,
                            const ParallelFor& parallel_for, bool* finite, Partitioned* result);
 

@@ -1,17 +1,18 @@
-// A payload: header | positions | values. Its size is a pure function of (n, k, coding, dtype),
-// so that equal settings on all ranks give equal sizes, and one collective without a size exchange.
+// A payload: header | positions | values. Its size depends only on the format (n, k, coding, dtype, segments). Equal
+// settings on all ranks give equal sizes, so one collective suffices, without an exchange of sizes.
 //
-// Little-endian. Header, 32 bytes:
+// All numbers are little-endian. Header, 32 bytes:
 //    0  u32  magic "HVDS"          4  u8  version    5  u8  coding    6  u8  value dtype    7  u8  zero
 //    8  u64  n, elements          16  u64 entries: k, or 0 for an empty contribution of the same size
 //   24  u32  CRC-32 of the payload with this field zero                                    28  u32 zero
-// Then, padded with zero bytes, positions, to a multiple of the value's size, and values[k], to a multiple of 8.
+// The header is followed by the positions, padded with zero bytes to a multiple of the size of a value, and by
+// values[k], padded to a multiple of 8.
 //
-// Positions as run lengths: u16 counts modulo 65,536, one a block; if k >= 65,536 a bitmap of the blocks that hold
-// 65,536 entries, to a multiple of 2; u16 run lengths[k]. Elias-Fano codes and bitmaps: see elias_fano.h. kDense, k =
-// n: none, all elements are sent.
+// Positions as run lengths: for each block a u16 count modulo 65,536; if k >= 65,536, a bitmap of the blocks that hold
+// 65,536 entries, padded to a multiple of 2; u16 run lengths[k]. Elias-Fano codes and bitmaps: see elias_fano.h. With
+// kDense, k = n, there are no positions because all elements are sent.
 //
-// Without values (dtype kNone) a payload is a set of indices. Low-bit values follow a multiple of 4, see low_bit.h.
+// Without values (dtype kNone), a payload is a set of indices. Low-bit values start at a multiple of 4, see low_bit.h.
 #pragma once
 
 #include <vector>
@@ -28,17 +29,17 @@ struct PayloadFormat {
   int64_t k = 0;
   Coding coding = Coding::kRunLength;
   DType dtype = DType::kFloat32;  // of the values on the wire
-  Segments segments = {};         // what shares the levels of low-bit values
+  Segments segments = {};         // groups of the levels of low-bit values
 };
 
-// In bytes. InvalidArgument unless 0 < k <= n, k = n for kDense, and the segments fit n.
+// Computes the size in bytes. Returns InvalidArgument unless 0 < k <= n, k = n for kDense, and the segments fit n.
 Status PayloadSize(const PayloadFormat& format, int64_t* size);
 
-// Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float32, float64 for that wire dtype, unread for
-// kNone, as QuantizeLowBit made them for low-bit types.
+// Writes exactly PayloadSize bytes. `entries` is k or 0. `values` are float64 for the wire dtype float64, else float32;
+// for low-bit types they must be a result of QuantizeLowBit; for kNone they are not read.
 Status Pack(const PayloadFormat& format, const int64_t* indices, const void* values, int64_t entries, uint8_t* payload);
 
-// A payload that has been checked: whatever it holds, reading it through this stays inside payload and tensor.
+// A view of a validated payload. Whatever its bytes are, reads through the view stay inside the payload and the tensor.
 struct PayloadView {
   int64_t entries = 0;
   Positions positions;
@@ -46,20 +47,20 @@ struct PayloadView {
   std::vector<float> low_bit;  // low-bit values, decoded
 };
 
-// Checks every byte that decoding relies on: size, header against `format`, checksum, counts, runs.
+// Checks everything that decoding relies on: size, header against `format`, checksum, counts, runs.
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
 
-// For payloads whose number of entries differs between ranks: finds, in the messages of all ranks one after the other,
-// each a payload of members[0], members[1], ... but for their k, where each payload starts,
-// offsets[rank * members.size() + member], and its k, likewise: its entries, at least 1. Checks no more than what it
-// reads to get there, and that nothing is left over.
+// Locates payloads whose number of entries differs between ranks. `gathered` has the concatenated messages of all
+// ranks. A message has a payload of members[0], members[1], ..., whose k may differ from the members' k. Sets
+// offsets[rank * members.size() + member] to the start of each payload, and its k to the number of entries, at least 1.
+// Checks only the fields that it reads, and that no bytes are left over.
 Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
                       int64_t* offsets, int64_t* ks);
 
-// Writes `view.entries` indices, and values as float32 (float64 for that wire dtype, zero for kNone).
+// Writes `view.entries` indices and values: float64 for the wire dtype float64, else float32; zeros for kNone.
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 
-// The j-th value as float32.
+// Returns the j-th value as float32.
 float ValueAt(const PayloadView& view, DType dtype, int64_t j);
 
 }  // namespace hvd_sparse

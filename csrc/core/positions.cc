@@ -51,7 +51,7 @@ int64_t RunsAt(int64_t n, int64_t k) {
 Coding ResolveCoding(Coding coding, int64_t n, int64_t k) {
   if (coding != Coding::kAuto) return coding;
   if (k == n) return Coding::kDense;
-  return EliasFanoSize(n, k) < BitmapSize(n) ? Coding::kEliasFano : Coding::kBitmap;  // below run lengths always
+  return EliasFanoSize(n, k) < BitmapSize(n) ? Coding::kEliasFano : Coding::kBitmap;  // run lengths are never smaller
 }
 
 int64_t PositionsSize(Coding coding, int64_t n, int64_t k) {

@@ -1,4 +1,4 @@
-// Values on the wire in 16 bits: float16 and bfloat16, rounded to nearest even.
+// Values of 16 bits on the wire: float16 and bfloat16, rounded to nearest even.
 #pragma once
 
 #include "dtype.h"
@@ -13,8 +13,8 @@ HVD_SPARSE_HD inline uint32_t RoundShift(uint32_t bits, int drop) {
 
 HVD_SPARSE_HD inline uint32_t AtMost(uint32_t bits, uint32_t bound) { return bits < bound ? bits : bound; }
 
-// A finite value too large for the type becomes its largest finite one: what is cut off stays in the residual,
-// where an infinity would destroy it. Infinities and NaN stay what they are.
+// A finite value too large for the type becomes the largest finite one. The difference stays in the residual, which an
+// infinity would destroy. Infinities and NaN do not change.
 HVD_SPARSE_HD inline Float16 ToFloat16(float value) {
   const uint32_t bits = FloatToBits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -24,7 +24,7 @@ HVD_SPARSE_HD inline Float16 ToFloat16(float value) {
     half = 0x7e00u;  // NaN
   } else if (magnitude == 0x7f800000u) {
     half = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // under 2^-14: a multiple of 2^-24
+  } else if (magnitude < 0x38800000u) {  // below 2^-14: round to a multiple of 2^-24
     const int exponent = static_cast<int>(magnitude >> 23);
     const uint32_t mantissa = (magnitude & 0x7fffffu) | (exponent > 0 ? 0x800000u : 0u);
     const int drop = 126 - (exponent > 1 ? exponent : 1);
@@ -44,7 +44,7 @@ HVD_SPARSE_HD inline BFloat16 ToBFloat16(float value) {
   return {static_cast<uint16_t>(sign | AtMost(RoundShift(magnitude, 16), 0x7f7fu))};
 }
 
-// One value as it survives the wire.
+// Returns the value that the receiver will decode.
 HVD_SPARSE_HD inline float QuantizeOne(float value, DType dtype) {
   switch (dtype) {
     case DType::kFloat16: return ToFloat(ToFloat16(value));
@@ -55,8 +55,8 @@ HVD_SPARSE_HD inline float QuantizeOne(float value, DType dtype) {
   return value;
 }
 
-// The float32 that survives the wire as `dtype`, none of the low-bit ones (see low_bit.h). values and result: n
-// elements; they may be the same array.
+// Sets result[n] to the float32 values that the receiver will decode. `dtype` is not a low-bit type (see low_bit.h).
+// `result` may be `values`.
 void Quantize(const float* values, int64_t n, DType dtype, float* result);
 
 }  // namespace hvd_sparse

@@ -10,7 +10,7 @@
 namespace hvd_sparse {
 namespace {
 
-// Where each block's entries start.
+// Returns the number of each block's first entry.
 std::vector<int64_t> Starts(const PayloadView& view) {
   std::vector<int64_t> starts(view.positions.counts.size());
   int64_t total = 0;
@@ -23,7 +23,7 @@ std::vector<int64_t> Starts(const PayloadView& view) {
 
 using SliceAt = std::vector<Slice>::const_iterator;
 
-// The first slice that ends beyond an element.
+// Returns the first slice that ends after an element.
 SliceAt SliceOf(const std::vector<Slice>& slices, int64_t element) {
   return std::partition_point(slices.begin(), slices.end(),
                               [element](const Slice& slice) { return slice.begin + slice.size <= element; });
@@ -36,7 +36,8 @@ void ClearRange(const std::vector<Slice>& slices, int64_t begin, int64_t end) {
   }
 }
 
-// `element`: the block's first of `length`; value(j): entry j's.
+// Adds entries [start, stop) of a block with `length` elements, the first of which is `element`. value(j): the value of
+// entry j.
 template <typename Value>
 void AddEntries(const void* runs, int64_t start, int64_t stop, float scale, int64_t element, int64_t length,
                 const std::vector<Slice>& slices, const Value& value) {
@@ -76,13 +77,13 @@ void AddBlock(const PayloadView& view, DType dtype, int64_t start, uint32_t coun
   });
 }
 
-// A payload, checked, and where the entries of each of its blocks start.
+// A validated payload, and the number of each block's first entry.
 struct Addend {
   PayloadView view;
   std::vector<int64_t> starts;
 };
 
-// Sets blocks [begin, end) of the slices.
+// Computes the sum of blocks [begin, end).
 void SumBlocks(const PayloadFormat& format, const std::vector<Addend>& addends, float scale, int64_t begin, int64_t end,
                const std::vector<Slice>& slices) {
   for (int64_t block = begin; block < end; ++block) {
@@ -97,7 +98,7 @@ void SumBlocks(const PayloadFormat& format, const std::vector<Addend>& addends, 
   }
 }
 
-// Payloads of one format, at one distance.
+// Returns the payloads, which have equal formats and start every `stride` bytes.
 Status SourcesOf(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride,
                  std::vector<Source>* sources) {
   int64_t size = 0;

@@ -13,10 +13,10 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kRowGrain = int64_t{1} << 15;  // elements in rows that are worth a thread
-constexpr int64_t kChunk = int64_t{1} << 15;     // counts of so many fit every type's bits
+constexpr int64_t kRowGrain = int64_t{1} << 15;  // smallest number of elements for which another thread pays off
+constexpr int64_t kChunk = int64_t{1} << 15;     // a count of this many elements fits into every BitsOf<T>
 
-// Whole vectors of comparisons, added up in the type's own width.
+// Counts in an integer of the element's width, so that it vectorises.
 template <typename T>
 inline __attribute__((always_inline)) int64_t CountIn(const T* row, int64_t columns, BitsOf<T> bar) {
   int64_t count = 0;
@@ -58,8 +58,8 @@ inline __attribute__((always_inline)) double SumIn(const T* row, int64_t columns
   return total;
 }
 
-// CountReaching: how many reach a bar, NaN among them. LeastReaching: the smallest key of these. MaskReaching: 1 for
-// each.
+// CountReaching: the number of elements that reach the threshold `bar`, including NaN. LeastReaching: the smallest key
+// of these. MaskReaching: a mask of these.
 #define HVD_SPARSE_ROW_LOOPS(T)                                                                            \
   HVD_SPARSE_MULTIVERSION int64_t CountReaching(const T* row, int64_t columns, BitsOf<T> bar) {            \
     return CountIn(row, columns, bar);                                                                     \
@@ -78,8 +78,8 @@ HVD_SPARSE_ROW_LOOPS(Float16)
 HVD_SPARSE_ROW_LOOPS(BFloat16)
 #undef HVD_SPARSE_ROW_LOOPS
 
-// Looks for the bar that exactly k of a row reach, by counting: a pass takes less than a move of the data would. One
-// row is where the next one's search begins, which changes the cost and never the result.
+// Searches for the threshold that exactly k elements of a row reach, by counting: a pass costs less than moving the
+// data. The result of one row is the first guess for the next row. The guess changes the cost, never the result.
 template <typename T>
 class RowSelector {
  public:
@@ -91,7 +91,7 @@ class RowSelector {
   double Select(const T* row, uint8_t* mask) {
     Search(row);
     MaskReaching(row, columns_, low_, mask);
-    // Unless exactly k reach it, the bar is the k-th key itself, and more than are wanted have it.
+    // If more than k elements reach low_, it is the k-th key itself, and several elements have this key.
     const M last = at_low_ == k_ ? LeastReaching(row, columns_, low_) : low_;
     if (at_low_ > k_) CutTies(row, mask);
     guess_ = last;
@@ -99,10 +99,11 @@ class RowSelector {
   }
 
  private:
-  static constexpr M kTop = static_cast<M>(kRowNanKey<T> + 1);  // nothing reaches it
+  static constexpr M kTop = static_cast<M>(kRowNanKey<T> + 1);  // no key reaches it
   static constexpr M kFirstStep = static_cast<M>(sizeof(T) == 2 ? 4 : M{1} << (sizeof(T) == 4 ? 18 : 47));
 
-  // Keeps k or more reaching low_ and fewer reaching high_, until exactly k reach low_ or there is nothing between.
+  // Invariant: at least k elements reach low_, and fewer than k reach high_. Stops when exactly k elements reach low_,
+  // or when no key lies between the two.
   void Search(const T* row) {
     low_ = 0, at_low_ = columns_, high_ = kTop, at_high_ = 0;
     M probe = guess_;
@@ -116,8 +117,9 @@ class RowSelector {
     }
   }
 
-  // From the guess in growing steps until the bar lies between two; then where the line through their logarithms, which
-  // counts follow closely, meets k; at every third time halfway, so that it ends soon on any data.
+  // Moves away from the guess in growing steps until low_ and high_ enclose the threshold. Then it interpolates between
+  // them, because the logarithm of the count is almost linear. Every third step bisects, so that the search is short on
+  // any data.
   M NextProbe(int round, M* step) const {
     const M width = static_cast<M>(high_ - low_);
     if (guess_ > 0 && (low_ == 0 || high_ == kTop)) {
@@ -132,7 +134,7 @@ class RowSelector {
     return static_cast<M>(low_ + static_cast<M>(std::min(0.999, part) * static_cast<double>(width)));
   }
 
-  // Of those that have the bar for a key, leaves as many as are wanted.
+  // Removes elements whose key equals low_ from the mask until k are left.
   void CutTies(const T* row, uint8_t* mask) {
     ties_.clear();
     ForEachKept(mask, columns_, [&](int64_t c) {

@@ -33,7 +33,7 @@ Status ValidateRunLength(const uint32_t* counts, const void* runs, int64_t k, in
     }
     uint32_t zeros = 0;  // at most 65,536 runs, each below that
     for (const int64_t end = j + count; j < end; ++j) zeros += RunAt(runs, j);
-    if (count + zeros > length) {  // every entry takes its own place, and its run of zeros
+    if (count + zeros > length) {  // each entry takes one element plus its run of zeros
       return Status::CorruptPayload("a run of zeros leaves block " + std::to_string(block));
     }
   }

@@ -16,19 +16,19 @@ HVD_SPARSE_HD inline int64_t BlockLength(int64_t n, int64_t block) {
   return n - block * kBlock < kBlock ? n - block * kBlock : kBlock;
 }
 
-// `indices`: k of [0, n), strictly ascending. Writes counts[BlockCount(n)], the entries of each block, and runs[k],
-// the zeros between an entry and the one before it in its block (or the block's start).
+// Writes counts[BlockCount(n)], the number of entries in each block, and runs[k], the number of zeros between an entry
+// and the previous entry in its block (or the start of the block). indices: k strictly ascending numbers in [0, n).
 Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* counts, uint16_t* runs);
 
-// The j-th run of those that start at any address, such as one in a payload.
+// Returns the j-th run. `runs` may be unaligned, as in a payload.
 inline uint16_t RunAt(const void* runs, int64_t j) {
   uint16_t run;
   std::memcpy(&run, static_cast<const uint8_t*>(runs) + j * int64_t{sizeof run}, sizeof run);
   return run;
 }
 
-// Checks, without writing anything, that counts sum to k and that no run leaves its block. `counts` may be anything;
-// runs[k] are uint16 at any address.
+// Checks that the counts sum to k and that no run leaves its block. Any bytes are safe. runs[k] are uint16 and may be
+// unaligned.
 Status ValidateRunLength(const uint32_t* counts, const void* runs, int64_t k, int64_t n);
 
 // Writes indices[k]; the input must have been validated.

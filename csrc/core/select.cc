@@ -38,7 +38,7 @@ HVD_SPARSE_MULTIVERSION int64_t Skip(const BFloat16* data, int64_t begin, int64_
   return SkipChunks(data, begin, end, threshold);
 }
 
-// Offers a sink, Candidates or Passed, the chunks in which something reaches its threshold.
+// Passes the chunks in which an element reaches the sink's threshold to the sink, which is Candidates or Passed.
 template <typename T, typename Sink>
 void ScanRange(const T* data, int64_t begin, int64_t end, Sink* sink) {
   for (int64_t i = begin; i < end;) {
@@ -49,7 +49,7 @@ void ScanRange(const T* data, int64_t begin, int64_t end, Sink* sink) {
   }
 }
 
-// Fewer than k elements are non-zero numbers: the rest are zeros, then NaN, lowest index first.
+// Adds zeros, then NaN, by ascending index, until there are k indices.
 template <typename T>
 void FillWithZeros(const T* data, int64_t n, int64_t k, std::vector<int64_t>* indices) {
   for (const bool want_nan : {false, true}) {
@@ -61,12 +61,12 @@ void FillWithZeros(const T* data, int64_t n, int64_t k, std::vector<int64_t>* in
   std::sort(indices->begin(), indices->end());
 }
 
-// gathered: what reaches the hint, if that is known already.
+// gathered: the elements that reach the hint, if they are known.
 template <typename T>
 Status SelectTopKOf(const T* data, const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                     std::optional<Candidates<T>> gathered, Selection* selection) {
   const int64_t n = values.size;
-  // Aim a quarter over k: passing too many costs little, passing too few costs another pass.
+  // The sampled threshold aims at 1.25 k elements: too many cost little, too few cost another pass.
   const ThresholdParams sampled{std::min(n, params.k + params.k / 4 + 16), ThresholdMethod::kSampled, 0.005,
                                 params.seed};
   const ThresholdParams exact{params.k, ThresholdMethod::kExact, 1.0, params.seed};

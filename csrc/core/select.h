@@ -1,4 +1,4 @@
-// Indices and values over a threshold; exactly k of largest magnitude.
+// Selects the k elements of largest magnitude, or all elements that reach a threshold.
 #pragma once
 
 #include <vector>
@@ -11,27 +11,27 @@ namespace hvd_sparse {
 
 struct SelectParams {
   int64_t k = 0;
-  // A guess at the threshold, say last step's taken slightly low: it changes the cost, never the result.
-  // 0 means none. Good: a little over k elements reach it, and one pass suffices.
+  // A guess at the threshold, such as the last step's, slightly lowered; 0: none. It changes the cost, never the
+  // result. If slightly more than k elements reach it, one pass suffices.
   double threshold_hint = 0;
-  uint64_t seed = 0;  // breaks ties of equal magnitudes, and places the samples
+  uint64_t seed = 0;  // of the order of equal magnitudes, and of samples
 };
 
 struct Selection {
   std::vector<int64_t> indices;  // ascending
   double threshold = 0;          // the smallest selected magnitude
-  // How many elements were found to reach the hint (or the sampled threshold where there was no hint): all of them up
-  // to 2k, at least 2k of more. Below k the hint was too high, and the data were read again.
+  // The number of elements found to reach the hint, or without a hint the sampled threshold. Exact up to 2k, else a
+  // number >= 2k. Below k, the hint was too high, and the data was read again.
   int64_t passed = 0;
 };
 
-// Exactly k, in a total order: larger magnitude first; equal magnitudes by a seeded hash of the index, so that
-// position never decides; zeros last but for NaN, lowest index first. The result is a function of (values, k, seed)
-// alone: the same for every hint and every number of threads.
+// Selects exactly k elements in this order: nonzero numbers by descending magnitude, equal ones by a seeded hash of the
+// index, so that no position is preferred; then zeros and then NaN, by ascending index. The result depends only on
+// (values, k, seed), not on the hint or the number of threads.
 Status SelectTopK(const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                   Selection* selection);
 
-// All elements whose magnitude is at least `threshold` (>= 0), in ascending order; NaN never passes.
+// Selects all elements whose magnitude is at least `threshold` (>= 0), by ascending index. NaN is never selected.
 Status FilterThreshold(const Array& values, double threshold, const ParallelFor& parallel_for,
                        std::vector<int64_t>* indices);
 

@@ -1,4 +1,5 @@
-// The total order of a selection, spelled as integers: a larger key comes first, among equal keys a smaller tie.
+// The total order of a selection as integers. The element with the larger key comes first; among equal keys, the one
+// with the smaller tie value.
 #pragma once
 
 #include "dtype.h"
@@ -10,7 +11,7 @@ namespace hvd_sparse {
 constexpr uint64_t kNanKey = 0;
 constexpr uint64_t kZeroKey = 1;
 
-// Numbers by magnitude, then zeros, then NaN.
+// Returns the key: numbers come first, by magnitude, then zeros, then NaN.
 template <typename T>
 HVD_SPARSE_HD inline uint64_t SelectionKey(T value) {
   const uint64_t bits = MagnitudeBits(value);
@@ -18,13 +19,13 @@ HVD_SPARSE_HD inline uint64_t SelectionKey(T value) {
   return bits > kInfinity ? kNanKey : bits + 1;
 }
 
-// A seeded hash, or for what is not a number other than zero, the index itself.
+// Returns the tie value: a seeded hash of the index; for zeros and NaN, the index.
 HVD_SPARSE_HD inline uint64_t TieKey(uint64_t key, uint64_t seed, int64_t index) {
   const auto place = static_cast<uint64_t>(index);
   return key > kZeroKey ? Hash(seed, place) : place;
 }
 
-// The magnitude that a key stands for, 0 where it is no number.
+// Returns the magnitude of a key; 0 for NaN.
 template <typename T>
 HVD_SPARSE_HD inline double MagnitudeOfKey(uint64_t key) {
   return key > kZeroKey ? MagnitudeFromBits(T{}, static_cast<BitsOf<T>>(key - 1)) : 0.0;

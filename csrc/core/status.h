@@ -1,4 +1,4 @@
-// What a core function reports; the framework adapters turn it into an exception.
+// The result of a core function. The framework adapters turn errors into exceptions.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@ namespace hvd_sparse {
 
 enum class StatusKind {
   kOk,
-  kInvalidArgument,  // the caller's fault: a size, a type, an order
-  kCorruptPayload,   // bytes from the network that are not a payload of what was asked for
+  kInvalidArgument,  // the caller passed a wrong size, type or order
+  kCorruptPayload,   // received bytes are not a payload of the expected format
 };
 
 struct [[nodiscard]] Status {

@@ -1,4 +1,4 @@
-// A stratified sample, one element after the other.
+// Iterates over a stratified sample.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace hvd_sparse {
 
-// SamplePosition of one stratum after the other, without a division.
+// Returns SamplePosition of consecutive strata, without a division.
 class Strata {
  public:
   Strata(int64_t n, int64_t size, uint64_t seed)
@@ -26,7 +26,7 @@ class Strata {
     const auto length = static_cast<uint64_t>(length_ + longer);
     const uint64_t hash = Hash(seed_, static_cast<uint64_t>(number_++));
     const auto quotient = static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * inverse_[longer] >> 64);
-    uint64_t left = hash - quotient * length;  // one length too many at most, or two
+    uint64_t left = hash - quotient * length;  // too large by at most two lengths
     while (left >= length) left -= length;
     return start + static_cast<int64_t>(left);
   }

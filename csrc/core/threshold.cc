@@ -42,7 +42,7 @@ template <typename T>
 double ExactThreshold(const T* data, int64_t n, int64_t k, const ParallelFor& parallel_for) {
   using Bits = BitsOf<T>;
   Bits prefix = 0;
-  int64_t rank = k;  // the rank-th largest among those that share the prefix
+  int64_t rank = k;  // of the threshold among the magnitudes that share the prefix
   for (int shift = static_cast<int>(sizeof(Bits) * 8 + kDigitBits - 1) / kDigitBits * kDigitBits; shift > 0;) {
     shift -= kDigitBits;
     const std::vector<int64_t> counts = Histogram<T>(data, n, shift, prefix, parallel_for);
@@ -54,7 +54,7 @@ double ExactThreshold(const T* data, int64_t n, int64_t k, const ParallelFor& pa
 }
 
 int64_t SampleSize(int64_t n, const ThresholdParams& params) {
-  constexpr int64_t kTailSamples = 32;  // fewer in the tail than this make the estimate a lottery
+  constexpr int64_t kTailSamples = 32;  // with fewer samples in the tail, the estimate is unreliable
   constexpr int64_t kSmallest = 1024;
   const auto fraction = static_cast<int64_t>(std::ceil(params.sample_fraction * static_cast<double>(n)));
   const int64_t tail = static_cast<int64_t>((static_cast<__int128>(kTailSamples) * n + params.k - 1) / params.k);

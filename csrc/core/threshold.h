@@ -1,4 +1,4 @@
-// A threshold that k of n magnitudes reach.
+// Finds a threshold that k of n magnitudes reach.
 #pragma once
 
 #include "dtype.h"
@@ -11,10 +11,10 @@ namespace hvd_sparse {
 
 enum class ThresholdMethod { kExact, kSampled };
 
-// An error unless k is in [1, n].
+// Returns InvalidArgument unless k is in [1, n].
 Status CheckCount(int64_t k, int64_t n);
 
-// An error unless threshold is a number >= 0.
+// Returns InvalidArgument unless the threshold is a number >= 0.
 Status CheckThreshold(double threshold);
 
 struct ThresholdParams {
@@ -24,14 +24,14 @@ struct ThresholdParams {
   uint64_t seed = 0;
 };
 
-// kExact: the k-th largest magnitude, by radix selection: three passes over float32, no copy of the data.
-// kSampled: the same quantile of a stratified sample, one seeded random position in each of `s` equal strata,
-// which no row or stride structure of the data can fool. NaN counts as magnitude 0.
+// kExact: the k-th largest magnitude, by radix selection, which reads float32 three times and copies no data. kSampled:
+// the same quantile of a stratified sample, with one random position in each of several equal strata; regular patterns
+// in the data, such as rows, do not bias it. NaN counts as magnitude 0.
 Status SelectThreshold(const Array& values, const ThresholdParams& params, const ParallelFor& parallel_for,
                        double* threshold);
 
-// A checked request: whether to look at a sample, of how many elements, and which magnitude of them, the largest being
-// the first.
+// A checked request: whether to use a sample, the number of elements to look at, and the rank of the threshold among
+// their magnitudes, where rank 1 is the largest.
 struct ThresholdPlan {
   bool is_sampled = false;
   int64_t size = 0;
@@ -39,12 +39,12 @@ struct ThresholdPlan {
 };
 Status PlanThreshold(int64_t n, const ThresholdParams& params, ThresholdPlan* plan);
 
-// Where the j-th of `size` equal strata of n elements begins; the products need more than 64 bits.
+// Returns the start of the j-th of `size` equal strata of n elements. The products need more than 64 bits.
 HVD_SPARSE_HD inline int64_t StratumStart(int64_t n, int64_t size, int64_t j) {
   return static_cast<int64_t>(static_cast<__int128>(j) * n / size);
 }
 
-// The element of the sample that lies in the j-th stratum.
+// Returns the position of the sample in the j-th stratum.
 HVD_SPARSE_HD inline int64_t SamplePosition(int64_t n, int64_t size, uint64_t seed, int64_t j) {
   const int64_t start = StratumStart(n, size, j);
   const auto length = static_cast<uint64_t>(StratumStart(n, size, j + 1) - start);

@@ -1,4 +1,4 @@
-// What a gradient does to one element of the memory.
+// Adds a gradient to the error feedback of one element: velocity u and residual v.
 #pragma once
 
 #include "dtype.h"
@@ -14,8 +14,8 @@ enum class AccumulateRule {
 
 HVD_SPARSE_HD inline bool IsFinite(float value) { return MagnitudeBits(value) < 0x7f800000u; }
 
-// The update of one element, which stays as it is where that overflows. Returns whether it did not: an overflow of the
-// velocity is one of the residual, too.
+// Updates one element, unless the update overflows. Returns false on an overflow. An overflow of the velocity is always
+// one of the residual, too.
 template <AccumulateRule rule>
 HVD_SPARSE_HD inline bool Update(float gradient, float momentum, float* velocity, float* residual) {
   float u = 0;
@@ -35,8 +35,8 @@ HVD_SPARSE_HD inline bool Update(float gradient, float momentum, float* velocity
   return finite;
 }
 
-// What enters the memory: the gradient as float32 times factor, plus decay * parameter; what is not finite, before or
-// after, counts as zero.
+// Returns the number to add: the gradient as float32 times factor, plus decay * parameter. A gradient or a result that
+// is not finite counts as zero, and sets `finite` to false.
 template <typename T>
 HVD_SPARSE_HD inline float Incoming(T gradient, float factor, float parameter, float decay, bool decays, bool* finite) {
   const float value = ToFloat(gradient);

@@ -9,16 +9,16 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int kWidth = 4;   // elements of a thread that lie together
-constexpr int kRounds = 4;  // of a block: enough to hide its start, few enough to keep the grid's tail short
+constexpr int kWidth = 4;   // consecutive elements of a thread
+constexpr int kRounds = 4;  // iterations of a block: enough to hide its start, few enough for a balanced end
 
-// Elements that are read or written at once.
+// Elements that a thread reads or writes in one instruction.
 template <typename T, int width>
 struct alignas(sizeof(T) * width < 16 ? sizeof(T) * width : 16) Pack {
   T at[width];
 };
 
-// What lies behind n counts as zero.
+// Elements at n and beyond count as zero.
 template <int width, typename T>
 __device__ Pack<T, width> Load(const T* data, int64_t first, int64_t n) {
   if (first + width <= n) return *reinterpret_cast<const Pack<T, width>*>(data + first);
@@ -40,7 +40,7 @@ __device__ void Store(const Pack<T, width>& pack, T* data, int64_t first, int64_
   }
 }
 
-// Updates the pack at `first`; returns its residual.
+// Updates the pack at `first` and returns its residual.
 template <typename T, AccumulateRule rule, int width>
 __device__ Pack<float, width> UpdatePack(const T* gradient, int64_t first, int64_t n, const AccumulateParams& params,
                                          const Memory& memory, bool active, bool* finite) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJo
   if (!all_finite) *job.finite = false;
 }
 
-// Whether packs of elements of `size` bytes may be read from there.
+// Returns whether packs of elements of `size` bytes can be read from this address.
 bool IsAligned(const void* data, int64_t size) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(std::min<int64_t>(16, size * kWidth)) == 0;
 }

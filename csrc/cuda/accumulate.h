@@ -1,4 +1,4 @@
-// What a gradient does to the memory of one tensor, or of many, on a device; see core/accumulate.h.
+// Adds gradients to the error feedback of one tensor or of many, on a device; see core/accumulate.h.
 #pragma once
 
 #include <vector>
@@ -9,22 +9,22 @@
 
 namespace hvd_sparse {
 
-// One tensor.
+// The accumulation of one tensor.
 struct AccumulateJob {
   Array gradient;
   AccumulateParams params;
   Memory memory;
-  bool* finite;           // set to false if the gradient is not finite everywhere, and else left
-  bool active;            // otherwise the memory stays: factor must be 1, and nothing may decay
-  Candidates candidates;  // takes what reaches its bar; its state is null if there are none
-  int64_t begin;          // of the selection's elements that come before this tensor's
+  bool* finite;           // set to false if a gradient element is not finite, else not written
+  bool active;            // false: the error feedback does not change; requires factor 1 and no weight decay
+  Candidates candidates;  // receives the elements that reach its bar; the state is null if none are gathered
+  int64_t begin;          // offset of this tensor in the selection, in elements
 };
 
-// Tensors that one kernel serves.
+// Tensors that one kernel can process.
 struct AccumulateGroup {
   DType dtype;
   AccumulateRule rule;
-  bool is_wide;  // packs of elements may be read
+  bool is_wide;  // the kernel reads packs of elements
   Batch<AccumulateJob> batch;
 };
 
@@ -32,7 +32,7 @@ std::vector<AccumulateGroup> MakeGroups(const std::vector<AccumulateJob>& jobs, 
 
 cudaError_t accumulate_launch(const AccumulateGroup& group, cudaStream_t stream);
 
-// One tensor alone.
+// Processes a single tensor.
 cudaError_t accumulate_launch(const AccumulateJob& job, cudaStream_t stream);
 
 }  // namespace hvd_sparse

@@ -3,7 +3,7 @@
 namespace hvd_sparse {
 namespace {
 
-// Of the 4096 bytes that every device lets a kernel be handed.
+// Data passed as a kernel argument. Every device allows at least 4096 bytes of arguments.
 struct Words {
   static constexpr int kCount = 500;
   uint64_t at[kCount];

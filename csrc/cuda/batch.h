@@ -1,8 +1,8 @@
-// Many small jobs of one kind in one launch: what costs little for each of many tensors costs more to launch.
+// Runs many small jobs of the same kind in one launch. For small tensors, the overhead of a launch exceeds the work.
 //
-// The grid's blocks are shared out among the jobs, as many to each as its size is worth. What a job is, kernels read
-// from a table on the device. It gets there as arguments of kernels: nothing has to be kept for a copy that is still to
-// come, and a captured graph holds it.
+// The blocks of the grid are divided among the jobs by size. Kernels read the jobs from a table on the device. The
+// table reaches the device as kernel arguments, so the host need not keep it until an asynchronous copy has finished,
+// and a captured CUDA graph contains it.
 #pragma once
 
 #include <cstring>
@@ -13,28 +13,28 @@
 
 namespace hvd_sparse {
 
-// The jobs of a launch, as a kernel takes them.
+// The jobs of a launch, as a kernel argument.
 template <typename Job>
 struct Batch {
-  Job one;                 // where there is one alone
-  const Job* many;         // else, on the device
-  const unsigned* starts;  // [count + 1]: the first block of each
+  Job one;                 // the job, if there is only one
+  const Job* many;         // else the jobs, on the device
+  const unsigned* starts;  // [count + 1]: the first block of each job
   int64_t count;
-  unsigned blocks;  // of them all
+  unsigned blocks;  // total number of blocks
 };
 
-// One job alone, on so many blocks.
+// Returns a batch of a single job.
 template <typename Job>
 Batch<Job> BatchOf(const Job& one, unsigned blocks) {
   return {one, nullptr, nullptr, 1, blocks};
 }
 
-// What tables hold, on its way to the device.
+// Collects the items of tables on the host and uploads them to the device.
 class Tables {
  public:
   explicit Tables(void* base) : base_(static_cast<uint64_t*>(base)) {}
 
-  // Where the items will lie.
+  // Adds items and returns their future address on the device.
   template <typename T>
   const T* Add(const std::vector<T>& items) {
     static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= alignof(uint64_t), "copied by words");
@@ -45,7 +45,7 @@ class Tables {
     return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base_) + at * sizeof(uint64_t));
   }
 
-  // Jobs, each on as many blocks as `sizes` says, 1 at least.
+  // Adds jobs. sizes: the number of blocks for each job, at least 1.
   template <typename Job>
   Batch<Job> AddBatch(const std::vector<Job>& jobs, const std::vector<unsigned>& sizes) {
     unsigned blocks = 0;

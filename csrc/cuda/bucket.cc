@@ -14,7 +14,7 @@ std::vector<SelectSize> SizesOf(const BucketSelections& selections) {
   return sizes;
 }
 
-// The residuals of parts as one array of n, null if they are none.
+// Returns the residuals of the parts if they form one contiguous array of n elements, else null.
 const float* JoinedResiduals(const BucketSelection& selection) {
   int64_t joined = 0;
   for (const Part& part : selection.parts) {
@@ -42,7 +42,7 @@ std::vector<PackJob> PackJobsOf(const BucketSelections& selections) {
   return jobs;
 }
 
-// The pieces of a workspace for a bucket, and the jobs of its kernels.
+// The arrays of a workspace for a bucket, and the jobs of its kernels.
 struct BucketWork {
   BucketWork(void* base, const BucketSelections& selections, bool active, Level level, double* info, bool* finite)
       : select(base, SizesOf(selections)),
@@ -111,7 +111,7 @@ struct BucketWork {
     gradients = MakeGroups(jobs, &tables);
   }
 
-  // Payloads, and low-bit values: one entry of each list a selection, or a selection that has such values.
+  // Adds a payload for each selection, and a low-bit job for each selection with low-bit values.
   void AddPayloads(const BucketSelections& selections) {
     int64_t before = 0;
     size_t next = 0;

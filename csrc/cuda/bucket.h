@@ -1,5 +1,5 @@
-// A bucket of selections on a device, from gradients to payloads; see core/bucket.h. What a framework's adapter calls
-// once a bucket: all pointers are of the device, the lists themselves of the host. The way back is in reduce.h.
+// Compresses a bucket of gradients into payloads on a device; see core/bucket.h. A framework adapter calls it once for
+// each bucket. All pointers are device pointers; the lists are on the host. reduce.h decodes the payloads.
 #pragma once
 
 #include <vector>
@@ -10,21 +10,22 @@
 
 namespace hvd_sparse {
 
-// One selection of plan.k of plan.n elements, and the tensors that share it: these ascend and do not overlap, and what
-// lies in none of them is zero.
+// One selection of plan.k of plan.n elements. Its tensors (parts) must ascend and not overlap; elements outside all
+// parts count as zero.
 struct BucketSelection {
   PayloadPlan plan;
   std::vector<Part> parts;
-  SelectParams select;  // plan.k is its k
-  Hint* hint;           // taken in place of select.threshold_hint, and updated; may be null
-  uint8_t* payload;     // from a multiple of 8 on
+  SelectParams select;  // its k is ignored: plan.k is used
+  Hint* hint;           // replaces select.threshold_hint and is updated; may be null
+  uint8_t* payload;     // address is a multiple of 8
 };
 using BucketSelections = std::vector<BucketSelection>;
 
 cudaError_t accumulate_bucket_workspace_size(const BucketSelections& selections, int64_t* size);
 
-// Updates the memory of the parts, unless not active, selects in it, and packs. info, two a selection: the smallest
-// selected magnitude; how many elements reached the hint, k if there was none. finite, one a part: of each gradient.
+// Updates the error feedback of the parts if `active`, selects from the residuals, and packs the payloads. info: for
+// each selection the smallest selected magnitude, and the number of elements that reached the hint (k if there was no
+// hint). finite: for each part, whether its gradient was finite.
 cudaError_t accumulate_bucket_launch(const BucketSelections& selections, bool active, Level level, double* info,
                                      bool* finite, void* workspace, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// CRC-32 of payloads, on a device: parts that are read at the same time, summed as core/checksum.h says.
+// CRC-32 of payloads on a device. Threads read parts in parallel and combine their remainders, see core/checksum.h.
 #pragma once
 
 #include "../core/checksum.h"
@@ -8,11 +8,11 @@
 #include "warp.cuh"
 
 namespace hvd_sparse {
-constexpr int kSlices = 4;  // bytes that are folded in at a time
+constexpr int kSlices = 4;  // bytes processed per step
 constexpr int64_t kBlockBytes = int64_t{CrcChunks::kBytes} * kThreads;
 static_assert(kThreads == CrcChunks::kCount, "a thread a chunk");
 
-// tables[s][b]: what byte b contributes when s bytes follow it.
+// tables[s][b]: the contribution of byte b followed by s bytes.
 __device__ inline void MakeTables(uint32_t (*tables)[256]) {
   static_assert(kThreads == 256, "a thread a byte");
   const unsigned byte = threadIdx.x;
@@ -26,16 +26,16 @@ __device__ inline void MakeTables(uint32_t (*tables)[256]) {
   __syncthreads();
 }
 
-// The payload's word at `at`, a multiple of 4, below a size that is one of 8.
+// Reads the word at offset `at`, a multiple of 4. The size of a payload is a multiple of 8.
 __device__ inline uint32_t ReadWord(const uint8_t* payload, int64_t at, bool is_aligned) {
   if (at == kChecksumAt) return 0;
   if (is_aligned) return *reinterpret_cast<const uint32_t*>(payload + at);
   return static_cast<uint32_t>(ReadBytes(payload, at + 4, at, 4));
 }
 
-// Adds to *SumOf(job, row), which must be zero, the remainder of the payload at PayloadOf(job, first + row), with its
-// own checksum taken as zero. A block sums chunks that lie together, counted from the payload's end, so that what
-// follows a chunk is a multiple of its size.
+// Adds the remainder of the payload at PayloadOf(job, first + row) to *SumOf(job, row), which must be zero. The
+// checksum in the payload counts as zero. A block processes consecutive chunks. Chunks are counted from the payload's
+// end, so the bytes after a chunk are a multiple of its size.
 template <typename Job>
 __global__ void __launch_bounds__(kThreads)
     checksum_kernel(Batch<Job> batch, int64_t first, CrcPowers powers, CrcChunks chunks) {

@@ -7,7 +7,7 @@
 
 namespace hvd_sparse {
 
-// For checksum_kernel.
+// checksum_kernel calls these functions.
 __device__ inline const uint8_t* PayloadOf(const DecodeJob& job, int64_t rank) { return job.data + rank * job.stride; }
 __device__ inline uint32_t* SumOf(const DecodeJob& job, int64_t row) { return job.rows.sums + row; }
 
@@ -21,10 +21,10 @@ namespace {
 
 constexpr int kRunThreads = 128;
 constexpr int kScanThreads = 1024;
-constexpr int kWords = 4;  // of 32 bits, of a thread
+constexpr int kWords = 4;  // 32-bit words per thread
 constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 
-// One payload of those that a grid works on, a row each.
+// One of the payloads of a grid. Each payload is a row of the grid.
 struct Row {
   __device__ Row(const DecodeJob& job, int64_t first, int64_t row)
       : rank(static_cast<uint32_t>(job.rank + first + row)),
@@ -50,7 +50,7 @@ struct Row {
   int64_t* indices;
 };
 
-// A number of the header, wherever the payload lies.
+// Reads a number of the header. The payload may be unaligned.
 __device__ uint64_t HeaderField(const uint8_t* payload, int at, int bytes) {
   return ReadBytes(payload, sizeof(Header), at, bytes);
 }
@@ -68,7 +68,7 @@ __device__ void CheckHeader(const Row& row, const Header& expected) {
   check(PayloadCheck::kElements, expected.n, offsetof(Header, n), 8);
 }
 
-// A thread a payload: header and checksum; how many entries to look for.
+// Checks header and checksum, and reads the number of entries. One thread for each payload.
 __global__ void check_headers_kernel(Batch<DecodeJob> batch, int64_t first) {
   const DecodeJob job = JobOfBlock(batch);
   const DevicePlan& plan = job.plan;
@@ -82,7 +82,7 @@ __global__ void check_headers_kernel(Batch<DecodeJob> batch, int64_t first) {
   if (checksum != (plan.checksum_start ^ *row.sum)) row.Fail(PayloadCheck::kChecksum);
 }
 
-// Run lengths: how many entries a block says it has; none if it cannot have as many.
+// Run lengths: returns the number of entries in a block, according to the payload; 0 if the block is too small for it.
 __device__ uint32_t CountOfRuns(const DevicePlan& plan, const Row& row, int64_t block) {
   auto count = static_cast<uint32_t>(ReadBytes(row.payload, plan.size, kPositionsAt + 2 * block, 2));
   if (plan.has_full && (row.payload[plan.full_at + block / 8] >> (block % 8) & 1) != 0) count += kBlock;
@@ -91,7 +91,7 @@ __device__ uint32_t CountOfRuns(const DevicePlan& plan, const Row& row, int64_t 
   return 0;
 }
 
-// 32 bits of the section that has one set for each entry; none behind its end may be.
+// Reads 32 bits of the section that has one set bit for each entry. Clears `fits` if a bit beyond its end is set.
 __device__ uint32_t BitsAt(const DevicePlan& plan, const Row& row, int64_t bit, bool* fits) {
   const int64_t end = plan.bits_at + (plan.bits + 7) / 8;
   const auto word = static_cast<uint32_t>(ReadBytes(row.payload, end, plan.bits_at + bit / 8, 4));
@@ -102,7 +102,7 @@ __device__ uint32_t BitsAt(const DevicePlan& plan, const Row& row, int64_t bit, 
   return word & mask;
 }
 
-// The bits of this thread, and how many are set.
+// Reads the bits of this thread, and returns how many are set.
 __device__ int ReadBits(const DevicePlan& plan, const Row& row, int64_t first, uint32_t (&words)[kWords]) {
   int set = 0;
   bool fits = true;
@@ -114,7 +114,7 @@ __device__ int ReadBits(const DevicePlan& plan, const Row& row, int64_t first, u
   return set;
 }
 
-// Bits: how many are set in each tile.
+// Bits: counts the set bits in each tile.
 __global__ void __launch_bounds__(kThreads) count_bits_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) count_bits_kernel(Batch<DecodeJob> b
   }
 }
 
-// A block a payload: how many entries lie before each tile; there must be as many as the header says.
+// Computes the number of entries before each tile, and compares their total with the header. One block per payload.
 __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<int64_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJ
   if (total != *row.entries) row.Fail(PayloadCheck::kPositions);
 }
 
-// A thread block a block of elements: its run lengths, summed.
+// Run lengths: decodes the positions. One thread block for each block of elements.
 __global__ void __launch_bounds__(kRunThreads) decode_runs_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<int64_t, kRunThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kRunThreads) decode_runs_kernel(Batch<DecodeJo
   for (int64_t block = share.block; block < plan.blocks; block += share.blocks) {
     const int64_t start = row.starts[block];
     const int64_t count = row.counts[block];
-    if (start + count > plan.k) continue;  // found out already, when the counts were summed
-    int64_t position = -1;                 // of the entry before
+    if (start + count > plan.k) continue;  // scan_counts_kernel has reported this failure
+    int64_t position = -1;                 // of the previous entry
     for (int64_t base = 0; base < count; base += kRunThreads) {
       const int64_t j = start + base + threadIdx.x;
       const bool is_entry = base + threadIdx.x < count;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kRunThreads) decode_runs_kernel(Batch<DecodeJo
   }
 }
 
-// Bits: an entry for each that is set.
+// Bits: writes an entry for each set bit.
 __global__ void __launch_bounds__(kThreads) decode_bits_kernel(Batch<DecodeJob> batch, int64_t first) {
   using Scan = cub::BlockScan<uint32_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(kThreads) decode_bits_kernel(Batch<DecodeJob> 
   }
 }
 
-// Elias-Fano's low bits may be any: what they make need not ascend, nor be below n. With no entries all are zero.
+// Elias-Fano: checks that the indices ascend and are below n, because the low bits may be any. Without entries, all
+// bits must be zero.
 __global__ void __launch_bounds__(kThreads) check_order_kernel(Batch<DecodeJob> batch, int64_t first) {
   const Share<DecodeJob> share = ShareOf(batch);
   const DevicePlan& plan = share.job.plan;

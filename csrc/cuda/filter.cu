@@ -6,7 +6,7 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int kRounds = 8;  // of a block
+constexpr int kRounds = 8;  // iterations of a block
 
 struct FilterWork {
   FilterWork(void* base, int64_t n, int64_t count) {
@@ -26,7 +26,7 @@ struct FilterWork {
   int64_t size;
 };
 
-// Counts what reaches the bar in *kept; writes the first `room` indices, in any order.
+// Counts the elements that reach the bar in *kept, and writes the first `room` indices in any order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     filter_kernel(const T* data, int64_t n, uint64_t bar, Count* kept, uint64_t* indices, int64_t room) {
@@ -77,7 +77,7 @@ cudaError_t filter_threshold_launch(const Array& values, double threshold, int64
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Filter(values, threshold, work.kept, work.indices, count, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(sort_numbers_launch(work.indices, count, BitsBelow(values.size), work.sort,
                                                       work.sort_size, reinterpret_cast<uint64_t*>(indices),
-                                                      stream));  // none is negative
+                                                      stream));  // indices are not negative
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     return Launch(take_kernel<T>, BlocksFor(count), kThreads, stream, data, indices, count, static_cast<T*>(selected));

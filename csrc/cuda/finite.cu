@@ -5,7 +5,7 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int kRounds = 8;  // of a block
+constexpr int kRounds = 8;  // iterations of a block
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) all_finite_kernel(const T* data, int64_t n, bool* finite) {

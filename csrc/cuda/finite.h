@@ -1,4 +1,4 @@
-// Is every element a finite float32? See core/finite.h.
+// Tests whether every element is finite as float32, on a device; see core/finite.h.
 #pragma once
 
 #include "../core/dtype.h"
@@ -6,7 +6,7 @@
 
 namespace hvd_sparse {
 
-// Sets *finite, on the device.
+// Sets *finite, which is on the device.
 cudaError_t all_finite_launch(const Array& values, bool* finite, cudaStream_t stream);
 
 }  // namespace hvd_sparse

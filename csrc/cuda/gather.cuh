@@ -1,4 +1,4 @@
-// Candidates of a selection, gathered while the data are read once.
+// Gathers the candidates of a selection in one pass over the data.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace hvd_sparse {
 
-// The bar may be above infinity, so that nothing reaches it; NaN never does.
+// Returns whether a value reaches the bar. If the bar is above infinity, no value does. NaN never reaches a bar.
 template <typename T>
 __device__ inline bool ReachesBar(T value, uint64_t bar) {
   const uint64_t magnitude = MagnitudeBits(value);
@@ -17,7 +17,7 @@ __device__ inline bool ReachesBar(T value, uint64_t bar) {
   return magnitude >= bar && magnitude <= kInfinity;
 }
 
-// Takes an element that reaches the bar, as long as there is room. All threads of a warp call it together.
+// Adds an element to the candidates if it reaches the bar and there is room. All threads of a warp must call it.
 template <typename T>
 __device__ inline void Offer(T value, int64_t index, uint64_t bar, const Candidates& candidates) {
   const int64_t slot = TakeSlot(ReachesBar(value, bar), &candidates.state->gathered);
@@ -26,7 +26,7 @@ __device__ inline void Offer(T value, int64_t index, uint64_t bar, const Candida
   candidates.indices[slot] = index;
 }
 
-// The first of pieces, which ascend, that ends beyond an element.
+// Returns the first of ascending pieces that ends after an element.
 template <typename P>
 __device__ inline int64_t FirstBeyond(const P* pieces, int64_t count, int64_t element) {
   int64_t low = 0;
@@ -42,13 +42,13 @@ __device__ inline int64_t FirstBeyond(const P* pieces, int64_t count, int64_t el
   return low;
 }
 
-// Finds the piece of one element after the other, which must ascend.
+// Finds the pieces of ascending elements.
 template <typename P>
 class PieceFinder {
  public:
   __device__ PieceFinder(const P* pieces, int64_t count) : pieces_(pieces), count_(count) {}
 
-  // Null if the element lies in none.
+  // Returns null if no piece contains the element.
   __device__ const P* Find(int64_t element) {
     if (at_ < 0) at_ = FirstBeyond(pieces_, count_, element);
     while (at_ < count_ && pieces_[at_].begin + pieces_[at_].size <= element) ++at_;
@@ -61,7 +61,7 @@ class PieceFinder {
   int64_t at_ = -1;
 };
 
-// Reads elements that ascend.
+// Reads elements in ascending order.
 template <typename T>
 class Reader {
  public:

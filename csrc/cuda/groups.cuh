@@ -1,4 +1,5 @@
-// Which groups of low-bit values hold any entry, numbered in the order of groups: where their levels lie.
+// Numbers the groups of low-bit values that contain entries, in ascending order. This number (the slot) is the place of
+// the group's levels in the payload.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -10,18 +11,18 @@ namespace hvd_sparse {
 
 constexpr int kGroupThreads = 1024;
 
-// Entries, and the number of each of their groups.
+// The entries of a payload, and the slots of the groups.
 struct GroupRow {
   const int64_t* indices;  // null: entry j is element j
   int64_t entries;
-  uint32_t* slots;  // [groups + 1], zero at first; the last: how many there are. Null: there is one group
+  uint32_t* slots;  // [groups + 1], initially zero; the last is the number of slots. Null: there is one group
 };
 
 __device__ inline int64_t GroupOf(const DevicePlan& plan, int64_t index) {
   if (plan.segments == nullptr) return 0;
   int64_t low = 0;
   int64_t high = plan.segment_count - 1;
-  while (low < high) {  // the last segment that begins there or before
+  while (low < high) {  // find the last segment that starts at or before the index
     const int64_t middle = low + (high - low + 1) / 2;
     if (plan.segments[middle].begin <= index) {
       low = middle;
@@ -37,7 +38,8 @@ __device__ inline int64_t SlotOf(const DevicePlan& plan, const uint32_t* slots, 
   return slots == nullptr ? 0 : slots[GroupOf(plan, index)];
 }
 
-// What is no index of a tensor, in a payload that failed its checks, has no group.
+// Marks the groups that contain entries. A payload that failed its checks may have indices outside the tensor; these
+// are skipped.
 template <typename Job>
 __global__ void __launch_bounds__(kThreads) mark_groups_kernel(Batch<Job> batch) {
   const Share<Job> share = ShareOf(batch);
@@ -71,10 +73,10 @@ __global__ void __launch_bounds__(kGroupThreads) number_groups_kernel(Batch<Job>
   if (threadIdx.x == 0) row.slots[job.plan.groups] = total;
 }
 
-// How many of these a job needs.
+// Returns the number of slot entries for a job.
 inline int64_t SlotsFor(const DevicePlan& plan) { return plan.code_bits > 0 && plan.groups > 1 ? plan.groups + 1 : 0; }
 
-// `slots`: of all jobs and rows, which lie together.
+// Numbers the groups of all jobs and rows. slots: their slot entries, which are contiguous.
 template <typename Job>
 cudaError_t NumberGroups(const Batch<Job>& batch, int64_t rows, uint32_t* slots, int64_t count, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;

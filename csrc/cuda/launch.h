@@ -1,7 +1,7 @@
-// How kernels are launched: sizes of grids, errors, and pieces of the workspace that the caller passes in.
+// Launches kernels: grid sizes, errors, and arrays in a workspace that the caller provides.
 //
-// Every launcher enqueues on the stream it is given and returns: it neither allocates nor waits. Its first failing call
-// is what it returns; nothing that it could not launch is run then.
+// Every launcher enqueues its kernels on the given stream and returns; it neither allocates nor waits. If a call fails,
+// the launcher returns this error at once and launches no further kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,18 +17,18 @@
 
 namespace hvd_sparse {
 
-constexpr int kThreads = 256;              // of a block, where a kernel says nothing else
-constexpr int64_t kMostBlocks = 1 << 30;   // of a grid's first dimension
-constexpr int kLargestGridHeight = 65535;  // of its second
+constexpr int kThreads = 256;              // threads per block, unless a kernel declares otherwise
+constexpr int64_t kMostBlocks = 1 << 30;   // largest first dimension of a grid
+constexpr int kLargestGridHeight = 65535;  // largest second dimension of a grid
 
 inline int64_t DivideUp(int64_t items, int64_t by) { return (items + by - 1) / by; }
 
-// A block for every `per_block` items, one at least; kernels go round again where the grid cannot hold them all.
+// Returns one block for every `per_block` items, at least one. Kernels loop if the grid cannot have enough blocks.
 inline unsigned BlocksFor(int64_t items, int64_t per_block = kThreads) {
   return static_cast<unsigned>(std::clamp<int64_t>(DivideUp(items, per_block), 1, kMostBlocks));
 }
 
-// The same, but not more than keep the device busy.
+// The same, but at most as many blocks as keep the device busy.
 inline cudaError_t BusyBlocksFor(int64_t items, int64_t per_block, unsigned* blocks) {
   constexpr int kBlocksEach = 4;
   int device = 0;
@@ -39,7 +39,7 @@ inline cudaError_t BusyBlocksFor(int64_t items, int64_t per_block, unsigned* blo
   return cudaSuccess;
 }
 
-// Enqueues a kernel on blocks of `threads`.
+// Enqueues a kernel with `threads` threads per block.
 template <typename... Parameters, typename... Arguments>
 cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, cudaStream_t stream,
                    const Arguments&... arguments) {
@@ -47,11 +47,11 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, cuda
   kernel<<<blocks, threads, 0, stream>>>(arguments...);
   return cudaGetLastError();
 #else
-  return RunOnHost(blocks, threads, stream, [&] { kernel(arguments...); });  // of the tests, see tests/native/device
+  return RunOnHost(blocks, threads, stream, [&] { kernel(arguments...); });  // for tests, see tests/native/device
 #endif
 }
 
-// Cuts a workspace into arrays. With no workspace it only adds up how many bytes they take.
+// Divides a workspace into arrays. Without a workspace, it only computes their total size in bytes.
 class Workspace {
  public:
   explicit Workspace(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}

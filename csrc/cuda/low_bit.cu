@@ -33,7 +33,7 @@ __device__ int64_t GroupAt(const LowBitJob& job, int64_t place) {
   return static_cast<int64_t>((job.sorted[place] ^ job.tag) >> job.bits);
 }
 
-// Where each group's entries begin.
+// Finds the first entry of each group.
 __global__ void __launch_bounds__(kThreads) group_starts_kernel(Batch<LowBitJob> batch) {
   const Share<LowBitJob> share = ShareOf(batch);
   const LowBitJob& job = share.job;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) group_starts_kernel(Batch<LowBitJob>
   }
 }
 
-// Calls add(bits) for the magnitude of every entry in [begin, end) of the sorted, in order, in all threads of a warp.
+// Calls add(bits) for the magnitude of each sorted entry in [begin, end), in order, in all threads of a warp.
 template <typename Add>
 __device__ void ForMagnitudes(const LowBitJob& job, int64_t begin, int64_t end, const Add& add) {
   const int64_t lane = threadIdx.x % kWarp;
@@ -58,7 +58,8 @@ __device__ void ForMagnitudes(const LowBitJob& job, int64_t begin, int64_t end, 
   }
 }
 
-// A warp a group: the mean that tells small from large, if there are two levels, and the levels.
+// Computes the levels of each group; with two levels, first the mean that divides small from large magnitudes. One warp
+// for each group.
 __global__ void __launch_bounds__(kThreads) levels_kernel(Batch<LowBitJob> batch) {
   constexpr int kWarps = kThreads / kWarp;
   const Share<LowBitJob> share = ShareOf(batch);
@@ -125,7 +126,7 @@ LowBitWork::LowBitWork(void* base, std::vector<LowBitJob>* jobs) {
     job.bits = bits;
     job.tag = jobs->size() > 1 ? static_cast<uint64_t>(blocks.size()) << (bits + group_bits) : 0;
     job.keys = keys + before;
-    job.sorted = (slot_count > 0 ? sorted : keys) + before;  // of one group each they ascend as they are
+    job.sorted = (slot_count > 0 ? sorted : keys) + before;  // if each job has one group, the keys already ascend
     job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
     job.starts = workspace.Take<int64_t>(levels);
     job.splits = workspace.Take<double>(levels);

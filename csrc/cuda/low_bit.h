@@ -1,7 +1,7 @@
-// What survives the wire in 2 bits or 1, on a device: the same bits as core/low_bit.h's QuantizeLowBit.
+// Quantizes values to 2 bits or 1 on a device, with the same results as QuantizeLowBit in core/low_bit.h.
 //
-// Sums are taken in the order of entries, as everywhere: a warp sums those of one group, one after the other, once they
-// have been sorted by their groups.
+// Magnitudes are added in the order of the entries, as on the host: entries are sorted by group, and a warp adds the
+// magnitudes of one group in order.
 #pragma once
 
 #include <vector>
@@ -11,27 +11,27 @@
 
 namespace hvd_sparse {
 
-// k values of elements at ascending indices, changed in place.
+// k values of elements at ascending indices, quantized in place.
 struct LowBitJob {
-  DevicePlan plan;  // n, k and the groups of it
+  DevicePlan plan;  // only n, k and the groups are used
   Level level;
-  const int64_t* indices;  // unread if there is one group
+  const int64_t* indices;  // not read if there is one group
   float* values;
-  uint64_t tag;            // of this job, above the bits of its groups and entries
-  uint64_t* keys;          // [k]: group and entry
-  const uint64_t* sorted;  // the same, ascending
-  uint32_t* slots;         // of its groups; null if there is one
-  int64_t* starts;         // of each group that holds entries, where these begin among the sorted
-  double* splits;          // [slots]: what tells small from large
+  uint64_t tag;            // number of this job, in the bits above group and entry
+  uint64_t* keys;          // [k]: tag, group and entry
+  const uint64_t* sorted;  // [k]: the keys, ascending
+  uint32_t* slots;         // of the groups, see groups.cuh; null if there is one group
+  int64_t* starts;         // [slots]: the first sorted entry of each group
+  double* splits;          // [slots]: the mean that divides small from large magnitudes
   float* levels;           // [slots, 2]
-  int bits;                // of an entry's number
+  int bits;                // width of an entry's number in a key
 };
 
-// The pieces of a workspace.
+// The arrays of a workspace.
 struct LowBitWork {
   LowBitWork(void* base, std::vector<LowBitJob>* jobs);
 
-  std::vector<unsigned> blocks;  // of each job
+  std::vector<unsigned> blocks;  // for each job
   uint32_t* slots;
   int64_t slot_count = 0;
   uint64_t* keys;
@@ -46,7 +46,7 @@ struct LowBitWork {
 
 cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitWork& work, cudaStream_t stream);
 
-// One job alone; of it plan, level and indices are read.
+// Quantizes a single payload's values.
 cudaError_t quantize_low_bit_workspace_size(const PayloadPlan& plan, int64_t* size);
 cudaError_t quantize_low_bit_launch(const PayloadPlan& plan, Level level, const int64_t* indices, float* values,
                                     void* workspace, cudaStream_t stream);

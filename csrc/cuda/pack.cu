@@ -7,7 +7,7 @@
 
 namespace hvd_sparse {
 
-// For checksum_kernel.
+// checksum_kernel calls these functions.
 __device__ inline const uint8_t* PayloadOf(const PackJob& job, int64_t /*row*/) { return job.payload; }
 __device__ inline uint32_t* SumOf(const PackJob& job, int64_t /*row*/) { return &job.state->sum; }
 
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(Batch<PackJob> batch) {
   }
 }
 
-// The header; and for run lengths, the count of each block, and the bits that mark the full ones.
+// Writes the header and, for run lengths, the count of each block and the bitmap of full blocks.
 __global__ void __launch_bounds__(kThreads) heads_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const DevicePlan& plan = share.job.plan;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) heads_kernel(Batch<PackJob> batch) {
   }
 }
 
-// Sets a bit of a section whose bytes are zero; other threads may set others of the same word.
+// Sets a bit of a section that was zero. Other threads may set bits of the same word.
 __device__ void SetBit(uint8_t* payload, int64_t at, int64_t bit) {
   const int64_t byte = at + bit / 8;
   auto* word = reinterpret_cast<unsigned*>(payload + byte / 4 * 4);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) low_bits_kernel(Batch<PackJob> batch
   }
 }
 
-// A launch of its own: a value may share a word with the last bits of the positions.
+// Writes the values. This is a separate launch because a value may share a word with the last bits of the positions.
 __global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const DevicePlan& plan = share.job.plan;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) values_kernel(Batch<PackJob> batch) 
   }
 }
 
-// The smallest and the largest magnitude of each group: its levels.
+// Finds the smallest and the largest magnitude of each group, which are its levels.
 __global__ void __launch_bounds__(kThreads) extremes_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const PackJob& job = share.job;
@@ -121,14 +121,14 @@ __global__ void __launch_bounds__(kThreads) extremes_kernel(Batch<PackJob> batch
   for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.entries;
        j += int64_t{share.blocks} * kThreads) {
     const int64_t index = job.indices[j];
-    if (index < 0 || index >= job.plan.n) continue;  // which is refused
+    if (index < 0 || index >= job.plan.n) continue;  // another kernel refuses this payload
     const int64_t slot = SlotOf(job.plan, job.slots, index);
     atomicMin(&job.least[slot], MagnitudeBits(values[j]));
     atomicMax(&job.largest[slot], MagnitudeBits(values[j]));
   }
 }
 
-// A byte of codes: a sign each, and where there are two levels, whether it is the larger.
+// Returns a byte of codes. A code is the sign and, with two levels, whether the value has the larger one.
 __device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
   const auto* values = static_cast<const float*>(job.values);
   const int each = 8 / job.plan.code_bits;
@@ -145,7 +145,8 @@ __device__ uint8_t CodesAt(const PackJob& job, int64_t byte) {
   return static_cast<uint8_t>(codes);
 }
 
-// Values that have more magnitudes in a group than their type are refused as indices that do not ascend are.
+// Writes the levels and codes. If a group has more different magnitudes than levels, the payload is refused in the same
+// way as for indices that do not ascend.
 __global__ void __launch_bounds__(kThreads) low_bit_values_kernel(Batch<PackJob> batch) {
   const Share<PackJob> share = ShareOf(batch);
   const PackJob& job = share.job;

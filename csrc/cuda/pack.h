@@ -1,4 +1,4 @@
-// Payloads written on a device: the same bytes as core/payload.h's Pack.
+// Writes payloads on a device, with the same bytes as Pack in core/payload.h.
 #pragma once
 
 #include <vector>
@@ -9,14 +9,14 @@
 namespace hvd_sparse {
 
 struct PackState {
-  uint32_t sum;  // what the bytes leave as a remainder
+  uint32_t sum;  // remainder of the payload's bytes, for the checksum
   bool refused;  // the indices do not ascend in [0, n)
 };
 
-// One payload: plan.size bytes, from a multiple of 8 on. `entries` is k or 0; values are float32, or float64 for that
-// type, as quantize_low_bit_launch made them for low-bit types, and unread for none. Indices that do not ascend in [0,
-// n) cannot be refused without waiting for the device: the checksum of their payload is wrong on purpose, so that every
-// decoder refuses it.
+// One payload of plan.size bytes, whose address is a multiple of 8. `entries` is k or 0. `values` are float64 for this
+// wire type, else float32; for low-bit types they must be a result of quantize_low_bit_launch; for kNone they are not
+// read. An error for indices that do not ascend in [0, n) would have to wait for the device. Instead, the payload gets
+// a wrong checksum, so that every decoder refuses it.
 struct PackJob {
   DevicePlan plan;
   const int64_t* indices;
@@ -24,19 +24,19 @@ struct PackJob {
   int64_t entries;
   uint8_t* payload;
   PackState* state;
-  uint32_t* slots;  // of low-bit values: the groups that hold entries, numbered; null if there is one
-  uint32_t* least;  // and the smallest and largest magnitude of each
+  uint32_t* slots;  // for low-bit values, see groups.cuh; null if there is one group
+  uint32_t* least;  // the smallest and largest magnitude of each slot
   uint32_t* largest;
 };
 
-// The pieces of a workspace, which the jobs are told of.
+// The arrays of a workspace. The constructor sets the jobs' pointers to them.
 struct PackWork {
   PackWork(void* base, std::vector<PackJob>* jobs);
 
-  std::vector<unsigned> blocks;  // of each job
+  std::vector<unsigned> blocks;  // for each job
   uint32_t* slots;
   int64_t slot_count = 0;
-  uint32_t* least;  // with `largest` behind it
+  uint32_t* least;  // followed by `largest`
   int64_t level_count = 0;
   int64_t size;
 };
@@ -45,7 +45,7 @@ cudaError_t pack_launch(const Batch<PackJob>& batch, const PackWork& work, cudaS
 
 int64_t pack_workspace_size(const PayloadPlan& plan);
 
-// One payload alone.
+// Writes a single payload.
 cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,
                         uint8_t* payload, void* workspace, cudaStream_t stream);
 

@@ -7,7 +7,7 @@
 namespace hvd_sparse {
 namespace {
 
-// What the remainder of `size` bytes is to be joined with, to become their checksum.
+// Returns the number that turns the remainder of `size` bytes into their checksum by exclusive or.
 uint32_t ChecksumStart(int64_t size) {
   static constexpr CrcPowers kPowers = MakeCrcPowers();
   return ~CrcShift(0xffffffffu, static_cast<uint64_t>(size), kPowers);

@@ -1,4 +1,4 @@
-// A payload in numbers, as kernels take it.
+// The layout of a payload as plain numbers, for kernels.
 #pragma once
 
 #include <vector>
@@ -9,49 +9,49 @@
 
 namespace hvd_sparse {
 
-// A segment of low-bit values, as core/low_bit.h has them, and its first channel's number among all groups.
+// A segment of low-bit values (see core/low_bit.h), and the number of its first channel among all groups.
 struct Channels {
   int64_t begin;
   int64_t channels;
   int64_t first;
 };
 
-// What kernels know of it.
+// The part of a plan that kernels use.
 struct DevicePlan {
-  Header header;  // of k entries, its checksum zero
-  Coding coding;  // resolved: none stands for another
+  Header header;  // for k entries, with checksum zero
+  Coding coding;  // never kAuto
   DType dtype;    // of the values
   int64_t n;
   int64_t k;
   int64_t size;
-  int64_t blocks;   // of run lengths
-  int64_t full_at;  // the bitmap of full blocks, only if has_full
+  int64_t blocks;   // number of blocks of run lengths
+  int64_t full_at;  // offset of the bitmap of full blocks, if has_full
   int64_t runs_at;
   bool has_full;
-  int low;              // Elias-Fano's low bits of an entry
-  int64_t lower_bytes;  // of all entries, at kPositionsAt
-  int64_t bits_at;      // one bit set for each entry: Elias-Fano's upper section, or a bitmap
+  int low;              // Elias-Fano: low bits per entry
+  int64_t lower_bytes;  // Elias-Fano: bytes of the low bits, at kPositionsAt
+  int64_t bits_at;      // offset of the section with one set bit per entry: Elias-Fano's upper section, or a bitmap
   int64_t bits;
   int64_t values_at;
-  uint32_t checksum_start;   // what joins the remainder of the bytes, to make their checksum
-  int code_bits;             // of low-bit values: bits each, and levels a group; 0 of others
-  int64_t groups;            // that share levels
-  int64_t codes_at;          // behind the levels of as many groups as could be met
+  uint32_t checksum_start;   // remainder ^ checksum_start = checksum
+  int code_bits;             // of low-bit values: bits per value, and levels per group; 0 for other types
+  int64_t groups;            // number of groups of levels
+  int64_t codes_at;          // offset of the codes, after the levels of the largest possible number of groups
   const Channels* segments;  // on the device; null: all elements are one group
   int64_t segment_count;
 };
 
 struct PayloadPlan : DevicePlan {
-  std::vector<Channels> channels;  // what is to lie at `segments`
+  std::vector<Channels> channels;  // the data that `segments` will point to
 };
 
-// InvalidArgument as PayloadSize.
+// Returns InvalidArgument in the same cases as PayloadSize.
 Status MakePlan(const PayloadFormat& format, PayloadPlan* plan);
 
-// The groups of low-bit values.
+// Sets the groups of low-bit values.
 void SetGroups(DType dtype, const Segments& segments, PayloadPlan* plan);
 
-// The plan for kernels: its segments will be where the tables put them.
+// Returns the plan for kernels. The tables will upload its segments.
 inline DevicePlan ForDevice(const PayloadPlan& plan, Tables* tables) {
   DevicePlan result = plan;
   if (plan.channels.empty()) return result;

@@ -1,5 +1,6 @@
-// The k-th largest of a total order, by the digits of its key and, if not all that have this key are wanted, by the
-// digits of its tie. A pass counts one digit of what shares the digits found before; its last block finds the next.
+// Finds the k-th element of a total order by radix selection: digit by digit of its key and, if only some of the
+// elements with this key are selected, of its tie value. In each pass the blocks count one digit of the elements that
+// share the digits found before, and the last block determines this digit.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -9,8 +10,8 @@
 
 namespace hvd_sparse {
 
-// What a selection reads: the candidates if these are enough and had room, otherwise all elements. Places ascend from
-// call to call.
+// The elements that a selection reads: the candidates if there are enough of them and they had room, else all elements.
+// Calls must ask for ascending places.
 template <typename T>
 class SelectSource {
  public:
@@ -30,9 +31,10 @@ class SelectSource {
   bool reads_all_;
 };
 
-constexpr int64_t kTile = 2048;  // elements that are worth a block
+constexpr int64_t kTile = 2048;  // smallest number of elements for which another block pays off
 
-// The last block's part of a pass: finds the digit of the rank-th, from the largest for keys, the smallest for ties.
+// The last block's part of a pass: finds the digit of the element with the wanted rank. Rank 1 is the largest key, or
+// the smallest tie value.
 template <bool kTies>
 __device__ void FindDigit(SelectState* state, int shift) {
   constexpr int kEach = kDigits / kThreads;
@@ -49,7 +51,7 @@ __device__ void FindDigit(SelectState* state, int shift) {
   }
   Count before = 0;
   Scan(storage).ExclusiveSum(sum, before);
-  __syncthreads();  // all have read the rank
+  __syncthreads();  // all threads have read the rank
   for (int e = 0; e < kEach; ++e, before += counts[e - 1]) {
     const int place = static_cast<int>(threadIdx.x) * kEach + e;
     const int digit = kTies ? place : kDigits - 1 - place;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
   const Share<SelectJob<T>> share = ShareOf(batch);
   SelectState* state = share.job.candidates.state;
   const uint64_t last_key = state->key.prefix;
-  if (kTies && state->key.count == state->key.rank) return;  // all of them are wanted: there is no tie to break
+  if (kTies && state->key.count == state->key.rank) return;  // all elements with this key are selected
   const uint64_t above = (kTies ? state->tie.prefix : last_key) >> shift >> kDigitBits;
   SelectSource<T> source(share.job);
   const int64_t size = source.Size();
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
   if (IsLastBlock(&state->ticket, share.blocks)) FindDigit<kTies>(state, shift);
 }
 
-// The shift of the highest digit of numbers of so many bits.
+// Returns the shift of the highest digit of numbers with `bits` bits.
 HVD_SPARSE_HD constexpr int HighestShift(int bits) { return (bits - 1) / kDigitBits * kDigitBits; }
 
 template <typename T>
@@ -111,13 +113,13 @@ cudaError_t FindTie(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// Whether element i, one of the source, is among the first `wanted`.
+// Returns whether an element of the source is among the first `wanted` elements of the order.
 __device__ inline bool IsSelected(const SelectState& state, uint64_t key, int64_t index) {
   if (key != state.key.prefix) return key > state.key.prefix;
   return state.key.count == state.key.rank || TieKey(key, state.seed, index) <= state.tie.prefix;
 }
 
-// Writes the index, tagged, of everything that is selected, in any order.
+// Writes the tagged indices of the selected elements, in any order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) keep_kernel(Batch<SelectJob<T>> batch) {
   const Share<SelectJob<T>> share = ShareOf(batch);

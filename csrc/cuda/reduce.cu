@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kAddThreads = 128;
 constexpr int kRanksAtOnce = kAddThreads / 2;
-constexpr int64_t kMostBytes = int64_t{256} << 20;  // of a workspace, where one rank's need not be more
+constexpr int64_t kMostBytes = int64_t{256} << 20;  // limit of a workspace, unless a single rank needs more
 
-// A low-bit value of an element: any bytes will do.
+// Returns the low-bit value of an element. Any bytes are valid.
 __device__ float LowBitAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
   const DevicePlan& plan = job.plan;
   const uint32_t* slots = job.rows.slots == nullptr ? nullptr : job.rows.slots + row * (plan.groups + 1);
@@ -25,7 +25,7 @@ __device__ float LowBitAt(const DecodeJob& job, int64_t row, const uint8_t* payl
   return BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
 }
 
-// The value of entry j of a row, that of an element of [0, n).
+// Returns the value of entry j of a row. `index`, in [0, n), is the element of this entry.
 __device__ float FloatAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
   const DevicePlan& plan = job.plan;
   const auto read = [&](int size) { return ReadBytes(payload, plan.size, plan.values_at + size * j, size); };
@@ -45,20 +45,20 @@ __device__ int64_t IndexAt(const DecodeJob& job, int64_t row, int64_t j) {
   return job.rows.indices == nullptr ? j : job.rows.indices[row * job.plan.k + j];
 }
 
-// How many entries of a payload are below an element.
+// Returns the number of entries of a payload below an element.
 __device__ int64_t EntriesBelow(const DecodeJob& job, int64_t row, int64_t element) {
   const int64_t entries = job.rows.entries[row];
   if (job.rows.indices == nullptr) return element < entries ? element : entries;
   return CountBelow(job.rows.indices + row * job.plan.k, entries, element);
 }
 
-// Finds the memory of elements that ascend.
+// Finds the outputs of ascending elements.
 class SliceFinder {
  public:
   __device__ explicit SliceFinder(const DecodeJob& job)
       : whole_(job.whole), has_one_(job.slices == nullptr), n_(job.plan.n), finder_(job.slices, job.slice_count) {}
 
-  // Where the element's residual lies, and its velocity if there is one; null if nothing is to change.
+  // Returns the addresses of the element's residual and velocity; null for those that do not exist.
   __device__ Memory Find(int64_t element) {
     if (element < 0 || element >= n_) return {nullptr, nullptr};
     const MemorySlice* slice = has_one_ ? &whole_ : finder_.Find(element);
@@ -75,8 +75,8 @@ class SliceFinder {
   PieceFinder<MemorySlice> finder_;
 };
 
-// A thread block owns a block of elements, and adds one rank after the other to it: of each, an element gets one entry
-// at most, and the barrier between ranks keeps their order.
+// A thread block owns a block of elements and adds the payloads in rank order. Each rank has at most one entry for an
+// element, and the barrier between ranks keeps the order.
 __global__ void __launch_bounds__(kAddThreads)
     add_kernel(Batch<DecodeJob> batch, int64_t first, int64_t count, float scale) {
   __shared__ int64_t bounds[kRanksAtOnce][2];
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kAddThreads)
   }
 }
 
-// Calls set(&residual) for what this block has to set in all slices.
+// Calls set(&residual) for this block's share of all slices.
 template <typename Set>
 __device__ void ForOutputs(const Share<DecodeJob>& share, const Set& set) {
   const int64_t count = share.job.slices == nullptr ? 1 : share.job.slice_count;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// How many ranks are decoded before they are added: all, if that does not take too much memory.
+// Returns the number of ranks that are decoded at a time: all, unless this needs too much memory.
 int64_t RanksTogether(const std::vector<PayloadPlan>& plans, int64_t ranks) {
   const int64_t each = DecodeWork(nullptr, plans, 1).size;
   return std::clamp<int64_t>(kMostBytes / each, 1, std::clamp<int64_t>(ranks, 1, kLargestGridHeight));
@@ -194,7 +194,7 @@ bool IsWhole(const ReduceSelection& selection) {
   return selection.slices.size() == 1 && selection.slices[0].begin == 0 && selection.slices[0].size == selection.plan.n;
 }
 
-// Jobs for so many ranks at a time, and what they need on the device.
+// The jobs for decoding `rows` ranks at a time, and their workspace.
 struct ReduceWork {
   ReduceWork(void* base, const ReduceSelections& selections, int64_t stride, int64_t rows)
       : decode(base, PlansOf(selections), rows), tables(static_cast<uint8_t*>(base) + decode.size) {
@@ -213,7 +213,7 @@ struct ReduceWork {
     batch = tables.AddBatch(jobs, blocks);
   }
 
-  // Several ranks' payloads, a job each, all for one output.
+  // One job for each rank's payload, all with the same output.
   ReduceWork(void* base, const LocatedPayloads& payloads, float* out)
       : decode(base, PlansOf(payloads), 1), tables(static_cast<uint8_t*>(base) + decode.size) {
     for (const LocatedPayload& located : payloads) {
@@ -301,7 +301,7 @@ cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, 
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, one.blocks, kThreads, stream, one));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
-  for (size_t rank = 0; rank < payloads.size(); ++rank) {  // in launches of their own, which keep their order
+  for (size_t rank = 0; rank < payloads.size(); ++rank) {  // separate launches keep the order of ranks
     const Batch<DecodeJob> batch = batch_of(rank);
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(
         Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, int64_t{0}, int64_t{1}, scale));

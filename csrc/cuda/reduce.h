@@ -1,67 +1,70 @@
-// Decode-and-add of the payloads of all ranks, on a device; see core/reduce.h. Sums are in rank order, the same bits as
-// the core's.
+// Decodes and adds the payloads of all ranks on a device; see core/reduce.h. Payloads are added in rank order, so the
+// sums are bit-identical to the core's.
 //
-// A payload that fails a check is not reported to the host, which does not wait: the whole output becomes NaN, which a
-// loss scaler or any look at the loss will meet, and `status` says what happened to whoever reads it later.
+// The host does not wait, so a damaged payload cannot raise an error. Instead, the whole output becomes NaN, which a
+// loss scaler or a look at the loss will detect, and `status` records the failure for later.
 #pragma once
 
 #include "decode.h"
 
 namespace hvd_sparse {
 
-// int64, on the device: how many selections met a payload that failed, and what failed first in the one that said so
-// first (of several in one launch, any), as rank * 256 + check.
+// Two int64 on the device: the number of selections with a damaged payload, and the first failure of the first such
+// selection (of any, if several are in one launch) as rank * 256 + check.
 struct DecodeStatus {
   unsigned long long refused;
   long long first;
 };
 
-// Selections that are summed, or taken out of a memory, together.
+// A selection whose payloads are summed, or removed from the error feedback.
 struct ReduceSelection {
   PayloadPlan plan;
   const uint8_t* first;             // the first rank's payload
-  std::vector<MemorySlice> slices;  // where their sums go, as residuals without velocities; or the memory
+  std::vector<MemorySlice> slices;  // the outputs of the sum, as residuals without velocities; or the error feedback
 };
 using ReduceSelections = std::vector<ReduceSelection>;
 
 int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks);
 
-// Payload r of a selection lies r * stride bytes behind its first. Sets the residuals of the slices.
+// Sums payloads and sets the residuals of the slices. A selection's payload of rank r is r * stride bytes after the
+// first one.
 cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
                           DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// Takes what payloads of the rank's own say out of the memory, as below; then `retained` times what was sent is added.
+// Removes the values of this rank's own payloads from the error feedback, as below; then adds `retained` times the sent
+// values to the residual.
 cudaError_t clear_launch(const ReduceSelections& selections, float retained, DecodeStatus* status, void* workspace,
                          cudaStream_t stream);
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks);
 
-// Payload r starts at gathered + r * stride, for r in [0, ranks). Sets out[n].
+// Sums payloads and sets out[n]. The payload of rank r starts at gathered + r * stride.
 cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
                                    float scale, float* out, DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// A rank's payload, where their sizes differ.
+// One rank's payload, for payloads of different sizes.
 struct LocatedPayload {
-  PayloadPlan plan;  // of the same n and values
+  PayloadPlan plan;  // n and value type are the same for all ranks
   const uint8_t* payload;
 };
 using LocatedPayloads = std::vector<LocatedPayload>;
 
 int64_t reduce_located_workspace_size(const LocatedPayloads& payloads);
 
-// The same of payloads in rank order.
+// Sums located payloads in rank order and sets out[n].
 cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, float* out, DecodeStatus* status,
                                   void* workspace, cudaStream_t stream);
 
 int64_t unpack_workspace_size(const PayloadPlan& plan);
 
-// Takes what a payload of the rank's own says out of the residual: nothing is left of float32, of others what rounding
-// kept; the velocity there becomes zero, unless it is null. A payload that fails a check changes neither.
+// Removes the values of this rank's own payload from the residual: a sent element becomes zero for float32 values, and
+// the rounding error for other types. The velocity there becomes zero, unless it is null. A damaged payload changes
+// nothing.
 cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float* residual, float* velocity,
                          DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// Checks and decodes one payload. report, on the device: what failed, as kNoFailure says, and how many entries; as many
-// indices, and values as float32 (float64 for that type), are written, unless a check failed.
+// Validates and decodes one payload. report, on the device: the first failure or kNoFailure, and the number of entries.
+// Unless a check failed, it writes indices and values of this number; values are float64 for this type, else float32.
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,
                           void* values, void* workspace, cudaStream_t stream);
 

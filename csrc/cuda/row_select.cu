@@ -9,15 +9,15 @@
 namespace hvd_sparse {
 namespace {
 
-// The number of some rank among a row's, from the smallest, found digit by digit; in shared memory.
+// The search for the number with a given rank in a row, rank 1 being the smallest, digit by digit. In shared memory.
 struct RowSearch {
-  unsigned counts[kDigits];  // of one digit, of the numbers that share those before it
-  unsigned rank;             // among these numbers; at the end, among those that are equal
-  unsigned count;            // of them
+  unsigned counts[kDigits];  // counts of one digit, among the numbers that share the digits before it
+  unsigned rank;             // rank among these numbers; in the end, among equal numbers
+  unsigned count;            // how many numbers these are
   uint64_t prefix;
 };
 
-// Adds the next digit to what was found; all threads of the block call it.
+// Finds the next digit. All threads of the block must call it.
 __device__ void FindRowDigit(RowSearch* search, int shift) {
   constexpr int kEach = kDigits / kThreads;
   using Scan = cub::BlockScan<unsigned, kThreads>;
@@ -28,7 +28,7 @@ __device__ void FindRowDigit(RowSearch* search, int shift) {
   for (int e = 0; e < kEach; ++e) sum += search->counts[first + e];
   unsigned before = 0;
   Scan(storage).ExclusiveSum(sum, before);
-  __syncthreads();  // all have read the rank
+  __syncthreads();  // all threads have read the rank
   for (int e = 0; e < kEach; ++e) {
     const unsigned count = search->counts[first + e];
     if (before < rank && rank <= before + count) {
@@ -41,7 +41,8 @@ __device__ void FindRowDigit(RowSearch* search, int shift) {
   __syncthreads();
 }
 
-// Searches the numbers, of so many bits, that number_of(column, &number) gives for the columns that it says have one.
+// Searches the numbers of a row, which have `bits` bits. number_of(column, &number) returns whether a column takes
+// part, and its number.
 template <typename NumberOf>
 __device__ void SearchRow(RowSearch* search, int64_t rank, int64_t columns, int bits, const NumberOf& number_of) {
   if (threadIdx.x == 0) search->rank = static_cast<unsigned>(rank), search->prefix = 0;
@@ -62,14 +63,14 @@ __device__ void SearchRow(RowSearch* search, int64_t rank, int64_t columns, int 
 template <typename T>
 __device__ void SelectRow(const T* row, int64_t columns, int64_t k, uint64_t seed, uint8_t* mask, double* threshold) {
   __shared__ RowSearch search;
-  constexpr BitsOf<T> kFirst = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);  // keys are searched from the largest
+  constexpr BitsOf<T> kFirst = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);  // the largest key has rank 1
   SearchRow(&search, k, columns, 8 * sizeof(T), [&](int64_t c, uint64_t* number) {
     *number = static_cast<uint64_t>(kFirst - RowKey(row[c]));
     return true;
   });
   const auto last = static_cast<BitsOf<T>>(kFirst - search.prefix);
-  const unsigned wanted = search.rank;       // of those that have the last key
-  const bool cuts = search.count != wanted;  // not all of them
+  const unsigned wanted = search.rank;       // how many elements with the last key are selected
+  const bool cuts = search.count != wanted;  // whether some of them are not selected
   __syncthreads();
   if (cuts) {
     SearchRow(&search, wanted, columns, 64, [&](int64_t c, uint64_t* number) {
@@ -82,7 +83,7 @@ __device__ void SelectRow(const T* row, int64_t columns, int64_t k, uint64_t see
     mask[c] = found > last || (found == last && (!cuts || RowTie<T>(last, seed, c) <= search.prefix));
   }
   if (threadIdx.x == 0) *threshold = MagnitudeOfRowKey<T>(last);
-  __syncthreads();  // before another row is searched
+  __syncthreads();  // the next row reuses the shared memory
 }
 
 template <typename T>
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) select_rows_kernel(const T* data, in
 
 constexpr int kRowsOfBlock = kThreads / kSumLanes;
 
-// A thread for each lane: the additions of the core, in its order.
+// One thread for each lane, so that the additions and their order are the core's.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     laplace_rows_kernel(const T* data, int64_t rows, int64_t columns, double factor, double* thresholds) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows along a grid's first dimension, parts of them along its second.
+// The grid's first dimension is over rows, its second over parts of a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) filter_rows_kernel(const T* data, int64_t rows, int64_t columns,
                                                                const double* thresholds, int64_t count, uint8_t* mask) {
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) filter_rows_kernel(const T* data, in
     __syncthreads();
     const int64_t start = int64_t{blockIdx.y} * kThreads + threadIdx.x;
     for (int64_t c = start; c < columns; c += int64_t{gridDim.y} * kThreads) {
-      mask[row * columns + c] = MagnitudeBits(data[row * columns + c]) >= bar;  // NaN, above infinity, does
+      mask[row * columns + c] = MagnitudeBits(data[row * columns + c]) >= bar;  // true for NaN, above infinity
     }
     __syncthreads();
   }
@@ -160,7 +161,7 @@ cudaError_t laplace_threshold_rows_launch(const Matrix& values, double factor, d
 
 cudaError_t filter_threshold_rows_launch(const Matrix& values, const double* thresholds, int64_t count, uint8_t* mask,
                                          cudaStream_t stream) {
-  constexpr int64_t kRounds = 8;  // of a block
+  constexpr int64_t kRounds = 8;  // iterations of a block
   if (values.rows == 0) return cudaSuccess;
   const dim3 blocks(BlocksFor(values.rows, 1),
                     std::min<unsigned>(BlocksFor(values.columns, kRounds * kThreads), kLargestGridHeight));

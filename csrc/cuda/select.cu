@@ -8,7 +8,8 @@
 namespace hvd_sparse {
 namespace {
 
-// Room for twice as many as are wanted: hints are kept so that a quarter too many is a crowd.
+// Returns the room for candidates: twice the wanted number. Hints adapt, so that rarely more than 1.25 k elements reach
+// them.
 int64_t CapacityFor(int64_t n, int64_t k) { return std::min(n, 2 * k + 4096); }
 
 template <typename T>
@@ -64,7 +65,7 @@ cudaError_t Begin(const Batch<SelectJob<T>>& batch, const SelectWork& work, cuda
   return Launch(begin_select_kernel<T>, static_cast<unsigned>(count), 1, stream, batch);
 }
 
-// From the gathered candidates to the selection.
+// Reduces the gathered candidates to the selection.
 template <typename T>
 cudaError_t Cut(const Batch<SelectJob<T>>& batch, const SelectWork& work, cudaStream_t stream) {
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(batch, stream));
@@ -75,7 +76,7 @@ cudaError_t Cut(const Batch<SelectJob<T>>& batch, const SelectWork& work, cudaSt
   return Launch(finish_select_kernel<T>, batch.blocks, kThreads, stream, batch);
 }
 
-// One selection, alone.
+// Prepares a single selection.
 template <typename T>
 cudaError_t PrepareOne(const Elements<T>& elements, const SelectParams& params, const SelectOutput& output,
                        const SelectWork& work, Batch<SelectJob<T>>* batch) {
@@ -136,7 +137,7 @@ cudaError_t PrepareSelect(const SelectWork& work, std::vector<SelectJob<T>>* job
   unsigned busy = 0;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(elements, kTile, &busy));
   blocks->clear();
-  for (const SelectJob<T>& job : *jobs) {  // of the blocks that keep the device busy, as many as its part of the data
+  for (const SelectJob<T>& job : *jobs) {  // divide the blocks that keep the device busy by the size of the data
     const double part = static_cast<double>(job.elements.n) / static_cast<double>(elements);
     const auto fair = static_cast<int64_t>(std::ceil(part * busy));
     blocks->push_back(static_cast<unsigned>(std::min<int64_t>(fair, BlocksFor(job.elements.n, kTile))));

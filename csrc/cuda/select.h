@@ -1,9 +1,9 @@
-// Exactly k of largest magnitude, on a device; see core/select.h. The result is a function of (values, k, seed) alone,
-// and the same as the core's.
+// Selects exactly k elements of largest magnitude on a device; see core/select.h. The result depends only on (values,
+// k, seed), and equals the core's.
 //
-// One pass over the data gathers what reaches a hint; the k-th largest of these few is then found by the digits of its
-// key. Were fewer than k gathered, or more than there is room for, the same kernels read all elements instead: which of
-// the two it is they learn on the device.
+// One pass over the data gathers the elements that reach a hint. Radix selection then finds the k-th largest of these
+// candidates. If there are fewer than k candidates, or more than there is room for, the same kernels read all elements
+// instead. They decide this on the device.
 #pragma once
 
 #include <vector>
@@ -15,12 +15,12 @@
 
 namespace hvd_sparse {
 
-// Where a selection goes: all on the device.
+// The outputs of a selection, all on the device.
 struct SelectOutput {
-  int64_t* indices;  // k, ascending
-  void* values;      // k, of the element type; may be null
-  double* info;      // the smallest selected magnitude; how many elements reached the hint, k if there was none
-  Hint* hint;        // taken in place of params.threshold_hint, and updated; may be null
+  int64_t* indices;  // [k], ascending
+  void* values;      // [k], of the element type; may be null
+  double* info;      // the smallest selected magnitude, and the number of elements that reached the hint (k if none)
+  Hint* hint;        // replaces params.threshold_hint and is updated; may be null
 };
 
 cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64_t* size);
@@ -28,22 +28,22 @@ cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64
 cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
                                 void* workspace, cudaStream_t stream);
 
-// Of several selections of float32 that are worked on together; n and k of each.
+// n and k of one of several selections of float32 that run together.
 struct SelectSize {
   int64_t n;
   int64_t k;
 };
 
-// The pieces of their workspace.
+// The arrays of the workspace of several selections.
 struct SelectWork {
   SelectWork(void* base, const std::vector<SelectSize>& sizes);
 
   SelectState* states;
   std::vector<Candidates> candidates;
-  int64_t total;   // of all k
-  uint64_t* kept;  // of all selections, one after the other
+  int64_t total;   // sum of all k
+  uint64_t* kept;  // [total]: the selected indices of all selections, tagged
   uint64_t* sorted;
-  int bits;  // of an index; those of the selection's number are above
+  int bits;  // width of an index; the bits above are the number of the selection
   int sort_bits;
   void* sort;
   size_t sort_size = 0;
@@ -51,11 +51,12 @@ struct SelectWork {
   int64_t size;
 };
 
-// Sets what the work holds for them, tells how many blocks each is worth.
+// Sets the jobs' pointers into the workspace, and the number of blocks for each job.
 template <typename T>
 cudaError_t PrepareSelect(const SelectWork& work, std::vector<SelectJob<T>>* jobs, std::vector<unsigned>* blocks);
 
-// Sets the bars. Between this and the other whoever has the data offers what reaches them.
+// begin_select_launch sets the bars. Then kernels that read the data offer the elements that reach these bars.
+// cut_select_launch reduces the candidates to the selections.
 cudaError_t begin_select_launch(const Batch<SelectJob<float>>& batch, const SelectWork& work, cudaStream_t stream);
 cudaError_t cut_select_launch(const Batch<SelectJob<float>>& batch, const SelectWork& work, cudaStream_t stream);
 

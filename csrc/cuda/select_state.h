@@ -1,4 +1,4 @@
-// What a selection knows while it runs: on the device, so that nothing has to come back between two kernels.
+// The state of a selection. It stays on the device, so that nothing is copied to the host between two kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,27 @@ namespace hvd_sparse {
 constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 
-// The search for a number by its digits, from the highest.
+// The search for a number by its digits, starting with the highest.
 struct DigitSearch {
   uint64_t prefix;           // the digits found so far
-  unsigned long long rank;   // which of those that share them is looked for, from 1
-  unsigned long long count;  // how many share them
+  unsigned long long rank;   // rank of the number among those that share these digits, from 1
+  unsigned long long count;  // how many numbers share these digits
 };
 
 struct SelectState {
   uint64_t bar;                           // the smallest magnitude, as bits, of a candidate
-  unsigned long long gathered;            // how many elements reach it; more than there was room for, perhaps
-  unsigned long long kept;                // how many of the selected have been written
-  DigitSearch key;                        // of the last element that is selected
-  DigitSearch tie;                        // of that element's tie, looked for only if not all of its key are wanted
+  unsigned long long gathered;            // number of elements that reach the bar; may exceed the room
+  unsigned long long kept;                // number of selected elements that have been written
+  DigitSearch key;                        // search for the key of the last selected element
+  DigitSearch tie;                        // search for its tie value, if only some elements with this key are selected
   uint64_t wanted;                        // k
-  uint64_t seed;                          // of the ties
-  unsigned ticket;                        // blocks that are done with a pass
-  bool hinted;                            // there was a bar
-  unsigned long long histogram[kDigits];  // of one digit; zero between passes
+  uint64_t seed;                          // of the tie values
+  unsigned ticket;                        // number of blocks that have finished a pass
+  bool hinted;                            // whether there was a hint
+  unsigned long long histogram[kDigits];  // counts of one digit; zero between passes
 };
 
-// Elements that reach the bar, in any order.
+// The elements that reach the bar, in any order.
 struct Candidates {
   SelectState* state;  // null: none are gathered
   uint64_t* keys;
@@ -45,27 +45,28 @@ struct Piece {
   const float* data;
 };
 
-// What is selected from: an array, or pieces of float32 that ascend and do not overlap; what lies in none is zero.
+// The elements to select from: an array, or pieces of float32, which must ascend and not overlap. Elements outside all
+// pieces are zero.
 template <typename T>
 struct Elements {
-  const T* data;  // null: pieces
+  const T* data;  // the array; null if there are pieces
   const Piece* pieces;
   int64_t count;
   int64_t n;
 };
 
-// One selection of k, as kernels take it.
+// One selection of k elements, as a kernel argument.
 template <typename T>
 struct SelectJob {
   Elements<T> elements;
   Candidates candidates;
-  double threshold;  // the hint, 0 if there is none
-  Hint* hint;        // taken in its place, and updated, unless null
+  double threshold;  // the hint; 0 if there is none
+  Hint* hint;        // unless null, replaces `threshold` and is updated
   int64_t k;
   uint64_t seed;
-  uint64_t tag;            // of this selection, above the bits of its indices: several are sorted together
-  uint64_t* kept;          // k, tagged, in any order
-  const uint64_t* sorted;  // the same, ascending
+  uint64_t tag;            // number of this selection, in the bits above an index: several are sorted together
+  uint64_t* kept;          // [k]: the selected indices, tagged, in any order
+  const uint64_t* sorted;  // [k]: the same, ascending
   int64_t* indices;
   T* values;  // may be null
   double* info;

@@ -19,7 +19,7 @@ struct ThresholdWork {
 };
 
 __global__ void begin_threshold_kernel(SelectState* state, int64_t rank) {
-  state->wanted = static_cast<uint64_t>(rank);  // none is gathered: all elements are read
+  state->wanted = static_cast<uint64_t>(rank);  // there are no candidates, so all elements are read
   state->key.rank = static_cast<Count>(rank);
 }
 

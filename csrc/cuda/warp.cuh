@@ -1,16 +1,16 @@
-// What threads of a warp or of a whole grid do together.
+// Cooperation of the threads of a warp, and of the blocks of a grid.
 #pragma once
 
 #include <cstdint>
 
 namespace hvd_sparse {
 
-using Count = unsigned long long;  // what atomics take
+using Count = unsigned long long;  // the 64-bit type of atomics
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
-// A place for each thread that wants one, after those that *counter has given out; -1 for the others. All threads of
-// the warp call it together; one of them asks for all.
+// Returns the next free slot, counted by *counter, to each thread that wants one, and -1 to the others. All threads of
+// the warp must call it. One thread increments the counter for all.
 __device__ inline int64_t TakeSlot(bool wanted, Count* counter) {
   const unsigned ballot = __ballot_sync(kWholeWarp, wanted);
   if (ballot == 0) return -1;
@@ -23,7 +23,8 @@ __device__ inline int64_t TakeSlot(bool wanted, Count* counter) {
   return wanted ? static_cast<int64_t>(first) + __popc(before) : -1;
 }
 
-// Whether this block is the last of so many to come here: it then sees what all others wrote. All threads call it.
+// Returns whether this block is the last of `blocks` to call this function. The last block sees the writes of all
+// others. All threads of a block must call it.
 __device__ inline bool IsLastBlock(unsigned* ticket, unsigned blocks) {
   __shared__ bool is_last;
   __threadfence();

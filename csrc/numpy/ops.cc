@@ -1,6 +1,5 @@
-// The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework: call, report. Sizes and
-// types of arrays are the caller's business; coding, value type and level are numbers of the wire, which it has
-// checked.
+// The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework. The caller checks the
+// sizes and types of arrays, and the coding, value type and level, which have the numbers of the wire format.
 #include <algorithm>
 
 #include "../core/accumulate.h"
@@ -14,7 +13,7 @@ using hvd_sparse::FormatOf;
 using hvd_sparse::Report;
 using hvd_sparse::SerialFor;
 
-// What `hvd_sparse.native` lays out alike.
+// `hvd_sparse.native` defines a structure with the same layout.
 struct HvdSparseRule {
   float factor;
   float momentum;
@@ -47,7 +46,7 @@ int Select(const hvd_sparse::Status& status, const hvd_sparse::Selection& select
 
 }  // namespace
 
-// gradient, residual, and where not null velocity and parameter: n elements. finite: whether the gradient was.
+// gradient, residual, and unless null velocity and parameter: n elements. finite: whether the gradient was finite.
 HVD_SPARSE_API int hvd_sparse_accumulate(const float* gradient, int64_t n, const HvdSparseRule* rule,
                                          const float* parameter, float* residual, float* velocity, int32_t* finite,
                                          char* /*message*/) {
@@ -56,7 +55,8 @@ HVD_SPARSE_API int hvd_sparse_accumulate(const float* gradient, int64_t n, const
   return 0;
 }
 
-// The same, then a selection: indices[k]; info[2]: threshold, and how many reached the hint.
+// The same, followed by a selection. indices[k]; info[2]: the threshold, and the number of elements that reached the
+// hint.
 HVD_SPARSE_API int hvd_sparse_accumulate_top_k(const float* gradient, int64_t n, const HvdSparseRule* rule,
                                                const float* parameter, float* residual, float* velocity, int64_t k,
                                                uint64_t seed, double hint, int64_t* indices, double* info,
@@ -78,7 +78,7 @@ HVD_SPARSE_API int hvd_sparse_select_top_k(const float* values, int64_t n, int64
   return Select(status, selection, indices, info, message);
 }
 
-// form->k values at indices, as they will be decoded: result[k].
+// Sets result[form->k] to the values at the indices as the receiver will decode them.
 HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t level, const float* values,
                                        const int64_t* indices, float* result, char* message) {
   const hvd_sparse::PayloadFormat format = FormatOf(*form);
@@ -91,13 +91,13 @@ HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t level,
                 message);
 }
 
-// payload: as many bytes as `hvd_sparse.wire.payload_size` says.
+// payload: `hvd_sparse.wire.payload_size` bytes.
 HVD_SPARSE_API int hvd_sparse_pack(const HvdSparseForm* form, const int64_t* indices, const void* values,
                                    int64_t entries, uint8_t* payload, char* message) {
   return Report(hvd_sparse::Pack(FormatOf(*form), indices, values, entries, payload), message);
 }
 
-// indices and values: room for form->k; entries: how many there are.
+// indices and values: room for form->k; entries: the number of entries in the payload.
 HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int64_t* indices,
                                      void* values, int64_t* entries, char* message) {
   const hvd_sparse::PayloadFormat format = FormatOf(*form);
@@ -109,8 +109,8 @@ HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* p
   return 0;
 }
 
-// Payloads of float32 that lie one after the other: ns, ks and codings of each of `count`. indices and values: room for
-// all ks; an index counts from the first element of the first payload. entries: how many there are.
+// Unpacks `count` consecutive payloads of float32 values, with n, k and coding of each. indices and values: room for
+// the sum of all ks; indices count from the first element of the first payload. entries: the number of entries.
 HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t size, const int64_t* ns,
                                               const int64_t* ks, const int32_t* codings, int64_t count,
                                               int64_t* indices, float* values, int64_t* entries, char* message) {

@@ -1,5 +1,5 @@
-// What the C functions for NumPy share: how they report. Each returns 0, 1 for a bad argument or 2 for a damaged
-// payload, and then writes why into message[kMessageBytes].
+// Error reporting of the C functions for NumPy. Each function returns 0 on success, 1 for a wrong argument and 2 for a
+// damaged payload. On an error it writes the reason to message[kMessageBytes].
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
 
-// What `hvd_sparse.native` lays out alike.
+// `hvd_sparse.native` defines a structure with the same layout.
 struct HvdSparseForm {
   int64_t n;
   int64_t k;

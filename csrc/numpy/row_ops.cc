@@ -1,5 +1,5 @@
-// Selection in rows, and masked matrices on the wire, as plain C functions on pointers, for `hvd_sparse.native_rows`.
-// Sizes and types of arrays are the caller's business, as in ops.cc.
+// Selection in rows, and payloads of masked matrices, as plain C functions on pointers, for `hvd_sparse.native_rows`.
+// The caller checks the sizes and types of arrays, as in ops.cc.
 #include "../core/mask.h"
 #include "../core/row_select.h"
 #include "report.h"
@@ -7,7 +7,7 @@
 using hvd_sparse::Report;
 using hvd_sparse::SerialFor;
 
-// What `hvd_sparse.native_rows` lays out alike.
+// `hvd_sparse.native_rows` defines a structure with the same layout.
 struct HvdSparseMatrix {
   const void* data;
   int64_t rows;
@@ -34,7 +34,7 @@ HVD_SPARSE_API int hvd_sparse_laplace_threshold_rows(const HvdSparseMatrix* valu
   return Report(hvd_sparse::LaplaceThresholdRows(MatrixOf(*values), density, SerialFor, thresholds), message);
 }
 
-// thresholds[count]: one for each row, or one for all.
+// thresholds[count]: one for each row, or one for all rows.
 HVD_SPARSE_API int hvd_sparse_filter_threshold_rows(const HvdSparseMatrix* values, const double* thresholds,
                                                     int64_t count, uint8_t* mask, char* message) {
   return Report(hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask), message);
@@ -45,7 +45,7 @@ HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t
   return 0;
 }
 
-// payload: as many bytes as `hvd_sparse.wire.payload_size` says of the form.
+// payload: `hvd_sparse.wire.payload_size` bytes for this form.
 HVD_SPARSE_API int hvd_sparse_pack_rows(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
                                         uint8_t* payload, char* message) {
   return Report(hvd_sparse::PackRows(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
@@ -56,7 +56,7 @@ HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSpar
   return Report(hvd_sparse::PackKept(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
 }
 
-// values and mask: form->n elements; values as wide as `wide` says.
+// values and mask: form->n elements. If `wide`, 16-bit values become float32.
 HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int32_t wide,
                                           void* values, uint8_t* mask, char* message) {
   return Report(hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, wide != 0, values, mask), message);

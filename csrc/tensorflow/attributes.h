@@ -1,4 +1,4 @@
-// What an op's attributes say about payloads; TensorFlow itself refuses a value that the op's interface does not list.
+// Reads the payload format from an op's attributes. TensorFlow itself rejects values that the op does not declare.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline Coding ParseCoding(const std::string& name) {
   return name == "auto" ? Coding::kAuto : Coding::kRunLength;
 }
 
-// Source: what has GetAttr, while a kernel is made or a shape inferred.
+// Source: the kernel construction or the shape inference context, which both have GetAttr.
 template <typename Source>
 absl::Status GetFormat(Source* source, PayloadFormat* format) {
   std::string coding, value_dtype;
@@ -43,7 +43,7 @@ absl::Status GetFormat(Source* source, PayloadFormat* format) {
   return absl::OkStatus();
 }
 
-// But for the sizes.
+// Reads a bucket's form except for the sizes.
 template <typename Source>
 absl::Status GetBucketForm(Source* source, bool may_be_joint, BucketForm* form) {
   TF_RETURN_IF_ERROR(GetFormat(source, &form->format));
@@ -59,7 +59,7 @@ absl::Status GetLevel(Source* source, Level* level) {
   return absl::OkStatus();
 }
 
-// The sizes of the tensors that an op returns.
+// Reads the sizes of the tensors that an op returns.
 template <typename Source>
 absl::Status GetSizes(Source* source, const char* verb, std::vector<int64_t>* ns) {
   TF_RETURN_IF_ERROR(source->GetAttr("ns", ns));

@@ -1,5 +1,5 @@
-// Kernels that work on a bucket of variables in one call, but for the work: what goes in and out, and how it is laid
-// out, is the same on every device.
+// Base classes of the kernels that process a bucket of variables in one call. Inputs, outputs and their layout are the
+// same on every device; derived classes do the computation.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace hvd_sparse {
 
-// Where the payloads of members of these sizes lie, with k as the call says.
+// Plans the message of members with these sizes. The call provides the k of each selection.
 inline absl::Status PlanMessage(const Call& call, BucketForm form, const std::vector<int64_t>& sizes,
                                 BucketLayout* layout) {
   const int64_t* ks = nullptr;
@@ -36,7 +36,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
   }
 
  protected:
-  // One selection, as accumulate_bucket of the core or of a device takes it.
+  // One selection: the arguments of accumulate_bucket in the core or on a device.
   struct Filling {
     PayloadFormat format;
     std::vector<Part> parts;
@@ -44,7 +44,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     uint8_t* payload;
   };
 
-  // Fills the payloads; info, two a selection; finite, one a part.
+  // Fills the payloads. info: two numbers for each selection; finite: one for each part.
   virtual absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Level level,
                             double* info, bool* finite) const = 0;
 
@@ -63,7 +63,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Output("message", {layout.bytes}, &message));
     TF_RETURN_IF_ERROR(call.Output("finite", {lists.gradients.size()}, &finite));
     TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(layout.selections.size()), 2}, &info));
-    std::vector<Job> jobs(sizes.size());  // what locks the variables
+    std::vector<Job> jobs(sizes.size());  // these lock the variables
     std::vector<Filling> fillings;
     for (const SelectionLayout& selection : layout.selections) {
       TF_RETURN_IF_ERROR(Open(call, lists, selection, numbers, message, &jobs, &fillings));
@@ -115,7 +115,7 @@ class ClearBucketBase : public Kernel {
   }
 
  protected:
-  // A payload, and the memory that what it says is to leave.
+  // A payload, and the error feedback from which it is removed.
   struct Clearing {
     PayloadFormat format;
     const uint8_t* payload;
@@ -124,7 +124,7 @@ class ClearBucketBase : public Kernel {
 
   virtual absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const = 0;
 
-  float retained_ = 0;  // of what was sent, in the residual
+  float retained_ = 0;  // fraction of the sent values that stays in the residual
 
   absl::Status Run(const Call& call) const final {
     bool is_void = false;
@@ -183,14 +183,14 @@ class ReduceBucketBase : public Kernel {
   }
 
  protected:
-  // The first rank's payload, and where the sum goes.
+  // The first rank's payload, and the destination of the sum.
   struct Summing {
     PayloadFormat format;
     const uint8_t* first;
     std::vector<Slice> slices;
   };
 
-  // A selection's payloads lie `stride` bytes apart.
+  // Sums the payloads of all ranks. Those of a selection are `stride` bytes apart.
   virtual absl::Status Reduce(const Call& call, const std::vector<Summing>& summings, int64_t ranks, int64_t stride,
                               float scale) const = 0;
 
@@ -227,8 +227,7 @@ class ReduceBucketBase : public Kernel {
   BucketForm form_;
 };
 
-// What Horovod made of a token must be what its op says; then the sum is passed on without a copy, in the gradient's
-// shape.
+// Checks the all-reduced token, then returns the sum in the gradient's shape, without a copy.
 class TakeSumBase : public Kernel {
  public:
   explicit TakeSumBase(OpKernelConstruction* construction) : Kernel(construction, "take_sum") {

@@ -1,4 +1,5 @@
-// CPU kernels that work on a bucket of variables in one call: an op costs more than a small variable's selection.
+// CPU kernels that process a bucket of variables in one call. For small variables, the overhead of an op exceeds the
+// work.
 #include <limits>
 
 #include "bucket.h"

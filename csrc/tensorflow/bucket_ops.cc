@@ -1,5 +1,5 @@
-// The TensorFlow ops of buckets. Each member has a selection of its own, or all share one if joint; the payloads lie
-// one after the other. n of each member is known to the graph, k of each selection may change from step to step.
+// The TensorFlow ops on buckets. Each member has its own selection, or all members have a joint one. A message has the
+// payloads in order. The graph knows the n of each member; the k of each selection may change from step to step.
 #include <vector>
 
 #include "attributes.h"

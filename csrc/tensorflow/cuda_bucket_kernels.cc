@@ -1,4 +1,4 @@
-// Kernels on GPUs that work on a bucket of variables in one call. Nothing here waits for the device.
+// GPU kernels that process a bucket of variables in one call. They do not wait for the device.
 #include "../cuda/bucket.h"
 #include "bucket.h"
 #include "cuda_call.h"
@@ -6,7 +6,7 @@
 namespace hvd_sparse {
 namespace {
 
-// What a launcher takes of residuals is float32, and so is what is sent of them.
+// Launchers read residuals as float32, so float64 values cannot be sent.
 absl::Status CheckValues(const Call& call, const PayloadFormat& format) {
   if (format.dtype != DType::kFloat64) return absl::OkStatus();
   return call.Invalid("residuals are float32, and so is what is sent of them on a GPU; got value_dtype float64");
@@ -91,7 +91,7 @@ class CudaTakeSumKernel : public TakeSumBase {
   absl::Status Spoil(const Call& call, float* out, int64_t n) const override {
     DeviceWork work;
     TF_RETURN_IF_ERROR(work.Open(call));
-    constexpr int kNanByte = 0xff;  // four of them are a NaN
+    constexpr int kNanByte = 0xff;  // four of these bytes are a NaN
     return CudaStatus(cudaMemsetAsync(out, kNanByte, static_cast<size_t>(n) * sizeof(float), work.stream()));
   }
 };

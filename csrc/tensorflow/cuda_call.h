@@ -1,7 +1,7 @@
-// What every kernel on GPUs shares: the device, its stream, memory from TensorFlow's own allocator, errors.
+// Code shared by all GPU kernels: device, stream, memory from TensorFlow's allocator, errors.
 //
-// TensorFlow's headers are enough for that, those of a TensorFlow without CUDA too: the stream is passed as a
-// pointer. Numbers that shape the work lie in host memory, as the registrations say; tensors lie on the device.
+// It needs only TensorFlow's headers, even those of a TensorFlow without CUDA, because the stream is passed as a
+// pointer. Numbers that determine the work are in host memory, as the registrations declare; tensors are on the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ inline absl::Status CudaStatus(cudaError_t error) {
       absl::StrCat("hvd_sparse: CUDA error ", cudaGetErrorName(error), ": ", cudaGetErrorString(error)));
 }
 
-// Makes the kernel's device the current one: the runtime linked here keeps one of its own.
+// Makes the kernel's device current. The CUDA runtime linked here has a separate current device.
 inline absl::Status OpenStream(OpKernelContext* context, cudaStream_t* stream) {
   TF_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(context->device()->tensorflow_accelerator_device_info()->gpu_id)));
   auto* own = context->op_device_context()->stream();
@@ -34,8 +34,8 @@ inline absl::Status CopyOnDevice(OpKernelContext* context, void* to, const void*
   return CudaStatus(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream));
 }
 
-// One call's stream and workspaces. These are given back before the device is done with them: all that TensorFlow
-// hands out again is used on the same stream, after that.
+// The stream and workspaces of one call. The workspaces are freed before the device has finished with them. This is
+// safe because TensorFlow reuses the memory only on the same stream, after this work.
 class DeviceWork {
  public:
   absl::Status Open(const Call& call) {
@@ -51,7 +51,7 @@ class DeviceWork {
     return absl::OkStatus();
   }
 
-  // Damage is told by NaN: no op takes what is recorded beside it.
+  // Allocates a status that no op reads: TensorFlow users recognise damaged payloads by NaN.
   absl::Status AllocateStatus(DecodeStatus** status) {
     void* memory = nullptr;
     TF_RETURN_IF_ERROR(Allocate(sizeof(DecodeStatus), &memory));
@@ -73,6 +73,6 @@ inline absl::Status PlanOf(const Call& call, const PayloadFormat& format, Payloa
 
 }  // namespace hvd_sparse
 
-// Then, with HostMemory, what lies on the host. The CPU comes first, unless a user or where a variable lies asks for
-// the GPU: no kernel has been tried there yet.
+// Add HostMemory for tensors on the host. The CPU kernels have priority, unless the user or the place of a variable
+// requests the GPU, because the GPU kernels are untested.
 #define HVD_SPARSE_ON_GPU(name) Name("HvdSparse" #name).Device(tensorflow::DEVICE_GPU).Priority(-1)

@@ -1,5 +1,5 @@
-// Kernels on GPUs of the ops on single tensors: check, launch, report. None waits for the device; the ops whose output
-// is as large as what they find, and what only tests use, run on the CPU.
+// GPU kernels of the ops on single tensors. They check arguments, launch kernels, and report errors; they do not wait
+// for the device. Ops whose output size depends on the data, and ops that only tests use, run on the CPU.
 #include "../core/threshold.h"
 #include "../cuda/accumulate.h"
 #include "../cuda/finite.h"
@@ -11,7 +11,7 @@
 
 namespace hvd_sparse {
 
-// What hvd_sparse/library.py looks for.
+// hvd_sparse/library.py searches the library for this string.
 __attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with CUDA";
 
 namespace {

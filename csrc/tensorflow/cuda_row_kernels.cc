@@ -1,4 +1,4 @@
-// Kernels on GPUs of the ops on rows. None waits for the device.
+// GPU kernels of the ops on rows. They do not wait for the device.
 #include "../cuda/row_select.h"
 #include "cuda_call.h"
 #include "rows.h"

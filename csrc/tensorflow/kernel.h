@@ -1,4 +1,4 @@
-// What every kernel shares: its inputs and outputs by name, errors that name the function called, the thread pool.
+// Code shared by all kernels: inputs and outputs by name, errors that name the function, the thread pool.
 #pragma once
 
 #include <algorithm>
@@ -23,11 +23,11 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::TensorShapeUtils;
 
-// TensorFlow flushes denormals in its own threads and not in its caller's. Which of them runs a kernel is chance, and
-// a sum must have the same bits on every rank: they are kept everywhere.
+// TensorFlow's own threads flush denormals to zero, but the calling thread does not. Either may run a kernel, and a sum
+// must have the same bits on every rank, so all kernels keep denormals.
 using KeepDenormals = tensorflow::port::ScopedDontFlushDenormal;
 
-// Of a type that the op's interface allows; read in row-major order.
+// Returns the data of a tensor in row-major order. The op's interface restricts its type.
 inline Array AsArray(const Tensor& tensor) {
   DType dtype = DType::kFloat32;
   switch (tensor.dtype()) {
@@ -39,7 +39,7 @@ inline Array AsArray(const Tensor& tensor) {
   return {tensor.data(), tensor.NumElements(), dtype};
 }
 
-// Copies bytes within the memory of the kernel's device.
+// Copies bytes in the memory of the kernel's device.
 using CopyBytes = absl::Status (*)(OpKernelContext* context, void* to, const void* from, size_t size);
 
 inline absl::Status CopyOnHost(OpKernelContext* /*context*/, void* to, const void* from, size_t size) {
@@ -47,7 +47,7 @@ inline absl::Status CopyOnHost(OpKernelContext* /*context*/, void* to, const voi
   return absl::OkStatus();
 }
 
-// One call of a kernel: its tensors by name, and errors that name the function called.
+// One call of a kernel: its tensors by name, and errors that name the function.
 class Call {
  public:
   Call(OpKernelContext* context, const char* verb, CopyBytes copy) : context_(context), verb_(verb), copy_(copy) {}
@@ -79,7 +79,7 @@ class Call {
     return absl::OkStatus();
   }
 
-  // A one-dimensional input of a type that the op's interface fixes.
+  // Returns a one-dimensional input. The op's interface determines its type.
   template <typename T>
   absl::Status Vector(const char* name, const T** data, int64_t* size) const {
     const Tensor* tensor = nullptr;
@@ -103,7 +103,7 @@ class Call {
     return absl::OkStatus();
   }
 
-  // Values of any shape, read in row-major order.
+  // Returns an input of any shape, in row-major order.
   absl::Status Values(Array* array, const char* name = "values") const {
     const Tensor* tensor = nullptr;
     TF_RETURN_IF_ERROR(context_->input(name, &tensor));
@@ -148,11 +148,11 @@ class Call {
     return OutputSelected(values, selection.indices);
   }
 
-  // TensorFlow's pool for the work inside one op; the calling thread takes its part.
+  // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too.
   ParallelFor Pool() const {
     auto* workers = context_->device()->tensorflow_cpu_worker_threads()->workers;
     return [workers](int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
-      constexpr int64_t kWorthAThread = int64_t{1} << 20;  // cycles: a part has a grain's worth of work or more
+      constexpr int64_t kWorthAThread = int64_t{1} << 20;  // cycles; a part has at least the work of a grain
       if (begin >= end) return;
       const int64_t size = end - begin;
       const int64_t parts = std::clamp<int64_t>(size / grain, 1, workers->NumThreads());
@@ -189,7 +189,7 @@ class Kernel : public tensorflow::OpKernel {
   CopyBytes copy_;
 };
 
-// A kernel of payloads.
+// The base class of kernels that read or write payloads.
 class FormatKernel : public Kernel {
  public:
   FormatKernel(OpKernelConstruction* construction, const char* verb) : Kernel(construction, verb) {
@@ -197,7 +197,7 @@ class FormatKernel : public Kernel {
   }
 
  protected:
-  // The inputs n, k and segments, the attributes, and the size of such a payload.
+  // Returns the payload format from the attributes and the inputs n, k and segments, and the payload's size in bytes.
   absl::Status Format(const Call& call, PayloadFormat* format, int64_t* size) const {
     *format = attributes_;
     TF_RETURN_IF_ERROR(call.GetSegments(&format->segments));

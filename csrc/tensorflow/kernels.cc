@@ -1,4 +1,5 @@
-// CPU kernels of the TensorFlow ops: check tensors, call the core, report. Nothing of Python, Horovod or MPI here.
+// CPU kernels of the TensorFlow ops. They check tensors, call the core, and report errors. They do not depend on
+// Python, Horovod or MPI.
 #include <string>
 #include <vector>
 

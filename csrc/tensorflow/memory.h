@@ -1,4 +1,4 @@
-// The memory of one or several variables: resources, opened and locked, that a kernel changes in place.
+// The error feedback of one or several variables: resource variables that a kernel opens, locks and changes in place.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,8 @@ inline const tensorflow::ResourceHandle& HandleOf(const Tensor& tensor) {
   return tensor.scalar<tensorflow::ResourceHandle>()();
 }
 
-// A float32 vector that a resource holds, locked and this kernel's own while the object lives.
+// The float32 vector of a resource variable. While this object lives, the variable is locked and no one else has its
+// buffer.
 class Buffer {
  public:
   absl::Status Open(const Call& call, const tensorflow::ResourceHandle& handle) {
@@ -30,7 +31,7 @@ class Buffer {
   int64_t size() const { return variable_->tensor()->NumElements(); }
 
  private:
-  // Whoever has read the variable may still hold its buffer: the variable then goes on with a copy.
+  // Ensures that no one else has the buffer. If an earlier reader still has it, the variable continues with a copy.
   static absl::Status Own(const Call& call, Tensor* tensor) {
     if (tensor->dtype() != tensorflow::DT_FLOAT || tensor->dims() != 1) {
       return call.Invalid("the variable must be float32 with one dimension");
@@ -44,10 +45,10 @@ class Buffer {
   }
 
   tensorflow::core::RefCountPtr<tensorflow::Var> variable_;
-  std::optional<tensorflow::mutex_lock> lock_;  // before the variable that it locks is let go
+  std::optional<tensorflow::mutex_lock> lock_;  // must be released before the variable
 };
 
-// What every way of accumulating shares: gradients, their memories and the rule.
+// The base class of kernels that accumulate gradients: inputs, error feedback and the rule.
 class AccumulatingKernel : public Kernel {
  public:
   using Kernel::Kernel;
@@ -62,13 +63,13 @@ class AccumulatingKernel : public Kernel {
     return absl::OkStatus();
   }
 
-  // The inputs, one entry a member, or none for what is not there.
+  // The inputs: lists with one entry for each member, or empty lists.
   struct Lists {
     tensorflow::OpInputList gradients, residuals, velocities, parameters;
     bool is_active = true;
   };
 
-  // One member, while it is worked on.
+  // One member during the call.
   struct Job {
     Array gradient;
     AccumulateParams params;
@@ -93,7 +94,7 @@ class AccumulatingKernel : public Kernel {
     return absl::OkStatus();
   }
 
-  // `counts`: of the numbers that come beside the lists, one a member.
+  // counts: the sizes of the other inputs, which must have one number for each member.
   static absl::Status CheckMembers(const Call& call, const Lists& lists, std::initializer_list<int64_t> counts) {
     const int members = lists.gradients.size();
     const auto is_whole = [members](int64_t count) { return count == members; };
@@ -121,7 +122,7 @@ class AccumulatingKernel : public Kernel {
       job->memory.velocity = job->velocity.data();
     }
     if (!weight_decays_.empty()) job->params.weight_decay = weight_decays_[static_cast<size_t>(member)];
-    if (job->params.weight_decay == 0) return absl::OkStatus();  // nothing is read of the parameter
+    if (job->params.weight_decay == 0) return absl::OkStatus();  // the parameter is not read
     job->params.parameter = lists.parameters[member].flat<float>().data();
     return CheckSize(call, "parameter", lists.parameters[member].NumElements(), job->gradient.size);
   }
@@ -133,10 +134,10 @@ class AccumulatingKernel : public Kernel {
   }
 
   AccumulateParams params_;
-  std::vector<float> weight_decays_;  // one a member, or none
+  std::vector<float> weight_decays_;  // one for each member, or empty
 };
 
-// What accumulating one gradient is on every device, but for the work.
+// The base class of kernels that accumulate a single gradient, for every device.
 class MemoryKernel : public AccumulatingKernel {
  public:
   explicit MemoryKernel(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)

@@ -1,4 +1,4 @@
-// CPU kernels of the ops that change a worker's memory, which lies in resource variables, in place.
+// CPU kernels of the ops that change the error feedback, which is stored in resource variables, in place.
 #include "../core/accumulate.h"
 #include "../core/finite.h"
 #include "memory.h"

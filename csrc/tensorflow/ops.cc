@@ -1,5 +1,5 @@
-// The TensorFlow ops: what goes in, what comes out, and in what shape. TensorFlow keeps one registry of names for all
-// libraries, hence the prefix. Numbers that may change from step to step are inputs, so that nothing is traced again.
+// The TensorFlow ops: inputs, outputs and shapes. All libraries share one registry of names, so the names have a
+// prefix. Numbers that may change from step to step are inputs, so that no function is traced again.
 #include <algorithm>
 #include <initializer_list>
 #include <vector>
@@ -30,8 +30,8 @@ absl::Status CheckRanks(InferenceContext* c, std::initializer_list<int> ranks) {
   return absl::OkStatus();
 }
 
-// The number that an input holds, where the graph says so. Otherwise unknown, and so is one below 0: the kernel tells
-// its caller more about that than a shape can.
+// Returns the value of an input if the graph knows it, else unknown. A negative value also counts as unknown, because
+// the kernel reports it with a better message than shape inference could.
 int64_t KnownCount(InferenceContext* c, int input) {
   const tensorflow::Tensor* tensor = c->input_tensor(input);
   if (tensor == nullptr || tensor->dims() != 0) return InferenceContext::kUnknownDim;
@@ -71,7 +71,7 @@ absl::Status PackShape(InferenceContext* c) {
 
 absl::Status UnpackShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {1, 0, 0, 2}));
-  return SetVectors(c, c->UnknownDim());  // k, or none
+  return SetVectors(c, c->UnknownDim());  // k entries, or none
 }
 
 absl::Status ReducePayloadsShape(InferenceContext* c) {
@@ -203,8 +203,8 @@ REGISTER_OP("HvdSparseQuantize")
     .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
     .Doc("The float32 values that survive the wire as value_dtype.");
 
-// Stateful, though it computes the same each time: what follows from constants alone TensorFlow may compute once, while
-// it optimises the graph. Horovod's allreduce of the token must run in every step instead, on every rank.
+// This op always returns the same value, but it is declared stateful. Otherwise TensorFlow could evaluate it, and ops
+// that depend on it, once during graph optimisation. Horovod must all-reduce the token in every step on every rank.
 REGISTER_OP("HvdSparseToken")
     .Input("rank: int64")
     .Output("token: float")
@@ -212,7 +212,7 @@ REGISTER_OP("HvdSparseToken")
     .SetShapeFn(TokenShape)
     .Doc("What a rank sends in place of its gradient: 1, and its rank plus 1.");
 
-// TensorFlow's ResourceScatterUpdate makes every later read of the whole variable a copy of it; this one does not.
+// After TensorFlow's own ResourceScatterUpdate, every read of the whole variable copies it. This op avoids that.
 REGISTER_OP("HvdSparseScatterUpdate")
     .Input("variable: resource")
     .Input("indices: int64")

@@ -1,4 +1,4 @@
-// The TensorFlow ops on rows of a matrix: what goes in, what comes out, and in what shape.
+// The TensorFlow ops on rows of a matrix: inputs, outputs and shapes.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -9,7 +9,7 @@ namespace {
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// A mask has the shape of the matrix; thresholds are as many as its rows.
+// The mask has the shape of the matrix. There is one threshold for each row.
 absl::Status SelectTopKRowsShape(InferenceContext* c) {
   ShapeHandle values, unused;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &values));

@@ -1,4 +1,5 @@
-// Kernels on the rows of a matrix, but for the work: what goes in and out is the same on every device.
+// Base classes of the kernels on rows of a matrix. Inputs and outputs are the same on every device; derived classes do
+// the computation.
 #pragma once
 
 #include "../core/row_select.h"
@@ -66,7 +67,7 @@ class FilterThresholdRowsBase : public Kernel {
       : Kernel(construction, "filter_threshold_rows") {}
 
  protected:
-  // `count` thresholds: one for each row, or one for all.
+  // thresholds[count]: one for each row, or one for all rows.
   virtual absl::Status Filter(const Call& call, const Matrix& values, const double* thresholds, int64_t count,
                               uint8_t* mask) const = 0;
 

@@ -1,4 +1,4 @@
-// CPU kernels that work on a bucket of variables whose numbers of entries vary, in one call.
+// CPU kernels that process, in one call, a bucket of variables whose numbers of entries vary from step to step.
 #include <string>
 #include <utility>
 #include <vector>
@@ -107,7 +107,7 @@ class AccumulatePartitionKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Number("sample", &params.sample));
     TF_RETURN_IF_ERROR(call.Seed(&params.seed));
     TF_RETURN_IF_ERROR(call.Output("finite", {count}, &finite));
-    std::vector<Job> jobs(static_cast<size_t>(count));  // what locks the variables
+    std::vector<Job> jobs(static_cast<size_t>(count));  // these lock the variables
     std::vector<Part> parts;
     int64_t begin = 0;
     for (int i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// The TensorFlow ops of buckets whose numbers of entries vary. n of each member is known to the graph.
+// The TensorFlow ops on buckets whose numbers of entries vary from step to step. The graph knows the n of each member.
 #include <vector>
 
 #include "../core/partition.h"

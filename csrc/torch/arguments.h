@@ -1,5 +1,5 @@
-// What every op shares: arguments checked and passed to the core, errors raised.
-// TORCH_CHECK_VALUE raises ValueError, for what a caller or the network got wrong.
+// Code shared by all PyTorch ops: it checks arguments, passes them to the core, and raises errors. Wrong arguments and
+// damaged payloads raise ValueError (TORCH_CHECK_VALUE).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -34,7 +34,7 @@ inline void CheckTensor(const char* op, const char* name, const Tensor& tensor, 
   TORCH_CHECK_VALUE(tensor.is_contiguous(), "hvd_sparse.", op, ": ", name, " must be contiguous");
 }
 
-// `contiguous` must outlive the array.
+// Returns the data of a tensor. `contiguous` must outlive the result.
 inline Array AsArray(const char* op, const Tensor& contiguous) {
   DType dtype = DType::kFloat32;
   switch (contiguous.scalar_type()) {
@@ -92,7 +92,8 @@ inline PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std
   return {n, k, ParseCoding(op, coding), ParseDType(op, dtype), ParseSegments(op, segments)};
 }
 
-// The memory that a gradient goes into, and how; `contiguous` gradient and parameter must outlive it.
+// The inputs of an accumulation: gradient, error feedback and rule. The contiguous gradient and parameter must outlive
+// it.
 struct Accumulation {
   Array gradient;
   AccumulateParams params;
@@ -106,7 +107,7 @@ inline float* MemoryData(const char* op, const char* name, Tensor& tensor, int64
   return tensor.mutable_data_ptr<float>();
 }
 
-// All on the gradient's device.
+// Checks the tensors, which must all be on the gradient's device.
 inline Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tensor& residual,
                                    std::optional<Tensor>& velocity, const std::optional<Tensor>& parameter,
                                    double factor, double momentum, bool nesterov, double weight_decay) {

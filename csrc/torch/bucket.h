@@ -1,4 +1,4 @@
-// What the operators of buckets are told, checked: which members take part, and the tensors of each.
+// Checks the arguments of ops on buckets: the members in the call, and their tensors.
 #pragma once
 
 #include <initializer_list>
@@ -22,7 +22,7 @@ inline void CheckCounts(const char* op, const char* what, size_t count, std::ini
   }
 }
 
-// What selections learn from one step to the next, as a tensor.
+// Checks the tensor of threshold hints, which selections update in each step.
 inline void CheckHints(const char* op, const Tensor& hints, size_t selections) {
   TORCH_CHECK_VALUE(hints.dim() == 2 && hints.size(0) == static_cast<int64_t>(selections) && hints.size(1) == 3,
                     "hvd_sparse.", op, ": hints must be [", selections, ", 3], got ", hints.sizes());
@@ -41,7 +41,7 @@ inline Distribution ParseDistribution(const char* op, const std::string& name) {
   return Distribution::kExponential;
 }
 
-// The payloads of members whose numbers of entries vary, but for these.
+// Returns the payload format of each member for messages whose numbers of entries vary; k is set to 1.
 inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef channels,
                                             const std::string& coding, const std::string& value_dtype) {
   std::vector<PayloadFormat> formats;
@@ -49,7 +49,7 @@ inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, I
   return formats;
 }
 
-// A call's tensors are those of the members that take part, in order.
+// The members of a bucket in one call. The tensors of the call are those of these members, in order.
 class Bucket {
  public:
   Bucket(const char* op, const BucketForm& form, IntArrayRef ks, IntArrayRef members) : op_(op) {
@@ -61,13 +61,13 @@ class Bucket {
   size_t members() const { return sizes_.size(); }
   int64_t size(size_t i) const { return sizes_[i]; }
 
-  // In elements.
+  // Checks that a tensor has as many elements as member i of the call.
   void CheckSize(const char* name, const Tensor& tensor, size_t i) const {
     TORCH_CHECK_VALUE(tensor.numel() == sizes_[i], "hvd_sparse.", op_, ": ", name, " ", i, " must have ", sizes_[i],
                       " elements, got ", tensor.numel());
   }
 
-  // The bytes of one rank's message.
+  // Checks the size of one rank's message.
   void CheckBytes(const char* name, int64_t bytes) const {
     TORCH_CHECK_VALUE(bytes == layout_.bytes, "hvd_sparse.", op_, ": ", name, " must have ", layout_.bytes,
                       " bytes a rank, got ", bytes);
@@ -83,7 +83,7 @@ inline std::optional<Tensor> MemberOf(TensorList list, size_t i) {
   return list.empty() ? std::optional<Tensor>() : std::optional<Tensor>(list[i]);
 }
 
-// What is accumulated, one entry a member that takes part, or none, and how.
+// The inputs of an accumulation: one tensor for each member in the call, or an empty list, and the rule.
 struct BucketInputs {
   TensorList gradients, residuals, velocities, parameters;
   at::ArrayRef<double> factors;
@@ -97,7 +97,7 @@ struct BucketInputs {
                  velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
   }
 
-  // `flat` keeps copies of gradients that are not contiguous.
+  // Returns the part of member i. `flat` stores contiguous copies of gradients that are not contiguous.
   Part PartOf(const char* op, size_t i, int64_t begin, at::Device device, std::vector<Tensor>* flat) const {
     flat->push_back(gradients[i].contiguous());
     CheckTensor(op, "gradient", flat->back(), flat->back().scalar_type(), device);
@@ -119,7 +119,7 @@ inline std::vector<Part> PartsOf(const char* op, const Bucket& bucket, const Sel
   return parts;
 }
 
-// The memory that a selection's payload is to leave.
+// Returns the error feedback from which a selection's payload is removed.
 inline std::vector<MemorySlice> MemoryOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
                                          TensorList residuals, TensorList velocities, at::Device device) {
   std::vector<MemorySlice> slices;

@@ -1,4 +1,4 @@
-// A bucket of tensors in one call: what costs little for each of many small tensors costs more to call.
+// Ops that process a bucket of tensors in one call. For small tensors, the overhead of a call exceeds the work.
 #include <torch/library.h>
 
 #include "../core/hint.h"

@@ -1,4 +1,4 @@
-// What every op on CUDA tensors shares: the device, its current stream, memory from torch's own allocator, errors.
+// Code shared by all ops on CUDA tensors: device, current stream, memory from PyTorch's allocator, errors.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>
@@ -8,7 +8,7 @@
 #include "../cuda/reduce.h"
 #include "arguments.h"
 
-#ifdef HVD_SPARSE_C10_CUDA  // torch was built with CUDA
+#ifdef HVD_SPARSE_C10_CUDA  // PyTorch was built with CUDA
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -28,13 +28,13 @@ inline cudaStream_t CurrentStream(at::Device device) {
 #endif
 }
 
-// The device of an op's tensors is the current one while this lives.
+// While this object lives, the device of the op's tensors is the current device.
 class CudaCall {
  public:
-  // `leading` decides on the device; the others are compared with it.
+  // `leading` determines the device. The other tensors must be on the same device.
   CudaCall(const char* op, const char* name, const Tensor& leading) : op_(op), guard_(Check(op, name, leading)) {
     device_ = leading.device();
-    Run(cudaSetDevice(device_.index()));  // the runtime linked here keeps a current device of its own
+    Run(cudaSetDevice(device_.index()));  // the CUDA runtime linked here has a separate current device
     stream_ = CurrentStream(device_);
   }
 
@@ -49,7 +49,7 @@ class CudaCall {
   }
   Tensor Bytes(int64_t size) const { return Empty({size}, at::kByte); }
 
-  // Of this device, kept from call to call.
+  // Returns the decode status of this device, which persists across calls.
   DecodeStatus* decode_status() const;
 
   const char* op() const { return op_; }
@@ -69,7 +69,7 @@ class CudaCall {
   cudaStream_t stream_ = nullptr;
 };
 
-// int64[2] on a device: DecodeStatus, zero at first.
+// Returns the DecodeStatus of a device as an int64[2] tensor on this device, initially zero.
 Tensor& DecodeStatusOf(at::Device device);
 
 inline DecodeStatus* CudaCall::decode_status() const {

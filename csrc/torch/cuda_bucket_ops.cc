@@ -1,4 +1,4 @@
-// A bucket of CUDA tensors in one call. Nothing here waits for the device.
+// Ops that process a bucket of CUDA tensors in one call. They do not wait for the device.
 #include <torch/library.h>
 
 #include <tuple>

@@ -1,5 +1,6 @@
-// torch.ops.hvd_sparse.* of single CUDA tensors: check, launch, raise. Work is enqueued on the current stream; only
-// filter_threshold, unpack and locate_payloads wait for it, as what they return depends on the data in size or place.
+// torch.ops.hvd_sparse.* for single CUDA tensors. The ops check arguments, launch kernels on the current stream, and
+// raise errors. Only filter_threshold, unpack and locate_payloads wait for the device, because the size or the place of
+// their results depends on the data.
 #include <torch/library.h>
 
 #include <mutex>
@@ -18,12 +19,12 @@
 
 namespace hvd_sparse {
 
-// What hvd_sparse/library.py looks for.
+// hvd_sparse/library.py searches the library for this string.
 __attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with CUDA";
 
 Tensor& DecodeStatusOf(at::Device device) {
   static std::mutex mutex;
-  static auto* all = new std::vector<Tensor>;  // never freed: CUDA may be gone before what is static
+  static auto* all = new std::vector<Tensor>;  // never freed: CUDA may shut down before static objects are destroyed
   const std::lock_guard<std::mutex> lock(mutex);
   const auto index = static_cast<size_t>(device.index());
   if (all->size() <= index) all->resize(index + 1);
@@ -182,7 +183,7 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
                                   workspace.data_ptr(), call.stream()));
 }
 
-// Where payloads lie, and how large they are, the host has to know before it can read them: it waits for their headers.
+// Locates payloads in gathered messages. The host needs their offsets and sizes, so it waits for their headers.
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
                         const std::string& value_dtype, at::IntArrayRef channels) {
   static const auto on_host = c10::Dispatcher::singleton()
@@ -214,7 +215,7 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
                                  call.decode_status(), workspace.data_ptr(), call.stream()));
 }
 
-// Changes k values of elements at the indices, which are not looked at where there are no segments.
+// Quantizes k values in place. Without segments, the indices are not read.
 void QuantizeLowBitHere(const CudaCall& call, Tensor& values, const Tensor& indices, DType dtype, Level level,
                         const Segments& segments) {
   PayloadPlan plan{};

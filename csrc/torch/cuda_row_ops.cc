@@ -1,4 +1,4 @@
-// Selection in the rows of CUDA tensors. Nothing waits for the device.
+// torch.ops.hvd_sparse.*_rows for CUDA tensors: selection in each row. The ops do not wait for the device.
 #include <torch/library.h>
 
 #include <tuple>

@@ -1,4 +1,5 @@
-// torch.ops.hvd_sparse.*: check tensors, call the core, raise. CPU tensors; nothing of Python, Horovod or MPI here.
+// torch.ops.hvd_sparse.* for CPU tensors. The ops check tensors, call the core, and raise errors. They do not depend on
+// Python, Horovod or MPI.
 #include <torch/library.h>
 
 #include <tuple>

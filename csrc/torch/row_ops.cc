@@ -1,4 +1,4 @@
-// torch.ops.hvd_sparse.*_rows: selection in the rows of CPU tensors.
+// torch.ops.hvd_sparse.*_rows for CPU tensors: selection in each row.
 #include <torch/library.h>
 
 #include <tuple>

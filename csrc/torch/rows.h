@@ -1,4 +1,4 @@
-// What the ops on rows share on every device: matrices, checked.
+// Argument checks shared by the ops on rows, on every device.
 #pragma once
 
 #include "../core/row_select.h"
@@ -6,7 +6,7 @@
 
 namespace hvd_sparse {
 
-// `contiguous` must outlive it.
+// Returns a tensor as a matrix. `contiguous` must outlive the result.
 inline Matrix AsMatrix(const char* op, const Tensor& contiguous) {
   TORCH_CHECK_VALUE(contiguous.dim() == 2 && contiguous.size(1) > 0, "hvd_sparse.", op,
                     ": values must be a matrix with at least one column, got ", contiguous.sizes());
@@ -14,7 +14,7 @@ inline Matrix AsMatrix(const char* op, const Tensor& contiguous) {
   return {flat.data, contiguous.size(0), contiguous.size(1), flat.dtype};
 }
 
-// One for each row, or one for all, on the device of the values.
+// Checks thresholds: one for each row, or one for all rows, on the device of the values.
 inline void CheckThresholds(const char* op, const Tensor& thresholds, const Matrix& values, at::Device device) {
   CheckTensor(op, "thresholds", thresholds, at::kDouble, device);
   TORCH_CHECK_VALUE(thresholds.dim() == 1 && (thresholds.numel() == 1 || thresholds.numel() == values.rows),

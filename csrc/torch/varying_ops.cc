@@ -1,4 +1,4 @@
-// A bucket of tensors whose numbers of entries vary, in one call.
+// Ops that process, in one call, a bucket of tensors whose numbers of entries vary from step to step.
 #include <torch/library.h>
 
 #include "../core/partition.h"

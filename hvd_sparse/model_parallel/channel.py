@@ -1,4 +1,4 @@
-"""A stage's connection to the others: messages by MPI, and notices of failures, so that nobody waits for ever."""
+"""A stage's connection to the others: messages by MPI, and notices of failures, so that no stage waits forever."""
 
 import atexit
 import sys
@@ -12,10 +12,12 @@ ENDED = 1  # tag of a stage's last message; others are kinds of messages
 
 
 class Channel:
-    """This stage's end of a pipeline on a communicator of mpi4py, whose ranks are the stages.
+    """A stage's connection to its pipeline. The ranks of the mpi4py communicator are the stages.
 
-    Has a communicator of its own, so that other messages cannot be mixed up with its. timeout: seconds to wait for any
-    message. Raises TimeoutError unless every rank of the communicator builds its own.
+    The channel duplicates the communicator, so that other messages do not mix with its own.
+
+    timeout: seconds to wait for any message. Raises TimeoutError unless every rank of the communicator builds its
+    channel.
     """
 
     def __init__(self, communicator, timeout: float):
@@ -24,15 +26,15 @@ class Channel:
         self._communicator, request = communicator.Idup()
         wait_for(request, timeout, self.stages, "built their Pipeline")
         self._mailbox = Mailbox(self._communicator, background=True)
-        self._everyone = Notices.attached(communicator)  # of all replicas
+        self._everyone = Notices.attached(communicator)  # for all replicas
         self._notices = self._everyone or Notices(self._communicator)
         self._is_open = True
         atexit.register(self.close)
 
     def agree(self, error: Exception | None, settings: dict) -> None:
-        """Raise on every rank where there is an error on one, or where settings differ; see `Notices.agree`.
+        """Raise an error on every rank if one rank has an error or if settings differ; see `Notices.agree`.
 
-        The channel is closed then: there is nobody to tell at the interpreter's end.
+        The channel is then closed, because at exit there is no one to notify.
         """
         try:
             self._notices.agree(error, settings, self._timeout)
@@ -41,13 +43,14 @@ class Channel:
             raise
 
     def send(self, stage: int, kind: int, data: np.ndarray) -> None:
-        """Send to a stage, without waiting."""
+        """Start sending to a stage, without waiting."""
         self._mailbox.post(stage, ENDED + kind, data)
 
     def receive(self, stage: int, kind: int, what: str) -> np.ndarray:
-        """Wait for a message of a stage, and return its bytes. what: says in errors what is waited for.
+        """Wait for a message of a stage and return its bytes.
 
-        Raises PipelineError if a rank fails meanwhile, or if that stage has ended; TimeoutError.
+        what: describes the message in errors. Raises PipelineError if a rank fails meanwhile or the stage has ended,
+        and TimeoutError.
         """
         found = poll(lambda: self._look(stage, kind, what), self._timeout)
         if found is None:
@@ -58,7 +61,7 @@ class Channel:
         return found[1]
 
     def progress(self) -> None:
-        """Let MPI work on what was sent."""
+        """Let MPI make progress with messages that are being sent."""
         self._mailbox.reap()
 
     def check(self) -> None:
@@ -66,24 +69,24 @@ class Channel:
         self._notices.check()
 
     def meet(self, what: str) -> None:
-        """Wait for all replicas, if there are several, so that none waits in Horovod for one that has failed."""
+        """Wait for all replicas if there are several, so that no rank waits in Horovod for a failed one."""
         if self._everyone is not None:
             self._everyone.meet(what, self._timeout)
 
     def fail(self, error: BaseException) -> PipelineError | None:
-        """Tell every rank why this one fails; if another has failed before, return the error that says so instead."""
+        """Tell every rank why this one fails. If another rank failed before, return the error that says so instead."""
         return self._notices.fail(error)
 
     @property
     def failure(self) -> str:
-        """Why the pipeline cannot go on; nothing while it can."""
+        """The reason why the pipeline cannot continue; empty while it can."""
         return self._notices.failure
 
     def close(self) -> None:
-        """Tell the other stages that this one has ended, with the error that is on its way if there is one."""
+        """Tell the other stages that this one has ended, with the current error if there is one."""
         if not self._is_open:
             return
-        error = getattr(sys, "last_value", None)  # what ends the interpreter
+        error = getattr(sys, "last_value", None)  # the error that ends the interpreter
         if error is not None:
             self.fail(error)
         if not self.failure:
@@ -93,7 +96,7 @@ class Channel:
         self._release()
 
     def _release(self) -> None:
-        """Get the last words out."""
+        """Finish sending the last messages."""
         self._is_open = False
         atexit.unregister(self.close)
         self._mailbox.close(SHUTDOWN_TIMEOUT)
@@ -101,7 +104,7 @@ class Channel:
             self._notices.close()
 
     def _look(self, stage: int, kind: int, what: str) -> tuple[int, np.ndarray] | None:
-        """Return a stage's message if it is there; PipelineError if a rank has failed, or if none will come."""
+        """Return a stage's message if it has arrived. Raise PipelineError if a rank failed, or if none will arrive."""
         found = self._mailbox.look(ENDED + kind, stage)
         if found is not None:
             return found
@@ -110,7 +113,7 @@ class Channel:
             self._ended.add(ended[0])
         if stage not in self._ended:
             return None
-        found = self._mailbox.look(ENDED + kind, stage)  # sent before its last word
+        found = self._mailbox.look(ENDED + kind, stage)  # sent before its last message
         if found is None:
             raise PipelineError(
                 f"stage {stage} has ended, while stage {self.stage} waits for {what}: every stage must take the same "

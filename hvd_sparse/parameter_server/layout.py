@@ -1,4 +1,4 @@
-"""The offsets of a model's tensors in one flat vector, and each server's part of it."""
+"""The offsets of a model's tensors in one flat vector, and each server's shard of this vector."""
 
 import hashlib
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """A part of a tensor: elements [begin, end) of a flat vector; is_dense: all of it is always sent."""
+    """A part of a tensor: elements [begin, end) of the flat vector. is_dense: it is always sent dense."""
 
     name: str
     begin: int
@@ -18,10 +18,16 @@ class Piece(NamedTuple):
 
 
 class ParameterLayout:
-    """Tensors one after the other in a flat vector: those of `min_numel` elements or more by name, then the others.
+    """The order of tensors in a flat vector: first the tensors with at least `min_numel` elements, then the others.
 
-    So what is selected from is one part of it, and what is always sent whole another. `shapes`: {name: shape}. Raises
-    ValueError where there is no tensor, or one without elements.
+    Both parts are sorted by name. Elements are selected in the first part; the second part is always sent dense.
+
+    Args:
+        shapes: {name: shape}.
+        min_numel: Smaller tensors are sent dense.
+
+    Raises:
+        ValueError: There is no tensor, or a tensor has no elements.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], min_numel: int = 0):
@@ -38,11 +44,11 @@ class ParameterLayout:
         self._min_numel = min_numel
 
     def tensors(self) -> list[Piece]:
-        """Return all tensors whole."""
+        """Return one piece for each tensor."""
         return self.pieces(0, self.numel)
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """Return the tensors, or parts of them, that lie in [begin, end), in coordinates of the whole."""
+        """Return the tensors, or parts of tensors, in [begin, end). Offsets count from the start of the flat vector."""
         found = []
         for name, start, stop in zip(self.names, self.begins, [*self.begins[1:], self.numel], strict=True):
             if start < end and stop > begin:
@@ -51,22 +57,22 @@ class ParameterLayout:
         return found
 
     def shards(self, servers: int) -> list[tuple[int, int]]:
-        """Return the part [begin, end) of each server: equal parts, to one element. A tensor may lie on several."""
+        """Return the shard [begin, end) of each server. Sizes differ by at most one element; tensors may be divided."""
         if not 1 <= servers <= self.numel:
             raise ValueError(f"servers must be in [1, {self.numel}], at most one an element; got {servers}")
         return [(s * self.numel // servers, (s + 1) * self.numel // servers) for s in range(servers)]
 
     def flatten(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return arrays of these shapes as one float32[numel]."""
+        """Return the flat vector, float32[numel], of {name: array}."""
         return np.concatenate([np.asarray(arrays[name], np.float32).reshape(-1) for name in self.names])
 
     def split(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what `flatten` was given: views."""
+        """Return {name: array}, the inverse of `flatten`. The arrays are views of the flat vector."""
         ends = self.begins[1:]
         return {
             name: part.reshape(self.shapes[name]) for name, part in zip(self.names, np.split(flat, ends), strict=True)
         }
 
     def digest(self) -> str:
-        """Return a number that is equal where names, shapes and their order are."""
+        """Return a hash of the names, the shapes and their order, as 16 hexadecimal digits."""
         return hashlib.sha256(repr(list(self.shapes.items())).encode()).hexdigest()[:16]

@@ -1,30 +1,36 @@
-"""The messages between workers and servers, and their validation: no byte is used before it is checked.
+"""The messages between workers and servers, and their validation. The code checks every byte before it uses it.
 
-A message is a header and a body, little-endian:
+A message is a header and a body, both little-endian:
 
     header 56: u32 magic "HVDP", u8 version, u8 kind, u8 reason, u8 form, u32 worker, u32 incarnation, u64 sequence,
                u64 clock, u64 k, u64 bytes of the body, u32 CRC-32 of the body, u32 CRC-32 of the 52 bytes before
 
-Body: of PUSH and REPLY a payload of k of n entries (`hvd_sparse.wire`), nothing where k is 0, and float32[n] where k is
-n and values are float32; of WELCOME and BUFFERS, float32; of STATE, JSON and arrays; else text.
+Kinds of messages, and their bodies:
 
-    HELLO      worker -> server  who I am, and what I take the model and the method to be; answered by WELCOME
-    WELCOME    server -> worker  the parameters, dense, and the clock
+    HELLO      worker -> server  the worker's model and method, as text; answered by WELCOME
+    WELCOME    server -> worker  all parameters, float32[n]; the header has the clock
     PUSH       worker -> server  an update; answered by REPLY
-    REPLY      server -> worker  what changed: new values, or differences to add, by its form
-    REFUSED    server -> worker  why a message was not heeded
-    BUFFERS    worker -> server  what is no parameter, such as the statistics of batch normalisation
-    ASK        anyone -> server  answered by STATE: parameters, buffers, statistics
-    ALIVE      worker -> server  a sign of life while it computes
-    LEAVE      worker -> server  the last message of a worker; the text says why, if it did not end well
+    REPLY      server -> worker  the changed elements: new values, or differences to add (see form)
+    REFUSED    server -> worker  the reason why the server rejected a message, as text
+    BUFFERS    worker -> server  buffers, such as the statistics of batch normalisation, float32[n]
+    ASK        anyone -> server  a request, as text; answered by STATE
+    STATE      server -> anyone  parameters, buffers or statistics, as JSON and arrays
+    ALIVE      worker -> server  no body; tells that the worker still runs
+    LEAVE      worker -> server  the last message of a worker; after an error, the error as text
 
-sequence: the number of a worker's push, from 1; its REPLY and its REFUSED have the same. clock: how many pushes a
-server has applied; in a PUSH, of the last REPLY that the worker has applied. incarnation: a worker that starts again
-says HELLO with another one, and what its previous incarnation sent no longer counts. k, but for payloads: of an ASK, a
-number that its STATE repeats; of a REFUSED by a server that has forgotten the worker, the last push that was applied.
+The body of PUSH and REPLY is a payload of k of n elements (`hvd_sparse.wire`). It is empty if k is 0. If k is n and the
+values are float32, it is plain float32[n].
 
-Messages arrive in order. Nothing sends again what gets lost without a trace, which MPI does not do; what is damaged is
-sent again, and copies that come at any time do no harm.
+Fields of the header:
+
+    sequence     number of a worker's push, from 1; repeated in the REPLY or REFUSED that answers the push
+    clock        number of pushes that the server has applied; in a PUSH, the clock of the last REPLY applied
+    incarnation  differs when a worker starts again; the server rejects messages of a previous incarnation
+    k            number of elements in a payload; in an ASK, a number that its STATE repeats; in a REFUSED by a server
+                 that no longer knows the worker, the sequence of the last push it applied
+
+MPI delivers messages in order and does not lose any, so the protocol does not detect lost messages. Senders repeat
+damaged messages, and receivers ignore repeated ones.
 """
 
 import enum
@@ -45,7 +51,7 @@ HEADER_BYTES = HEADER.size
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1
     WELCOME = 2
@@ -60,7 +66,7 @@ class Kind(enum.IntEnum):
 
 
 class Reason(enum.IntEnum):
-    """Why a message was refused, and so what to do: send it again, say HELLO again, give up."""
+    """Why a server rejected a message. DAMAGED: send it again. UNKNOWN_WORKER: send HELLO again. WRONG: give up."""
 
     NONE = 0
     DAMAGED = 1
@@ -69,7 +75,7 @@ class Reason(enum.IntEnum):
 
 
 class Form(enum.IntEnum):
-    """What the values of a reply are."""
+    """The meaning of a reply's values: new values, or differences to add."""
 
     NONE = 0
     VALUES = 1
@@ -77,7 +83,7 @@ class Form(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """A message, checked. body: uint8[bytes]."""
+    """A validated message. body: uint8[bytes]."""
 
     kind: Kind
     worker: int = 0
@@ -96,12 +102,12 @@ class Message(NamedTuple):
 
 
 def frame(size: int) -> np.ndarray:
-    """Return the bytes of a message with a body of `size` bytes, uint8, for `seal`: nothing is written yet."""
+    """Allocate a message with a body of `size` bytes, uint8[HEADER_BYTES + size]. `seal` writes its header."""
     return np.empty(HEADER_BYTES + size, np.uint8)
 
 
 def seal(encoded: np.ndarray, message: Message) -> np.ndarray:
-    """Write the header of a message before the body that is there, and return it; message.body does not count."""
+    """Write the header of a message whose body is already in `encoded`; return `encoded`. Ignores `message.body`."""
     numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k)
     body = encoded[HEADER_BYTES:]
     fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, body.size, native.crc32(body))
@@ -111,14 +117,14 @@ def seal(encoded: np.ndarray, message: Message) -> np.ndarray:
 
 
 def encode(message: Message) -> np.ndarray:
-    """Return the bytes of a message, uint8."""
+    """Return the encoded message, uint8[bytes]."""
     encoded = frame(message.body.size)
     encoded[HEADER_BYTES:] = message.body
     return seal(encoded, message)
 
 
 def decode(data: np.ndarray) -> Message:
-    """Check bytes, uint8, and return the message that they are; DamagedMessage says what is wrong with them."""
+    """Validate and decode a message, uint8[bytes]. Raise DamagedMessage, which says what is wrong."""
     if data.size < HEADER_BYTES:
         raise DamagedMessage(f"a message has at least {HEADER_BYTES} bytes, got {data.size}")
     *fields, check = HEADER.unpack_from(data)
@@ -140,12 +146,12 @@ def decode(data: np.ndarray) -> Message:
 
 
 def as_body(text: str) -> np.ndarray:
-    """Return text as a body."""
+    """Return text as the body of a message, uint8[bytes]."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def encode_state(description: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return a body of JSON, float32 arrays[n] and float64 behind it; `decode_state` reads it."""
+    """Return a body with a description as JSON, followed by arrays of float32 or float64. `decode_state` reads it."""
     table = {name: [str(array.dtype), array.size] for name, array in arrays.items()}
     head = json.dumps({"description": description, "arrays": table}).encode()
     parts = [np.frombuffer(struct.pack("<Q", len(head)) + head, np.uint8)]
@@ -153,7 +159,7 @@ def encode_state(description: dict, arrays: dict[str, np.ndarray]) -> np.ndarray
 
 
 def decode_state(body: np.ndarray) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return what `encode_state` was given; DamagedMessage if it cannot have been."""
+    """Return the arguments of `encode_state`. Raise DamagedMessage if the body is damaged."""
     try:
         (length,) = struct.unpack_from("<Q", body)
         head = json.loads(bytes(body[8 : 8 + length]))

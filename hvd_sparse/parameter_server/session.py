@@ -1,4 +1,4 @@
-"""One rank of an asynchronous run on MPI: its role (server, worker) and methods. Frameworks derive from `Session`."""
+"""One rank of an asynchronous run over MPI. A rank is a worker, a server, or both. Frameworks derive from `Session`."""
 
 import atexit
 import json
@@ -25,21 +25,22 @@ from hvd_sparse.parameter_server.worker import Worker
 
 COLOCATED = "colocated"
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
-SHARE_EVERY = 10  # a worker's steps: buffers are a few per cent of a push
+SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
 class Placement(NamedTuple):
-    """The ranks of workers and of servers; a rank may be both."""
+    """The ranks of the workers and of the servers. A rank may be in both lists."""
 
     workers: list[int]
     servers: list[int]
 
 
 def place(ranks: int, servers: int | str) -> Placement:
-    """Return the roles of ranks: the last `servers` ranks serve; with "colocated", all ranks train and serve a part.
+    """Assign roles to ranks. The last `servers` ranks are servers; with "colocated", every rank is worker and server.
 
-    Raises ValueError if no rank would train.
+    Raises:
+        ValueError: No rank would train, or none would serve.
     """
     if servers == COLOCATED:
         return Placement(list(range(ranks)), list(range(ranks)))
@@ -52,12 +53,23 @@ def place(ranks: int, servers: int | str) -> Placement:
 
 
 class Session:
-    """One rank's part in a run. `parameters`, `buffers`: {name: array}; the run starts from those of the first server.
+    """One rank's part in an asynchronous run, which starts from the first server's parameters and buffers.
 
-    servers: number of server ranks, the last ones, or "colocated". overlap: apply the answer to a push at the next
-    push, after computing another gradient: faster, and one step staler. restore: a file that `save` wrote, in place of
-    the first server's parameters. timeout: seconds to wait for an answer, or for a worker to join. silence: seconds
-    without a message after which a worker counts as dead; None: never. communicator: of mpi4py, the world if None.
+    Args:
+        parameters: {name: float32 array}.
+        method: The settings of a method, such as `DGS()`.
+        buffers: {name: float32 array} of tensors that are not trained, such as batch statistics.
+        servers: Number of servers, which are the last ranks; or "colocated": every rank trains and serves.
+        overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
+        restore: Path of a file written by `save`, whose parameters and buffers replace those of the first server.
+        timeout: Seconds to wait for an answer, or for a worker to join.
+        silence: Seconds without a message after which a worker counts as dead; None: never.
+        communicator: An mpi4py communicator; None: COMM_WORLD.
+
+    Raises:
+        TypeError: `method` is not a method.
+        ValueError: `servers`, the number of workers, or the model in `restore` is wrong.
+        RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
     """
 
     def __init__(
@@ -84,8 +96,8 @@ class Session:
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None  # of the server's thread
-        self._failed = ""  # what went wrong where this rank joined
+        self._failure: BaseException | None = None  # raised by the server's thread
+        self._failed = ""  # the error, if this rank failed to join
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
@@ -102,29 +114,29 @@ class Session:
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank holds a part of the parameters."""
+        """Whether this rank is a server."""
         return self.rank in self.placement.servers
 
     @property
     def is_worker(self) -> bool:
-        """Whether this rank trains."""
+        """Whether this rank is a worker."""
         return self.rank in self.placement.workers
 
     @property
     def worker(self) -> Worker:
-        """This rank's worker; RuntimeError on a rank that only serves."""
+        """This rank's worker. Raises RuntimeError on a rank that is not a worker or has left."""
         return self._connected().worker
 
     def serve(self) -> dict[int, str]:
-        """Serve until all workers have left. Ctrl-C and SIGTERM end the server, which tells the workers.
+        """Serve until all workers have left. On Ctrl-C or SIGTERM, the server tells the workers and stops.
 
-        A co-located rank serves in a separate thread, and returns at once.
+        A co-located rank serves in a separate thread, so this method returns at once.
 
         Returns:
-            {worker's rank: reason for leaving}, an empty string if it ended well.
+            {worker's rank: reason for leaving}. The reason is an empty string if the worker ended without an error.
 
         Raises:
-            RuntimeError: This rank is no server.
+            RuntimeError: This rank is not a server.
         """
         if self._server is None:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
@@ -138,15 +150,15 @@ class Session:
         return dict(self._server.departures)
 
     def join(self, parameters: dict[str, np.ndarray]) -> None:
-        """Join as a worker. Answers update its parameters, {name: float32[n]}, in place."""
-        incarnation = time.time_ns() % 2**31  # another one if this rank is started again
+        """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
+        incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
         connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
         try:
             connection.join()
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
-            connection.leave(self._failed)  # some servers may know it already
+            connection.leave(self._failed)  # some servers may have accepted this worker
             if self._thread is not None:
                 self._thread.join()
             self._release()
@@ -157,7 +169,7 @@ class Session:
         atexit.register(self.close)
 
     def exchange(self, gradients, lr, weight_decay=None) -> None:
-        """Push, and apply the answer to this push, or with `overlap` to the previous one."""
+        """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
         if self._failure is not None:
             raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
         connection = self._connected()
@@ -168,38 +180,39 @@ class Session:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for the answer to the last push, as needed with `overlap`."""
+        """Wait for the answer to the last push and apply it. Only needed with `overlap`."""
         connection = self._connected()
         connection.wait()
         changed, connection.worker.changed = connection.worker.changed, set()
         self.updated(changed)
 
     def updated(self, names: set[str]) -> None:
-        """Called when parameters have changed, for frameworks that must copy them."""
+        """Handle changed parameters. Frameworks that must copy parameters override this method."""
 
     def share(self, buffers: np.ndarray) -> None:
-        """Send this worker's buffers, float32[n], to the average over workers."""
+        """Send this worker's buffers, float32[n], to the first server, which averages the workers' buffers."""
         self._connected().share(buffers)
 
     def state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the servers' current parameters.
 
         Returns:
-            {name: float32 array}, and the average of buffers over workers, float32[n].
+            {name: float32 array}, and the average of the workers' buffers, float32[n].
         """
         answers = self._answers("state")
         flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
         return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
 
     def averages(self) -> np.ndarray:
-        """Return the current average of buffers, or the first server's buffers before any worker has sent some."""
+        """Return the average of the workers' buffers, float32[n]; before the first send, the first server's buffers."""
         return self._answers("buffers")[0][1]["buffers"]
 
     def save(self, path: str) -> None:
-        """Write the servers' parameters, the average of buffers, and settings to a file, for `connect(restore=)`.
+        """Write the servers' parameters, the averaged buffers and the settings to a file for `connect(restore=)`.
 
         Args:
-            path: Path of the file (NumPy's .npz format). If the process is killed, it has the old or the new model.
+            path: Path of the file, in NumPy's .npz format. If the process is killed during the write, the file has
+                either the old or the new model.
         """
         parameters, buffers = self.state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
@@ -208,16 +221,17 @@ class Session:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
     def stats(self) -> dict:
-        """Return statistics of this worker and all servers.
+        """Return statistics of this worker and of all servers.
 
         Returns:
-            Bytes in both directions, their ratios to dense, pushes, staleness, updates applied, the servers' memory.
+            Bytes in both directions, the compression ratios, the number of pushes, the staleness, updates per second,
+            and the servers' memory in bytes. The entry "all" covers all workers.
         """
         descriptions = [description for description, _ in self._answers("statistics")]
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
-        """Leave the run, with the reason if an error is raised; others continue. A second call does nothing."""
+        """Leave the run. If an error was raised, servers receive it as the reason. A second call does nothing."""
         connection, self._connection = self._connection, None
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -238,7 +252,7 @@ class Session:
         self.close()
 
     def _release(self) -> None:
-        """Let another session use the communicator."""
+        """Allow another session on this communicator."""
         if _open.get(self.communicator.py2f()) is self:
             del _open[self.communicator.py2f()]
 
@@ -287,9 +301,10 @@ class Session:
         return server
 
     def _first_parameters(self, ours: np.ndarray) -> np.ndarray:
-        """Return what the first server begins with: whoever loaded a model did so there.
+        """Return the first server's initial parameters. Users load a pretrained model there.
 
-        If that is of another model, return `ours`: one of the two servers then refuses every worker, and says why.
+        If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
+        reason.
         """
         first, end = self.placement.servers[0], self._endpoint(False)
         end.send(first, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
@@ -306,7 +321,7 @@ class Session:
 
     def _start_thread(self) -> None:
         def run() -> None:
-            """Serve, and keep what ends it otherwise for the main thread."""
+            """Serve; store an exception for the main thread."""
             try:
                 serve(self._server, self._endpoint(True), self.placement.workers, self._timeout, lambda: self._failed)
             except BaseException as error:
@@ -317,12 +332,12 @@ class Session:
 
 
 def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
-    """Return buffers one after the other, float32[n]."""
+    """Return the concatenated buffers, float32[n]."""
     return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
 def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the flat parameters and the buffers of a file of `save`; ValueError if it is of another model."""
+    """Return the flat parameters and buffers of a file that `save` wrote. Raise ValueError if the model differs."""
     with np.load(path, allow_pickle=False) as file:
         arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
         differing = {name for name in {*arrays, *layout.names} if np.shape(arrays.get(name)) != layout.shapes.get(name)}
@@ -332,9 +347,9 @@ def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray
 
 
 def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) -> dict:
-    """Return a worker's traffic and its servers' statistics together."""
+    """Combine a worker's traffic with the statistics of all servers."""
     traffic, staleness = worker.traffic, {}
-    for server in servers[:1]:  # all servers see the same pushes
+    for server in servers[:1]:  # all servers receive the same pushes
         staleness = {int(stale): count for stale, count in server["staleness"].items()}
     dense = traffic.pushes * worker.dense_bytes
     longest = max(server["seconds"] for server in servers)
@@ -365,7 +380,7 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
 
 
 class interrupted_by_sigterm:
-    """Let SIGTERM, what mpirun sends first, raise KeyboardInterrupt meanwhile; only the main thread can."""
+    """Make SIGTERM, which mpirun sends first, raise KeyboardInterrupt. Does nothing outside the main thread."""
 
     def __enter__(self):
         self._old = None

@@ -1,4 +1,4 @@
-"""Updates, a few elements of a vector: selected, rounded, packed, and unpacked with every byte checked."""
+"""Sparse updates of a vector: selection, rounding, packing into payloads, and checked unpacking."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,18 +16,18 @@ from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
 class Update(NamedTuple):
-    """Elements of a vector. indices: int64[k], ascending, or None: all elements; values: float32[k]."""
+    """Elements of a vector. indices: int64[k], ascending; None: all elements. values: float32[k]."""
 
     indices: np.ndarray | None
     values: np.ndarray
 
     @property
     def at(self) -> np.ndarray | slice:
-        """What to index a vector with."""
+        """The index expression that selects these elements in a vector."""
         return slice(None) if self.indices is None else self.indices
 
     def part(self, begin: int, end: int) -> "Update":
-        """Return what lies in [begin, end), counted from there."""
+        """Return the elements in [begin, end), with indices relative to `begin`."""
         if self.indices is None:
             return Update(None, self.values[begin:end])
         first, last = np.searchsorted(self.indices, (begin, end))
@@ -35,19 +35,24 @@ class Update(NamedTuple):
 
 
 class Group:
-    """Elements [begin, end) of a vector that share a selection, of k = round(density * n): a tensor, or several."""
+    """Elements [begin, end) of a vector that are selected jointly: those of one tensor, or of several."""
 
     def __init__(self, begin: int, end: int, is_dense: bool, seed: int):
         self.begin, self.end, self._is_dense, self.seed = begin, end, is_dense, seed
         self._hint = ThresholdHint()
 
     def count(self, density: float) -> int:
-        """Return k; all elements of what is always sent whole."""
+        """Return the number of elements to select; all elements if the group is always sent dense."""
         size = self.end - self.begin
         return size if self._is_dense else top_k_count(size, density)
 
     def select(self, k: int, select: Callable[..., tuple]) -> np.ndarray:
-        """Return the ascending indices of the k largest. select(k=, seed=, threshold_hint=): a native function."""
+        """Return the ascending indices of the k largest elements, int64[k].
+
+        Args:
+            k: The number of elements to select.
+            select: A native selection, called with `k`, `seed` and `threshold_hint`.
+        """
         if k == self.end - self.begin:
             return np.arange(self.begin, self.end)
         indices, _, (threshold, passed), *_ = select(k=k, seed=self.seed, threshold_hint=self._hint.value(k))
@@ -56,7 +61,11 @@ class Group:
 
 
 def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
-    """Return the groups of pieces, counted from `begin`: one each; for scope "model" one, and one of what is dense."""
+    """Return the groups of pieces, relative to `begin`.
+
+    With scope "tensor", each piece is a group. With scope "model", the selected pieces are one group and the dense
+    pieces another.
+    """
     places = [(piece.begin - begin, piece.end - begin, piece.is_dense) for piece in pieces]
     if method.scope == "model":
         ends = {is_dense: end for _, end, is_dense in places}
@@ -66,7 +75,10 @@ def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
 
 
 def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarray | None:
-    """Return the ascending indices of the largest of values, float32[n]; None: all."""
+    """Return the ascending indices of the largest values in each group, int64[k]; None stands for all elements.
+
+    values: float32[n].
+    """
     if density >= 1.0:
         return None
     return np.concatenate(
@@ -78,7 +90,10 @@ def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarra
 
 
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:
-    """Return an update as it survives the wire, without its zeros unless it is dense. segments: of levels."""
+    """Return the update that the receiver will decode: rounded values, and no zeros unless the update is dense.
+
+    segments: the segments of the quantization levels, see `segments_of`.
+    """
     indices, numbers = update
     if values == "float32" and indices is None:
         return update
@@ -90,7 +105,7 @@ def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -
 
 
 def pack(update: Update, n: int, coding: str, values: str, segments: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return k and a payload of an update of n elements; 0 and no bytes where nothing is sent."""
+    """Return k and the payload, uint8[bytes], of an update of n elements. For an empty update, k is 0 with no bytes."""
     k = update.values.size
     if k == 0:
         return 0, np.empty(0, np.uint8)
@@ -101,7 +116,7 @@ def pack(update: Update, n: int, coding: str, values: str, segments: np.ndarray)
 
 
 def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndarray) -> Update:
-    """Return the update in a message; DamagedMessage unless its payload is one of k of n elements."""
+    """Return the update in a message. Raise DamagedMessage unless its payload holds k of n elements."""
     k = message.k
     if k == 0 and message.body.size == 0:
         return Update(np.empty(0, np.int64), np.empty(0, np.float32))
@@ -122,17 +137,17 @@ def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndar
 
 
 def finite(update: Update) -> Update:
-    """Return the update; DamagedMessage unless all its values are finite."""
+    """Return the update. Raise DamagedMessage unless all its values are finite."""
     if not np.isfinite(update.values).all():
         raise DamagedMessage("not all values are finite: has training diverged?")
     return update
 
 
 def segments_of(pieces: list[Piece], begin: int) -> np.ndarray:
-    """Return what tells the levels of pieces apart, counted from `begin`: int64[pieces, 2], one group each."""
+    """Return the segments of the quantization levels, int64[pieces, 2], relative to `begin`. Each piece is a group."""
     return np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
 
 
 def low_bit_segments(values: str, segments: np.ndarray) -> np.ndarray | None:
-    """Return the segments where values have levels."""
+    """Return the segments if `values` is a low-bit type, which has levels; else None."""
     return segments if values in LOW_BITS else None

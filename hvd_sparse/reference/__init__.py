@@ -1,8 +1,8 @@
-"""The plain NumPy twin of every native function: the specification in runnable form, and the oracle of the tests.
+"""The plain NumPy twin of every native function: the executable specification, and the oracle of the tests.
 
-Clear rather than fast. Every function takes arrays of any shape in row-major order, as the flattened gradient, and
-leaves its inputs unchanged, but for the memory of `accumulate`. Value types: float32, float64, float16, and
-ml_dtypes.bfloat16 where the caller has it.
+The code is clear rather than fast. Every function takes arrays of any shape in row-major order, as flattened gradients,
+and leaves its inputs unchanged, except the residual and velocity of `accumulate`. Value types: float32, float64,
+float16, and ml_dtypes.bfloat16 where the caller has it.
 
 Magnitude order, the total order behind "the k largest": larger |x| first (infinity is the largest); equal non-zero
 magnitudes by smaller `hash_index(seed, index)`, so that ties are cut without favour to any position; then zeros, then

@@ -76,7 +76,7 @@ class SparseCompressor(tf.Module):
 
     def __hash__(self):
         refuse_keras_3()  # Horovod's optimizers hash their compression when they are made
-        # Horovod keeps the function that it traces, by its compression: with other ranks it must be traced anew.
+        # Horovod caches its traced function by this hash. With other ranks, it must be traced again.
         return hash((id(self), hvd.rank(), hvd.size())) if is_elastic() and hvd.is_initialized() else id(self)
 
     def __eq__(self, other):

@@ -137,7 +137,7 @@ class Exchange(Members):
 
     def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
         name = f"{self._prefix}.{name}"
-        if session is None:  # in a graph, as Horovod's eager operations have no names of their own
+        if session is None:  # in a graph, because Horovod's eager operations have no individual names
             return tf.function(lambda own: self._gather(name, own), autograph=False)(tf.constant(array)).numpy()
         with session.graph.as_default():
             gathered = self._gather(name, tf.constant(array))
@@ -193,7 +193,7 @@ def in_time(function: Callable, announced: Announcement | None = None):
 
     announced: detects that other ranks are in a step instead.
 
-    The function runs in a thread of its own, which is outside the graph being traced here and can be abandoned.
+    The function runs in a separate thread, which is outside the graph being traced here and can be abandoned.
     """
     results, failures = [], []
 

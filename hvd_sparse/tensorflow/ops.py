@@ -210,7 +210,7 @@ def accumulate_bucket(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do `accumulate`, `select_top_k`, `quantize` and `pack` for the variables of a bucket, one list entry each.
 
-    Reads the memory once if the hints are good. Each variable has a selection of its own; if joint, one selection
+    Reads the buffers once if the hints are good. Each variable has its own selection; if `joint` is true, one selection
     covers their concatenation. Velocities and parameters: one for each gradient, or empty. weight_decay: a number, or
     one for each member; the parameter of a member whose weight_decay is 0 is not read. factors: float32[members]. ks:
     int64[selections]. threshold_hints: float64[selections]. channels: see `locate_payloads`. Returns the concatenated

@@ -123,7 +123,7 @@ class SparseCompressor(Compressor):
         super()._end()
 
     def _units(self) -> Units:
-        """Return the units of the step that begins; whoever reduces its gradients tells by its op."""
+        """Return the units of the step that begins, from the `op` of the optimizer that reduces the gradients."""
         optimizer, size = calling_optimizer(self), self._exchange.size()
         if optimizer is None:
             if self.algorithm.depends_on_reduction:

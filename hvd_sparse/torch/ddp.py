@@ -1,11 +1,11 @@
-"""The compressors for PyTorch's DistributedDataParallel (DDP), without Horovod.
+"""Compressors for PyTorch's DistributedDataParallel (DDP). They do not need Horovod.
 
     compression = Compression.dgc(model.named_parameters(), density=0.001, momentum=0.9)
     model = DistributedDataParallel(model)
     compression.register(model)
 
-DDP calls the hook with each complete bucket, in the same order on every rank. The hook compresses the bucket's
-gradients and sends messages during the backward pass; the last bucket finishes the step.
+DDP calls the communication hook once for each complete bucket, in the same order on every rank. The hook compresses the
+bucket's gradients and starts to send messages during the backward pass. The last bucket finishes the step.
 """
 
 from collections.abc import Iterable
@@ -23,27 +23,27 @@ from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.units import Units
 
-MOST_NAMES = 3  # in an error
+MOST_NAMES = 3  # parameter names listed in an error message
 
 
 class Arrived(NamedTuple):
-    """A bucket of DDP whose gradients are in the step."""
+    """A DDP bucket whose gradients have been added to the step."""
 
     buffer: torch.Tensor
     future: Future[torch.Tensor]
     entries: list[Entry]
-    sums: list[torch.Tensor]  # what is sent dense, [n] each, in the order of the entries that carry no token
-    pending: Pending | None  # the sum of these
+    sums: list[torch.Tensor]  # [n] each: the tensors sent dense, in the order of the entries that carry no token
+    pending: Pending | None  # the all-reduce of `sums`
 
 
 class DDPCompressor(Compressor):
-    """A compressor with error feedback, for one DistributedDataParallel; made by the methods of `Compression`.
+    """A compressor with error feedback for one DistributedDataParallel. The methods of `Compression` make it.
 
-    A gradient that is not finite on any rank skips the step on all ranks: every gradient becomes NaN (a loss scaler
-    then skips its update), and the residual adds zero for elements that are not finite.
+    If any rank has a gradient that is not finite, the step is skipped on all ranks: every gradient becomes NaN, so that
+    a loss scaler skips its update. The residual adds zero for the elements that are not finite.
 
-    If a rank does not use a parameter in a step (`find_unused_parameters=True`, `static_graph=True`), it sends nothing
-    for it; residual and velocity stay unchanged.
+    If a rank does not use a parameter in a step (`find_unused_parameters=True` or `static_graph=True`), the rank sends
+    nothing for this parameter, and the parameter's residual and velocity do not change.
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
@@ -51,11 +51,11 @@ class DDPCompressor(Compressor):
         process_group: The model's `torch.distributed.ProcessGroup`; None: all ranks.
 
     Raises:
-        ValueError: An argument is wrong; in the first step, on every rank: settings differ between ranks. In a step:
-            damaged payloads.
+        ValueError: An argument is wrong. In the first step: settings differ between ranks; every rank raises. In any
+            step: a payload is damaged.
         TypeError: An argument has the wrong type.
-        RuntimeError: In a step: ranks at different steps; on a CUDA device, payloads that were damaged in the step
-            before.
+        RuntimeError: In a step: ranks are at different steps. On a CUDA device: a payload of the previous step was
+            damaged.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class DDPCompressor(Compressor):
         self._arrived: list[Arrived] = []
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Compress the model's gradients from now on; call once, on every rank, before the first backward pass.
+        """Compress the model's gradients from now on. Call it once on every rank, before the first backward pass.
 
         Args:
             model: A DistributedDataParallel with the parameters of this compressor.
 
         Raises:
-            TypeError: The model is no DistributedDataParallel.
+            TypeError: The model is not a DistributedDataParallel.
             ValueError: The model has other parameters, another process group, another communication hook, or an option
-                that does not support hooks; or this compressor is registered with another model.
+                that does not support hooks. Or this compressor is already registered.
         """
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -130,7 +130,7 @@ class DDPCompressor(Compressor):
 
     @torch.no_grad()
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Compress the gradients of a bucket; with the last one, finish the step: a communication hook."""
+        """Compress the gradients of a bucket; finish the step after the last bucket. This is the communication hook."""
         with self._lock:
             with self._traffic.timed("compress"):
                 if bucket.index() == 0:
@@ -146,14 +146,14 @@ class DDPCompressor(Compressor):
             return future
 
     def _open_step(self) -> None:
-        """Begin a step; give up the one before, if its backward pass ended early."""
+        """Begin a step. If the previous backward pass ended early, its step is dropped."""
         if self._agreed_in is not self._collectives.incarnation():
             self._agree()
         self._arrived = []
         self._begin()
 
     def _take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Bring a bucket's gradients into the step; start summing what is sent dense."""
+        """Add a bucket's gradients to the step, and start the all-reduce of tensors that are sent dense."""
         buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
         if buffer.is_sparse:
             raise ValueError(
@@ -173,23 +173,23 @@ class DDPCompressor(Compressor):
         return future
 
     def _used(self, gradients: list[torch.Tensor]) -> list[bool]:
-        """Return which parameters of a bucket took part on this rank: DDP hands over zeros for those that did not.
+        """Return for each parameter of a bucket whether this rank used it. DDP passes zeros for unused parameters.
 
-        If no rank used one, DDP does not look at what the hook returns for it, and would lose what was sent.
+        If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
         """
         if not self._leaves_out:
             return [True] * len(gradients)
         return torch.stack([gradient.any() for gradient in gradients]).tolist()
 
     def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
-        """Start summing tensors over the ranks, in one all-reduce: in the bucket itself, where they are all of it."""
+        """Start one all-reduce that sums tensors. If the tensors fill the bucket's buffer, it works in this buffer."""
         whole = torch.cat(sums) if not _fills(buffer, sums) else buffer
-        if whole.dtype == torch.float16:  # the sum may be too large for it
+        if whole.dtype == torch.float16:  # the sum may overflow float16, the mean does not
             whole.mul_(1.0 / self._exchange.size())
         return self._exchange.allreduce(name, whole)
 
     def _deliver(self) -> None:
-        """Finish the step: put the mean of all ranks into the buckets."""
+        """Finish the step: write the mean over all ranks to the buckets."""
         self._finish()
         scale = 1.0 / self._exchange.size()
         for arrived in self._arrived:
@@ -211,7 +211,7 @@ class DDPCompressor(Compressor):
         self._arrived = []
 
     def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
-        """Write what was reduced where the gradients are. means: of those that are sent dense, in their order."""
+        """Write the reduced gradients to the bucket. means: the means of the tensors sent dense, in their order."""
         dense = iter(means)
         for entry in entries:
             carried = entry.gradient if entry.carries_token else next(dense)
@@ -221,7 +221,7 @@ class DDPCompressor(Compressor):
                 place.copy_(result.view(place.shape))
 
     def _units(self) -> Units:
-        """Return the units of the step that begins: DDP's gradients are means."""
+        """Return the units of the step that begins. DDP expects means of gradients."""
         size = self._exchange.size()
         return Units(size, 1.0 / size, self._loss_scale)
 
@@ -230,10 +230,10 @@ class DDPCompressor(Compressor):
 
 
 class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):
-    """The compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
+    """Makes compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
 
-    Methods and arguments equal those of `hvd_sparse.torch.Compression`; `process_set` takes the model's process group.
-    Build one compressor per model, in the same order on every rank, and `register` it.
+    Methods and arguments are the same as in `hvd_sparse.torch.Compression`, but `process_set` takes the model's process
+    group. Build one compressor for each model, in the same order on every rank, and call its `register` method.
     """
 
     @classmethod
@@ -242,7 +242,7 @@ class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], D
 
 
 def _check_options(model: DistributedDataParallel) -> None:
-    """Raise ValueError for models whose gradients do not all come to a single hook, bucket by bucket."""
+    """Raise ValueError if an option of the model keeps gradients from the communication hook."""
     options = {
         "mixed_precision": "use torch.autocast, see docs/mixed-precision.md",
         "skip_all_reduce_unused_params": "leave it out: a parameter that no rank uses costs next to nothing",
@@ -256,7 +256,7 @@ def _check_options(model: DistributedDataParallel) -> None:
 
 
 def _fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Return whether tensors lie in a buffer one after the other, and fill it."""
+    """Return whether the tensors are contiguous parts of the buffer and together fill it."""
     at = buffer.data_ptr()
     for part in parts:
         if part.dtype != buffer.dtype or part.data_ptr() != at:

@@ -1,6 +1,6 @@
 """The optimizer step of the hierarchical exchange: hosts sum gradients, compress shards and exchange these.
 
-`hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a `Step` of its own for its shards. This class
+`hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a separate `Step` for its shards. This class
 passes the sums over a host's ranks to that step and distributes its results. Horovod sends small tensors dense, as in
 any step.
 """
@@ -91,7 +91,7 @@ class HierarchicalStep:
         return found
 
     def lay_out(self) -> None:
-        """Find the hosts and cut the tensors into shards, on all ranks, whenever Horovod has been initialised anew."""
+        """Find the hosts and divide the tensors into shards, on all ranks, after each initialisation of Horovod."""
         collectives = self.exchange.collectives
         if self._laid_out_in is collectives.incarnation():
             return

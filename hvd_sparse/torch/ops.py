@@ -215,7 +215,7 @@ def accumulate_bucket(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `select_top_k`, `quantize` and `pack` for those members of a bucket that take part.
 
-    Reads the memory once if the hints are good.
+    Reads the buffers once if the hints are good.
 
     Args:
         gradients, residuals, velocities, parameters: One tensor for each of `members`; velocities and parameters may

@@ -1,4 +1,4 @@
-"""Which parameter does a gradient belong to? Horovod hands the gradient over without its name."""
+"""Finds the parameter that a gradient belongs to. Horovod passes gradients to a compressor without their names."""
 
 import sys
 from collections.abc import Container, Iterable
@@ -11,8 +11,13 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Parameters:
     """The named parameters of one compressor.
 
-    named_parameters: (name, Parameter) pairs. A tied weight that stands under several names keeps its first one; a
-    frozen one of a type that cannot train is left out.
+    Args:
+        named_parameters: (name, Parameter) pairs. A tied weight with several names keeps the first name. A frozen
+            parameter of a dtype that cannot train, such as integers, is left out.
+
+    Raises:
+        TypeError: An entry is not a (name, Parameter) pair, or a trainable parameter has an unsupported dtype.
+        ValueError: A name occurs twice, no parameter can train, or the parameters are on several devices.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]):
@@ -42,19 +47,26 @@ class Parameters:
         return iter(self._names)
 
     def describe(self) -> list[str]:
-        """Return one line a parameter, for the configuration check across ranks."""
+        """Return one line for each parameter, for the configuration check across ranks."""
         return [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in sorted(self._by_name.items())]
 
     def restart(self) -> None:
-        """Begin a step: hooks tend to come in the same order in every step, and the guess starts from its first."""
+        """Begin a step. `find` guesses that gradients arrive in the same order as in the previous step."""
         self._last = None
 
     def find(self, gradient: torch.Tensor, seen: Container[str]) -> str:
-        """Return the name of the parameter whose gradient this is, or raise ValueError.
+        """Return the name of the parameter that a gradient belongs to.
 
-        A gradient is recognised as an object: `parameter.grad is gradient`. With `sparse_as_dense=True` Horovod passes
-        a temporary copy instead, known by its shape among the sparse gradients not yet seen; where several have that
-        shape, by the parameter that Horovod's calling function holds.
+        A gradient is recognised by identity: `parameter.grad is gradient`. With `sparse_as_dense=True`, Horovod passes
+        a dense copy of a sparse gradient. The copy is recognised by its shape. If several sparse gradients have this
+        shape, the local variable `p` in Horovod's calling function names the parameter.
+
+        Args:
+            gradient: A gradient of any shape.
+            seen: The names of the parameters whose gradients have already arrived in this step.
+
+        Raises:
+            ValueError: No parameter has this gradient, or several could have it.
         """
         guess = self._follows.get(self._last)
         if guess is None or self._by_name[guess].grad is not gradient:
@@ -72,7 +84,7 @@ class Parameters:
                     "Use op=hvd.Average or op=hvd.Sum"
                 )
         sparse = [name for name in self._names if name not in seen and _could_be(self._by_name[name].grad, gradient)]
-        if len(sparse) > 1:  # Horovod's own frame names the parameter that it is busy with
+        if len(sparse) > 1:
             sparse = [name for name in sparse if self._by_name[name] is _parameter_of_caller()] or sparse
         if len(sparse) == 1:
             return sparse[0]
@@ -89,7 +101,7 @@ class Parameters:
 
 
 def can_train(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter may ever have a gradient here: a frozen one of integers never has."""
+    """Return whether the parameter has a dtype that can have a gradient."""
     return parameter.dtype in DTYPES
 
 
@@ -110,7 +122,7 @@ def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
 
 
 def _device_of(parameters: dict[str, torch.nn.Parameter]) -> torch.device:
-    """Return the device that all parameters share."""
+    """Return the device of the parameters; raise ValueError if they are on several devices."""
     first = next(iter(parameters))
     for name, parameter in parameters.items():
         if parameter.device != parameters[first].device:
@@ -126,7 +138,7 @@ def _could_be(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
 
 
 def _parameter_of_caller(depth: int = 8):
-    """Return the `p` of Horovod's `_allreduce_grad_async`, None if something else called."""
+    """Return the local variable `p` of Horovod's `_allreduce_grad_async`; None if another function called."""
     frame = sys._getframe(1)
     for _ in range(depth):
         if frame is None:

@@ -1,4 +1,4 @@
-"""What the elastic jobs and the scenarios that start them share."""
+"""Shared code of the elastic jobs and of the scenarios that start them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damage: mutated payloads and messages, over the decoders of the core, of the server and of the pipeline."""
+"""Damage: the decoders of the core, of the server and of the pipeline read mutated payloads and messages."""
 
 import functools
 import os

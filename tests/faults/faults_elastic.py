@@ -1,4 +1,4 @@
-"""Elastic jobs under horovodrun: 4 ranks, one is killed within a step, 3 go on, another comes; again and again."""
+"""Elastic jobs under horovodrun: of 4 ranks one is killed in a step, 3 continue, a new one joins; repeatedly."""
 
 import json
 import os

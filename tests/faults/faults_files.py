@@ -1,4 +1,4 @@
-"""Checkpoints: carried from any number of ranks to any other, and files whose writer is killed."""
+"""Checkpoints: loaded with any other number of ranks, and files whose writer is killed."""
 
 import itertools
 import os

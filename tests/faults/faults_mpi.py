@@ -1,4 +1,4 @@
-"""Jobs on MPI, where a worker, a parameter server or a stage of a pipeline goes wrong."""
+"""Jobs on MPI in which a worker, a parameter server or a stage of a pipeline fails."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, settings that differ, many ranks, long runs: jobs whose ranks stay alive."""
+"""Jobs whose ranks all survive: numbers that are not finite, different settings, many ranks, long runs."""
 
 import re
 import resource

@@ -1,4 +1,4 @@
-"""Faults in a rank of a synchronous job of three: killed, stopped, delayed, failing, leaving, payloads corrupted."""
+"""Faults in one rank of a synchronous job of three: killed, stopped, delayed, failing, leaving, corrupted payloads."""
 
 import hashlib
 import os

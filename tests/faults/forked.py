@@ -1,7 +1,7 @@
-"""Horovod jobs of forked processes: one import of the frameworks serves thousands of jobs, and 64 ranks in one machine.
+"""Horovod jobs of forked processes: one import of the frameworks serves thousands of jobs, and 64 ranks on one machine.
 
-Each rank is a fork of this process that starts Horovod on Gloo, as `horovodrun --gloo` would have it. The process that
-forks must not have used a framework yet, only imported it.
+Each rank is a fork of this process that starts Horovod on Gloo like `horovodrun --gloo`. The process that forks may
+import a framework, but must not use it before.
 """
 
 import contextlib

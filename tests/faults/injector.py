@@ -1,8 +1,8 @@
-"""Makes a fault happen in a job, at a chosen step and phase of a chosen rank: the product itself has no hooks.
+"""Injects a fault into a job, at a chosen step and phase of a chosen rank. The package itself has no hooks for it.
 
-A phase is a function of the product that is wrapped from outside. A fault is {"kind", "rank", "step", "phase", "entry",
-"seconds"}: `entry` counts the calls of the phase within the step; "told", if it is there, is a file that gets the time.
-It comes as an argument, or as JSON in the variable HVD_SPARSE_FAULT.
+A phase is a function of the package, which is wrapped from outside. A fault is {"kind", "rank", "step", "phase",
+"entry", "seconds"}. `entry` counts the calls of the phase in the step. The optional "told" is a file that receives the
+time of the fault. The fault is an argument, or JSON in the variable HVD_SPARSE_FAULT.
 """
 
 import functools

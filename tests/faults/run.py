@@ -1,7 +1,7 @@
 """Inject faults: `scripts/run.sh python tests/faults/run.py [NAME...] [--tries N] [--minutes M] [--add] [--list]`.
 
-Without names, all scenarios with the numbers of tries that they name. Results go to benchmarks/results/faults.json, and
-the table of all to benchmarks/results/faults.md.
+Without names, it runs all scenarios with their default numbers of tries. Writes the results to
+benchmarks/results/faults.json, and the table to benchmarks/results/faults.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a scenario of faults is, what it finds, and how results are kept and shown."""
+"""Scenarios of faults, their findings, and how results are stored and printed."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Everything here needs a GPU: without one, all of it is skipped, and says why."""
+"""Tests that need a GPU. Without one, all of them are skipped, with the reason."""
 
 from pathlib import Path
 

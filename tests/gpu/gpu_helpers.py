@@ -1,4 +1,4 @@
-"""Values of every awkward kind, and comparisons between the devices. No pytest: see run.py."""
+"""Values of every awkward kind, and comparisons between devices. It does not use pytest, see run.py."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Buckets of CUDA tensors: the same as on the CPU, without waiting, and with hints that stay on the device."""
+"""Buckets of CUDA tensors: results equal the CPU's, nothing waits for the device, and hints stay on it."""
 
 import torch
 from gpu_helpers import assert_refuses, assert_same, make

@@ -1,4 +1,4 @@
-"""Payloads written, checked, decoded and added on a GPU, against the same on the CPU, byte for byte."""
+"""Writing, checking, decoding and adding payloads on a GPU: results equal the CPU's, byte for byte."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What selects in rows on a GPU, against the same on the CPU, bit for bit."""
+"""Selection in rows on a GPU: results equal the CPU's, bit for bit."""
 
 import torch
 from gpu_helpers import DTYPES, assert_refuses, assert_same, make

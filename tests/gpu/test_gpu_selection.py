@@ -1,4 +1,4 @@
-"""What accumulates and selects on a GPU, against the same on the CPU and the reference, bit for bit."""
+"""Accumulation and selection on a GPU: results equal those of the CPU and of the reference, bit for bit."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Write tests/native/corpus: a few small inputs of fuzz_payload.cc, which says how they are laid out.
+"""Write tests/native/corpus: a few small inputs of fuzz_payload.cc, which documents their layout.
 
-python tests/native/make_corpus.py; the same files in every run.
+python tests/native/make_corpus.py; every run writes the same files.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Parameters, and two ways to drive a compressor."""
+"""Parameters, and two ways to drive a compressor in tests."""
 
 import contextlib
 import hashlib

@@ -1,7 +1,8 @@
-"""A tensor that says it is on a CUDA device, and lets nobody but PyTorch's copies at what it holds.
+"""A tensor that claims to be on a CUDA device, and allows only PyTorch's copies to access its data.
 
-What it does is what a fallback to the CPU may ask of a device: a view, a copy to the CPU, a copy from there. Any other
-operator raises, those of hvd_sparse among them. It shows where the work is done, not that a GPU would do its part.
+It supports the operations that a fallback to the CPU needs: views, a copy to the CPU, and a copy from there. Any other
+operator raises an error, including those of hvd_sparse. So tests can check where the work is done, but not that a GPU
+would do its part.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A settled step allocates little besides the memory that it was given."""
+"""After the first steps, a step allocates almost no memory."""
 
 import horovod.torch as hvd
 import pytest

@@ -1,4 +1,4 @@
-"""How positions are coded changes the bytes that travel, and nothing else."""
+"""The coding of positions changes the bytes that are sent, and nothing else."""
 
 import horovod.torch as hvd
 import pytest

@@ -1,6 +1,6 @@
-"""Nothing is lost: per element, over all ranks, gradients fed in = sent + residual. And exactly k are sent.
+"""Nothing is lost: for each element, the gradients of all ranks = sent + residuals. And exactly k elements are sent.
 
-Whole-numbered gradients make every float32 sum exact, so the equality is tested with ==, in float64.
+With whole-numbered gradients every float32 sum is exact, so the test compares with ==, in float64.
 """
 
 import horovod.torch as hvd

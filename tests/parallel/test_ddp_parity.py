@@ -1,4 +1,4 @@
-"""Horovod and DistributedDataParallel, side by side in one job: the same bytes, parameters and checkpoints."""
+"""Horovod and DistributedDataParallel in one job: the same bytes, parameters and checkpoints."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""A step of parameters on a CUDA device, driven on the CPU: residuals and sums are those of the CPU, to the bit."""
+"""A step of parameters on a simulated CUDA device: residuals and sums equal the CPU's, bit for bit."""
 
 import horovod.torch as hvd
 import numpy as np

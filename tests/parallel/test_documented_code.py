@@ -1,4 +1,4 @@
-"""Every script of the documentation that trains with PyTorch and Horovod runs, as it stands there."""
+"""Every script of the documentation that trains with PyTorch and Horovod runs unchanged."""
 
 import horovod.torch as hvd
 import pytest

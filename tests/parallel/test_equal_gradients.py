@@ -1,4 +1,4 @@
-"""Gradients that are all equal have no tail to fit and no bin to cut: about density * n are sent all the same."""
+"""With equal gradients there is no tail to fit and no bin to divide; still about density * n elements are sent."""
 
 import horovod.torch as hvd
 import numpy as np

@@ -1,6 +1,6 @@
-"""Parameters on a device, gradients compressed on the CPU: as if the parameters were there, bit for bit.
+"""Parameters on a device, compression on the CPU: results equal those of parameters on the CPU, bit for bit.
 
-No GPU is needed, and none is used: see `simulated_device`.
+The tests neither need nor use a GPU: see `simulated_device`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What is frozen on every rank sends nothing and does not count in k; what one rank alone freezes goes on."""
+"""Parameters frozen on every rank send nothing and do not count in k. Parameters frozen on one rank are still sent."""
 
 import horovod.torch as hvd
 import pytest

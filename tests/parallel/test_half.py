@@ -1,4 +1,4 @@
-"""Gradients of 16 bits: what their type holds is delivered, the rest waits; nothing is infinite, nothing is lost."""
+"""Gradients of 16 bits: what fits the type is delivered, the rest stays in the residual, and nothing is lost."""
 
 import horovod.torch as hvd
 import pytest

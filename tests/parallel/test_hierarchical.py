@@ -1,4 +1,4 @@
-"""Hierarchical exchange: a host's ranks are to the others what one rank with the sum of their gradients is."""
+"""Hierarchical exchange: the ranks of a host act like a single rank with the sum of their gradients."""
 
 import dataclasses
 import functools

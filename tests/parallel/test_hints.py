@@ -1,4 +1,4 @@
-"""The hints of selections: what a tensor's last one taught stays, whatever other tensors take part in a step."""
+"""Threshold hints: a tensor keeps its hint, whichever other tensors take part in a step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Thresholds that decide what is sent are state; DCT's are taken anew when the count leaves its band."""
+"""Thresholds that decide what is sent are part of the state. DCT renews a threshold when the count leaves its band."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""log_to: the numbers of stats(), after the steps that are asked for."""
+"""log_to reports the numbers of stats() after the requested steps."""
 
 import horovod.torch as hvd
 import pytest

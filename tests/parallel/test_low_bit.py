@@ -1,4 +1,4 @@
-"""Values of 2 bits or 1, with every method: the paper's numbers, nothing lost, and the ranks agree."""
+"""Values of 2 bits or 1 with every method: the paper's numbers, nothing is lost, and the ranks agree."""
 
 import horovod.torch as hvd
 import pytest

@@ -1,4 +1,4 @@
-"""MiCRO: Algorithm 1 step by step, the density that was asked for, and the odd sizes."""
+"""MiCRO: Algorithm 1 step by step, the requested density, and unusual sizes."""
 
 import horovod.torch as hvd
 import numpy as np

@@ -1,4 +1,4 @@
-"""The loop of docs/mixed-precision.md, as it stands there."""
+"""The training loop of docs/mixed-precision.md, unchanged."""
 
 import horovod.torch as hvd
 import pytest

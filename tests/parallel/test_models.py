@@ -1,4 +1,4 @@
-"""Models as they come: sparse embeddings, frozen and tied and unused weights, odd shapes and layouts, GANs."""
+"""Real models: sparse embeddings; frozen, tied and unused weights; unusual shapes and layouts; GANs."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their data: meetings, failures, and who has left."""
+"""Control messages between ranks of a pipeline: meetings, failures, and ranks that have left."""
 
 import pytest
 from mpi4py import MPI

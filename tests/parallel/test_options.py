@@ -1,7 +1,7 @@
-"""Every option of hvd.DistributedOptimizer means with compression what it means without.
+"""Every option of hvd.DistributedOptimizer has the same meaning with and without compression.
 
-The compressor is a known one (Gradient Dropping, whole-numbered gradients), so what a step must give can be said
-exactly: the sum over the ranks of what each selects.
+The compressor is Gradient Dropping, with whole-numbered gradients. So the result of a step is known exactly: the sum of
+all ranks' selections.
 """
 
 import warnings

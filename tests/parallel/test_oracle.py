@@ -1,7 +1,7 @@
-"""Over many steps, on any number of ranks, the same as the papers' algorithms: parameters, residual and velocity.
+"""Many steps on any number of ranks equal the papers' algorithms: parameters, residuals and velocities.
 
-The trials of a test train side by side, each with a compressor and an optimizer of its own, so that their exchanges
-interleave and a step waits once for all of them.
+The trials of a test train side by side, each with a separate compressor and optimizer. Their exchanges interleave, and
+a step waits once for all of them.
 """
 
 import functools

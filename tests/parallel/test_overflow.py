@@ -1,4 +1,4 @@
-"""NaN and infinity: the step is void on every rank, no memory is spoilt, every element that was finite is kept."""
+"""NaN and infinity: the step is skipped on every rank, error feedback stays finite, no finite element is lost."""
 
 import horovod.torch as hvd
 import numpy as np

@@ -1,4 +1,4 @@
-"""What overflows inside error feedback, or comes from a checkpoint: never in a memory, never sent, on no rank."""
+"""Overflows in error feedback and bad numbers in checkpoints never enter a residual and are never sent."""
 
 import horovod.torch as hvd
 import numpy as np

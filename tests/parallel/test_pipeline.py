@@ -1,4 +1,4 @@
-"""Pipelines of as many stages as there are ranks, against the same training on one process."""
+"""Pipelines with one stage per rank equal the same training in one process."""
 
 import copy
 

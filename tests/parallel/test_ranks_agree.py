@@ -1,4 +1,4 @@
-"""Ranks agree bit for bit, though their hooks run in another order on each, and some have no gradient at all."""
+"""Ranks agree bit for bit, even if their hooks run in different orders or some have no gradients."""
 
 import horovod.torch as hvd
 import pytest

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the same as its transcription in NumPy, nothing lost, as little received on any number of ranks."""
+"""Reduce-scatter: equals its NumPy transcription, nothing is lost, received bytes do not grow with the world size."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Small tensors are sent dense, in one message of all: nothing of one step shows up in another."""
+"""Small tensors are sent dense in one message, and steps do not influence each other."""
 
 import horovod.torch as hvd
 import numpy as np

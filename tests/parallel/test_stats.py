@@ -1,4 +1,4 @@
-"""stats(): bytes, ratio, density and norms, worked out by hand."""
+"""stats(): bytes, ratio, density and norms equal numbers calculated by hand."""
 
 import horovod.torch as hvd
 import pytest

@@ -1,4 +1,4 @@
-"""Hundreds of fused allgathers a step (Horovod issue 2961), in an order of each rank's own."""
+"""Hundreds of fused all-gathers per step (Horovod issue 2961), in a different order on each rank."""
 
 import time
 

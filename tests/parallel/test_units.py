@@ -1,4 +1,4 @@
-"""clip_norm, weight_decay and thresholds mean the same for every op, loss scale and step."""
+"""clip_norm, weight_decay and thresholds have the same meaning with every op, loss scale and step."""
 
 import functools
 

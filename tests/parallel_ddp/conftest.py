@@ -1,4 +1,4 @@
-"""One job of torch.distributed a session, see tests/shared/job.py. Horovod cannot be imported in it.
+"""A torch.distributed job for each test session, see tests/shared/job.py. Horovod cannot be imported in it.
 
 torchrun --standalone --nproc-per-node 2 --no-python pytest -x -q tests/parallel_ddp
 """

@@ -1,4 +1,4 @@
-"""Models whose gradients a test chooses, and what it looks at."""
+"""Models with gradients that a test chooses, and functions that inspect them."""
 
 import torch
 import torch.distributed as dist

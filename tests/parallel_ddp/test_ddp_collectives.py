@@ -1,4 +1,4 @@
-"""Collectives over a process group: every rank receives what NumPy says, however much each of them gives."""
+"""Collectives over a process group: results equal NumPy's, for any sizes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever DDP does with a step, no gradient is lost: what was delivered and what waits add up to all of it."""
+"""DDP loses no gradient: in every kind of step, delivered gradients and residuals add up to the input."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every script of the documentation that trains with DistributedDataParallel runs, as it stands there."""
+"""Every script of the documentation that trains with DistributedDataParallel runs unchanged."""
 
 import importlib.util
 import os

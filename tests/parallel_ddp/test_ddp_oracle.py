@@ -1,4 +1,4 @@
-"""Under DDP, over many steps, the same as the papers' algorithms: parameters, residual and velocity."""
+"""Under DDP, many steps equal the papers' algorithms: parameters, residuals and velocities."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What cannot work is refused, on every rank, with the remedy; and who may compress with whom."""
+"""Wrong uses raise an error with the remedy on every rank; combinations of models and compressors that are allowed."""
 
 import importlib
 import sys

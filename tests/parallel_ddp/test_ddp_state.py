@@ -1,4 +1,4 @@
-"""Checkpoints under DistributedDataParallel, skipped steps, loss scales, types of 16 bits."""
+"""Checkpoints under DistributedDataParallel, skipped steps, loss scales, 16-bit types."""
 
 import math
 

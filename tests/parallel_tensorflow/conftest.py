@@ -1,4 +1,4 @@
-"""One Horovod job a session, see tests/shared/job.py.
+"""A Horovod job for each test session, see tests/shared/job.py.
 
 mpirun -np 3 --oversubscribe python -m pytest -x -q tests/parallel_tensorflow
 horovodrun -np 2 --gloo python -m pytest -x -q tests/parallel_tensorflow

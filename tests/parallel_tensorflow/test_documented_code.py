@@ -1,4 +1,4 @@
-"""Every script of the documentation that trains with TensorFlow and Horovod runs, as it stands there."""
+"""Every script of the documentation that trains with TensorFlow and Horovod runs unchanged."""
 
 import horovod.tensorflow as hvd
 import numpy as np

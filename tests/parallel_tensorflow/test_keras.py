@@ -1,4 +1,4 @@
-"""Keras' fit through Horovod's own optimizer: the model trains, ranks agree, and what Keras does around it works."""
+"""Keras' fit with Horovod's own optimizer: the model trains, ranks agree, and Keras' other features work."""
 
 import json
 import subprocess

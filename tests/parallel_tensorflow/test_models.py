@@ -1,4 +1,4 @@
-"""What models do to a tape: missing and sparse gradients, groups, retracing, several steps in one graph."""
+"""Gradient tapes of real models: missing and sparse gradients, groups, retracing, several steps in one graph."""
 
 import horovod.tensorflow as hvd
 import numpy as np

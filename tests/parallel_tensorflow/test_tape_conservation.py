@@ -1,4 +1,4 @@
-"""What goes in comes out or stays: sum of gradients = sum of results + residuals, exactly, on whole numbers."""
+"""Nothing is lost: sum of gradients = sum of results + residuals, exactly, on whole numbers."""
 
 import horovod.tensorflow as hvd
 import numpy as np

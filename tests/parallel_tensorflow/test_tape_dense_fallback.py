@@ -1,4 +1,4 @@
-"""Steps whose payloads would cost more bytes than dense gradients are sent dense, and nothing is lost on the way."""
+"""Steps whose payloads would cost more bytes than dense gradients are sent dense, and nothing is lost."""
 
 import horovod.tensorflow as hvd
 import numpy as np

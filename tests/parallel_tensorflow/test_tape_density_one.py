@@ -1,4 +1,4 @@
-"""Density 1 is Horovod: keeping everything gives the dense result, whatever the reduction and the type."""
+"""With density 1, results equal Horovod's dense results, for every reduction and type."""
 
 import horovod.tensorflow as hvd
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a step of an elastic job does otherwise: ranks go on from the furthest step; a stale trace is refused."""
+"""Steps of an elastic job: ranks continue from the latest step, and a stale trace raises an error."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Frozen variables: those of integers are left out, others take no part in a selection while they are frozen."""
+"""Frozen variables: integer ones are ignored, others take no part in a selection while they are frozen."""
 
 import horovod.tensorflow as hvd
 import numpy as np

@@ -1,4 +1,4 @@
-"""Hierarchical exchange under a tape: nothing is lost, and it is what PyTorch's is."""
+"""Hierarchical exchange with a tape: nothing is lost, and results equal PyTorch's."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""log_to: the numbers of stats(), after the steps that are asked for, from inside a traced step."""
+"""log_to reports the numbers of stats() after the requested steps, from inside a traced step."""
 
 import horovod.tensorflow as hvd
 import numpy as np

@@ -1,4 +1,4 @@
-"""Values of 2 bits or 1: the paper's numbers. That nothing is lost, with any method, is in test_tape_thresholds.py."""
+"""Values of 2 bits or 1: the paper's numbers. test_tape_thresholds.py tests for every method that nothing is lost."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""Over many steps, on any number of ranks, the same as the papers' algorithms: parameters, residual and velocity.
+"""Many steps on any number of ranks equal the papers' algorithms: parameters, residuals and velocities.
 
-The trials of a test train side by side in one graph, each with a compressor of its own: their exchanges interleave.
+The trials of a test train side by side in one graph, each with a separate compressor. Their exchanges interleave.
 """
 
 import functools

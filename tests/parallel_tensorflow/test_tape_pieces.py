@@ -1,4 +1,4 @@
-"""All-gathers of more than Horovod can count, with the limit lowered: none is larger, the results are the same."""
+"""All-gathers above Horovod's size limit (lowered here) are divided into pieces, with the same results."""
 
 import horovod.tensorflow as hvd
 import numpy as np

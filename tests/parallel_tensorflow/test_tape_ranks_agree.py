@@ -1,4 +1,4 @@
-"""Ranks that see different data keep the same model, bit for bit."""
+"""Ranks with different data keep the same model, bit for bit."""
 
 import horovod.tensorflow as hvd
 import numpy as np

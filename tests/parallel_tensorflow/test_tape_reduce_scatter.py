@@ -1,4 +1,4 @@
-"""Reduce-scatter under a tape: nothing is lost, and payload by payload what PyTorch's does."""
+"""Reduce-scatter with a tape: nothing is lost, and each payload equals PyTorch's."""
 
 import functools
 

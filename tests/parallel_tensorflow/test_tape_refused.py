@@ -1,4 +1,4 @@
-"""What cannot work is refused with a clear error, on every rank, and nobody is left waiting."""
+"""Wrong uses raise a clear error on every rank, and no rank is left waiting."""
 
 import time
 import warnings

@@ -1,4 +1,4 @@
-"""A checkpoint continues a run bit for bit; summed over the ranks it serves any number of them."""
+"""A checkpoint continues a run bit for bit. Summed over the ranks, it can be loaded by any number of ranks."""
 
 import functools
 import pickle

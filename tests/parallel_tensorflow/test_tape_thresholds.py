@@ -1,4 +1,4 @@
-"""Methods that send what reaches a threshold: DCT and a hard threshold; and the baselines top-k and CLT-k."""
+"""Methods with thresholds: DCT and hard threshold; and the baselines top-k and CLT-k."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""clip_norm, weight_decay and thresholds mean the same for every op, loss scale and step.
+"""clip_norm, weight_decay and thresholds have the same meaning with every op, loss scale and step.
 
-What has to be traced is traced once: trials of one test lie side by side in one graph.
+The trials of a test are traced once, side by side in one graph.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that differ, or that fail outside of a step: every one of them gets the reason."""
+"""If stages differ, or fail outside of a step, every stage raises an error with the reason."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""A graph of TensorFlow 1: hvd.DistributedOptimizer around a v1 optimizer, run by sessions."""
+"""A TensorFlow 1 graph: hvd.DistributedOptimizer around a v1 optimizer, run by sessions."""
 
 import horovod.tensorflow as hvd
 import numpy as np

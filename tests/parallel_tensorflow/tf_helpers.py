@@ -1,4 +1,4 @@
-"""Variables, and ways to have Horovod reduce given gradients of them."""
+"""Variables, and functions with which Horovod reduces given gradients of them."""
 
 import horovod.tensorflow as hvd
 import numpy as np

@@ -1,6 +1,6 @@
-"""What the jobs of test_asynchronous_jobs.py share: a linear regression in NumPy, trained by all workers of a run.
+"""Shared code of the jobs of test_asynchronous_jobs.py: all workers of a run train a linear regression in NumPy.
 
-Every rank of a job writes to a file of its own, where lines of several ranks do not mix.
+Each rank of a job writes to its own file, so that lines of several ranks do not mix.
 """
 
 import os
@@ -16,7 +16,7 @@ LR, NOISE = 0.02, 0.1
 
 
 def open_console(rank):
-    """Let this process write to its rank's file."""
+    """Redirect this process's output to its rank's file."""
     console = os.open(f"{os.environ['JOB_OUTPUT']}/{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(console, 1), os.dup2(console, 2)
     sys.stdout.reconfigure(line_buffering=True)
@@ -30,18 +30,18 @@ if "OMPI_COMM_WORLD_RANK" in os.environ:
 
 
 def numbers(seed, shapes=SHAPES):
-    """Return arrays of normal numbers."""
+    """Return an array of normally distributed numbers."""
     random = np.random.default_rng(seed)
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def dgs(**settings):
-    """Return the method of most jobs."""
+    """Return the method that most jobs use."""
     return DGS(**{"density": 0.1, "momentum": 0.5, "min_numel": 32, **settings})
 
 
 def predict(theta, x):
-    """Return the model's answer."""
+    """Return the model's predictions."""
     return x @ theta["weight"] + theta["bias"]
 
 
@@ -53,13 +53,13 @@ def gradients(theta, random):
 
 
 def loss_of(theta):
-    """Return the mean squared error on other data, without noise."""
+    """Return the mean squared error on other data without noise."""
     x = np.random.default_rng(7).standard_normal((2000, 20)).astype(np.float32)
     return float(((predict(theta, x) - predict(numbers(1000), x)) ** 2).mean())
 
 
 class Job(Session):
-    """A rank that trains: its parameters, in `theta`, begin with other numbers on each rank."""
+    """A rank that trains. Its parameters, in `theta`, start with different numbers on each rank."""
 
     def __init__(self, method=None, shapes=SHAPES, **options):
         self.theta = numbers(RANK, shapes)
@@ -69,7 +69,7 @@ class Job(Session):
             self.random = np.random.default_rng(100 + RANK)
 
     def train(self, steps, before=lambda step: None):
-        """Do steps, after each `before`."""
+        """Take steps; call `before` before each step."""
         for step in range(steps):
             before(step)
             found = {name: array.reshape(-1) for name, array in gradients(self.theta, self.random).items()}

@@ -1,6 +1,9 @@
-"""How many elements the sum over ranks holds, and how many each rank chose, by method: mpirun -np 8 python ... FILE.
+"""Record for each method how many elements the sum over ranks has, and how many each rank selected.
 
-FILE gets {method: [[union, own count of each rank ...] of each step]}; k = 200 of 20,000, 20 steps of drawn gradients.
+    mpirun -np 8 python build_up_job.py FILE
+
+FILE gets {method: [[elements of the union, elements of each rank, ...] for each step]}. k is 200 of 20,000; there are
+20 steps of drawn gradients.
 """
 
 import json
@@ -22,14 +25,14 @@ METHODS = {
 
 
 def first_threshold():
-    """Return what K elements of the first gradient of rank 0 reach: a constant chosen beforehand."""
+    """Return the threshold that K elements of rank 0's first gradient reach, as a constant for hard_threshold."""
     return float(np.sort(np.abs(draw(SHAPES, 0, 0)["only"]))[-K])
 
 
 def listen(compression):
-    """Return a function that tells how many elements this rank chose in the last step."""
+    """Return a function that returns the number of elements that this rank selected in the last step."""
     selection, named = getattr(compression._step.codec, "selection", None), []
-    if selection is None:  # what it chose is what it sent
+    if selection is None:  # all selected elements were sent
         return lambda: round(compression.stats()["step"]["density"] * N)
     original = selection.indices
 

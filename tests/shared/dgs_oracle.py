@@ -1,14 +1,17 @@
 """DGS and its baselines (Yan et al., 2020, Algorithms 1 to 3) in float64, with M, v_k and magnified momentum.
 
-One flat vector a layer; nothing of hvd_sparse is used. Where the paper's line 14 of Algorithm 2 prints v - G, Equations
-4 and 6b hold: v + G.
+Each layer is a flat vector. No code of hvd_sparse is used. Line 14 of the paper's Algorithm 2 prints v - G; this code
+uses v + G, as in Equations 4 and 6b.
 """
 
 import numpy as np
 
 
 class DgsOracle:
-    """theta_0: {layer: array[n]}. method: "dgs", "dgc_async", "gd_async", "asgd", "msgd"."""
+    """The state of the server and all workers.
+
+    theta_0: {layer: array[n]}. method: "dgs", "dgc_async", "gd_async", "asgd" or "msgd".
+    """
 
     def __init__(self, method, theta, workers, density=1.0, momentum=0.0, pull_density=None, dense_below=0):
         self.method, self.density, self.m, self.pull = method, density, momentum, pull_density
@@ -18,21 +21,21 @@ class DgsOracle:
         self.v = [self.zeros() for _ in range(workers)]
         self.u = [self.zeros() for _ in range(workers)]
         self.r = [self.zeros() for _ in range(workers)]
-        self.gap = np.inf  # smallest relative distance between what was selected and what was not
-        self.sent = []  # how many entries each push had
+        self.gap = np.inf  # smallest relative gap between selected and unselected magnitudes
+        self.sent = []  # number of entries in each push
 
     def zeros(self):
         return {j: np.zeros(layer.size) for j, layer in self.theta_0.items()}
 
     def theta(self, k):
-        """Equation 5: what worker k computes its gradient at."""
+        """Equation 5: the parameters at which worker k computes its gradient."""
         return {j: self.theta_0[j] + self.v[k][j] for j in self.theta_0}
 
     def model(self):
         return {j: self.theta_0[j] + self.M[j] for j in self.theta_0}
 
     def step(self, k, gradient, lr, weight_decay=0.0):
-        """Worker k, at line 5 of Algorithm 3, with its gradient {layer: array[n]} at theta(k)."""
+        """Do the step of worker k from line 5 of Algorithm 3. gradient: {layer: array[n]} at theta(k)."""
         theta, count = self.theta(k), 0
         for j, layer in gradient.items():
             g = lr * (np.asarray(layer, np.float64).reshape(-1) + weight_decay * theta[j])
@@ -59,7 +62,7 @@ class DgsOracle:
         return mask
 
     def dgs(self, k, j, g):
-        """Algorithm 3, lines 6 to 11; a layer that is sent whole has ordinary momentum."""
+        """Algorithm 3, lines 6 to 11. Dense layers have ordinary momentum."""
         u = self.m * self.u[k][j] + g
         mask = self.mask(u, self.density)
         self.u[k][j] = u + (1.0 / self.m - 1.0) * u * ~mask

@@ -2,9 +2,9 @@
 
     python dgs_tensorflow_job.py FILE SERVERS [OPTION...]
 
-FILE: .npz with images float32[n, 64] and labels. SERVERS: a number, or "colocated". OPTIONS: "keras" or "tf_keras",
-whose model it is; "overlap"; "eager". Every worker prints a line of JSON: accuracy and loss of the servers' model on
-what was held out, and statistics.
+FILE: .npz with images float32[n, 64] and labels. SERVERS: a number, or "colocated". OPTIONS: "keras" or "tf_keras"
+(which makes the model), "overlap", "eager". Every worker prints one JSON line: accuracy and loss of the servers' model
+on held-out data, and statistics.
 """
 
 import json
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_sparse.tensorflow.asynchronous import DGS, connect
 
-STEPS, BATCH = 240, 16  # in all workers together
+STEPS, BATCH = 240, 16  # steps of all workers together, and the batch size
 
 
 def make_model(keras):

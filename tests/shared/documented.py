@@ -1,4 +1,4 @@
-"""The code of the documentation, as it stands there."""
+"""Extracts the code blocks of the documentation."""
 
 import re
 from pathlib import Path
@@ -15,16 +15,16 @@ def fenced(page, language):
 
 
 def code_of(page, number):
-    """Return the Python block of this number, from 0 on, in a page of docs."""
+    """Return the Python block with this number, starting at 0, in a page of docs."""
     return fenced(DOCS / page, "python")[number]
 
 
 def scripts():
-    """Return {"page:number": code} of all Python blocks but those that a tutorial writes into files."""
+    """Return {"page:number": code} of all Python blocks, except those that a tutorial writes to files."""
     return {
         f"{page.name}:{number}": code
         for page in PAGES
-        if page.name != "adding-a-method.md"  # test_adding_a_method.py follows it
+        if page.name != "adding-a-method.md"  # test_adding_a_method.py runs these
         for number, code in enumerate(fenced(page, "python"))
     }
 

@@ -1,6 +1,7 @@
-"""What Hypothesis draws for the operators of both frameworks: values of every awkward kind, payloads, damage to them.
+"""Hypothesis strategies for the operators of both frameworks: awkward values, payloads, and damaged payloads.
 
-Large arrays are made from a drawn seed, so that shrinking has little to shrink; specials are then put in drawn places.
+Large arrays are generated from a drawn seed, so that shrinking is fast. Special values are then written to drawn
+places.
 """
 
 import itertools
@@ -34,7 +35,7 @@ KINDS = {
 
 @st.composite
 def vectors(draw, n, dtype="float32", kinds=("any bits", *KINDS)):
-    """A torch tensor of n values."""
+    """Draw a torch tensor of n values."""
     kind, rng = draw(st.sampled_from(kinds)), np.random.default_rng(draw(SEEDS))
     if kind == "any bits":
         bits = np.frombuffer(rng.bytes(n * WIDTHS[dtype]), np.uint8).copy()
@@ -42,23 +43,23 @@ def vectors(draw, n, dtype="float32", kinds=("any bits", *KINDS)):
     values = torch.from_numpy(np.asarray(KINDS[kind](n, rng), np.float64)).to(getattr(torch, dtype))
     if kinds[0] == "any bits":
         for place, special in draw(st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(SPECIALS)), max_size=5)):
-            values[place] = torch.tensor(special, dtype=torch.float64)  # may overflow where a Python float may not
+            values[place] = torch.tensor(special, dtype=torch.float64)  # may overflow, unlike a Python float
     return values
 
 
 def hints(exact):
-    """Guesses at a threshold that is `exact`: good, slightly wrong, wild."""
+    """Draw guesses at a threshold whose value is `exact`: good, slightly wrong, or wild."""
     near = st.sampled_from([0.0, 5e-324, 0.5, 0.98, 1.0, 1.0 + 2**-52, 1.01, 2.0, math.inf])
     return st.one_of(near.map(lambda part: 0.0 if math.isnan(part * exact) else part * exact), st.floats(0, 1e40))
 
 
 def counts(n):
-    """How many of n: few, or about all."""
+    """Draw a number of elements out of n: few, or almost all."""
     return st.one_of(st.integers(1, min(n, 40)), st.sampled_from(sorted({1, (n + 999) // 1000, (n + 1) // 2, n})))
 
 
 class Form(NamedTuple):
-    """What both ends of a payload know."""
+    """The format of a payload, which sender and receiver know."""
 
     n: int
     k: int
@@ -68,7 +69,7 @@ class Form(NamedTuple):
 
     @property
     def size(self):
-        """In bytes."""
+        """Return the payload's size in bytes."""
         return wire.payload_size(*self)
 
     @property
@@ -78,7 +79,7 @@ class Form(NamedTuple):
 
 @st.composite
 def matrices(draw, n):
-    """Segments that fit n elements, or None."""
+    """Draw segments that fit n elements, or None."""
     begins = [0, *sorted(draw(st.sets(st.integers(1, n - 1), max_size=3)))] if n > 1 else [0]
     lengths = np.diff([*begins, n]).tolist()
     rows = [(begin, draw(st.integers(1, min(length, 700)))) for begin, length in zip(begins, lengths, strict=True)]
@@ -95,21 +96,21 @@ def forms(draw, n=None, codings=CODINGS, dtypes=tuple(wire.VALUE_DTYPES)):
 
 @st.composite
 def contents(draw, form, may_be_none=True):
-    """Indices, values and the payload that the reference makes of them: k entries, or none."""
+    """Draw indices and values, and their payload by the reference: k entries, or none."""
     n, k = form.n, 0 if may_be_none and draw(st.integers(0, 4)) == 0 else form.k
     arrangement, rng = draw(st.sampled_from(["front", "back", "anywhere"])), np.random.default_rng(draw(SEEDS))
     indices = np.sort(rng.choice(n, k, replace=False)) if arrangement == "anywhere" else np.arange(k)
     indices += (n - k) * (arrangement == "back")
     wide = "float64" if form.value_dtype == "float64" else "float32"
     values = draw(vectors(max(k, 1), wide)).numpy()[:k]
-    if form.value_dtype in wire.LOW_BITS:  # has no NaN, and quantized values alone
+    if form.value_dtype in wire.LOW_BITS:  # low-bit types have no NaN, and only quantized values
         values = np.where(np.isnan(values), np.float32(0), values)
         values = reference.quantize(values, form.value_dtype, "mean", indices, form.segments)
     return indices, values, reference.pack(indices, values, *form)
 
 
 def sealed(payload):
-    """The same bytes under a right checksum."""
+    """Return the same bytes with a correct checksum."""
     payload = payload.copy()
     payload[24:28] = 0
     payload[24:28] = np.frombuffer(struct.pack("<I", zlib.crc32(payload.tobytes())), np.uint8)
@@ -129,7 +130,7 @@ DAMAGE = st.lists(CHANGES, min_size=1, max_size=4)
 
 
 def damaged(payload, damage):
-    """A copy, changed; never shorter than nothing."""
+    """Draw a changed copy of the bytes, possibly shorter or longer."""
     payload = payload.copy()
     for what, place, how in damage:
         at = place % max(1, payload.size)
@@ -147,7 +148,7 @@ def damaged(payload, damage):
 
 
 def verdict(call, refusals=ValueError):
-    """What a call returns, or None if it refuses."""
+    """Return the result of a call, or None if it raises an error."""
     try:
         return call()
     except refusals:
@@ -156,7 +157,7 @@ def verdict(call, refusals=ValueError):
 
 @st.composite
 def messages(draw):
-    """Messages of all ranks whose counts differ: (ranks, members' forms, {(rank, member): Form}, bytes)."""
+    """Draw messages of all ranks with different counts: (ranks, members' forms, {(rank, member): Form}, bytes)."""
     ranks, ns = draw(st.integers(1, 3)), draw(st.lists(SIZES, min_size=1, max_size=3))
     coding, dtype = (
         draw(st.sampled_from([one for one in CODINGS if one != "dense"])),

@@ -1,4 +1,4 @@
-"""Matrices of every awkward kind, for the functions on rows of all three kinds of arrays."""
+"""Hypothesis strategies for matrices of every awkward kind, for the functions on rows in all frameworks."""
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ DENSITIES = st.one_of(st.sampled_from([1.0, 0.5, 0.05, 1e-3, 5e-324]), st.floats
 
 
 def as_array(tensor):
-    """The same bits as a NumPy array, bfloat16 as that of ml_dtypes."""
+    """Return the same bits as a NumPy array. bfloat16 becomes ml_dtypes' type."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
@@ -27,7 +27,7 @@ def as_array(tensor):
 
 @st.composite
 def matrices(draw, dtype=None, shapes=SHAPES):
-    """A torch tensor [B, f]; in some, each row has a scale of its own, or rows are all zero or all NaN."""
+    """Draw a torch tensor [B, f]. In some, each row has a different scale, or rows are all zero or all NaN."""
     shape, dtype = draw(shapes), draw(DTYPES) if dtype is None else dtype
     values = draw(vectors(max(1, shape[0] * shape[1]), dtype))[: shape[0] * shape[1]].reshape(shape)
     if shape[0] > 0 and draw(st.booleans()):
@@ -37,20 +37,20 @@ def matrices(draw, dtype=None, shapes=SHAPES):
 
 
 def every_kind(shape, dtype):
-    """Yield one matrix of each kind that there is, by its name."""
+    """Yield one matrix of each kind, with the kind's name."""
     for kind, maker in MAKERS.items():
         values = maker(shape[0] * shape[1], np.random.default_rng(shape[1]))
         yield kind, torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype)).reshape(shape)
 
 
 def row_counts(columns):
-    """How many of a row's columns: few, most, all."""
+    """Draw a number of a row's columns: few, most, or all."""
     return st.one_of(st.integers(1, columns), st.sampled_from(sorted({1, (columns + 19) // 20, columns})))
 
 
 @st.composite
 def bars(draw, values):
-    """Thresholds of a matrix: one a row, or one for all; often the magnitude of one that is there."""
+    """Draw thresholds of a matrix: one for each row, or one for all; often the magnitude of an element."""
     magnitude = reference.magnitudes(as_array(values))
     there = magnitude[~np.isnan(magnitude)][:50].tolist() or [0.0]
     one = st.one_of(st.sampled_from([0.0, -0.0, 5e-324, 1.0, 1e300, np.inf, *there]), st.floats(0, 1e40))

@@ -1,12 +1,12 @@
-"""An elastic job whose hosts come and go; of compression it holds one line, and a second one if the state keeps it.
+"""An elastic job whose hosts come and go. It has one line for compression, and a second one if the state contains it.
 
-Gradients are small integers, summed with a learning rate of 1: what all processes that ever lived have put in, less
-what waits in their residuals, is exactly what the weights have moved by. Each process writes its part down.
+Gradients are small integers, and they are summed with a learning rate of 1. So the change of the weights must exactly
+equal the gradients of all processes that ever ran, minus their residuals. Each process writes its part to a file.
 
     horovodrun --gloo -np 2 --host-discovery-script ... python elastic_job.py DIRECTORY SCENARIO METHOD SETTINGS
 
-SCENARIO is "hosts": a third host is added, later the second one is removed; or "crash": of three hosts one dies in the
-middle of a step, and the state, which has the compression too, brings all back to the last commit.
+SCENARIO is "hosts": a third host is added, and later the second one is removed. Or "crash": one of three hosts dies in
+a step, and the state, which contains the compression, returns all ranks to the last commit.
 """
 
 import json
@@ -22,10 +22,10 @@ import torch
 
 from hvd_sparse.torch import Compression
 
-ALL = ("localhost", "127.1", "127.0.1")  # names of this machine, each a host of its own
+ALL = ("localhost", "127.1", "127.0.1")  # names of this machine; each counts as a separate host
 DOOMED = "127.1"
-BATCHES = 4  # of each world that is to be seen
-PAUSE = 0.02  # seconds a batch, so that those who wait for a new process leave it the processor
+BATCHES = 4  # batches with each set of hosts
+PAUSE = 0.02  # seconds per batch: waiting ranks leave the processor to a new process
 
 directory, scenario, method, settings = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 
@@ -43,13 +43,13 @@ total = committed = np.zeros(3050)
 
 
 def set_hosts(names):
-    """Tell the discovery script of other hosts, at once."""
+    """Change the discovery script's hosts atomically."""
     (directory / "next").write_text("".join(f"{name}:1\n" for name in names))
     (directory / "next").rename(directory / "hosts")
 
 
 def train_a_batch(dies):
-    """Make a step with a gradient of small integers; return it."""
+    """Take a step with a gradient of small integers; return the gradient."""
     gradient = draw.integers(-2, 3, 3050)
     values = torch.tensor(gradient, dtype=torch.float32)
     optimizer.zero_grad()
@@ -61,7 +61,7 @@ def train_a_batch(dies):
 
 
 def write_down(batch):
-    """Keep what this process has put in, and what waits here, as of a batch that all have finished."""
+    """Record the gradients of this process and its residual after a batch that all ranks have finished."""
     memory = compression.state_dict()["memory"]
     waiting = [memory[name].get("residual", torch.zeros(size)) for name, size in (("weight", 3000), ("bias", 50))]
     moved = torch.cat([-model.weight.detach().view(-1), -model.bias.detach()])
@@ -72,8 +72,8 @@ def write_down(batch):
 
 
 def is_over(state, batches):
-    """Go through the worlds of two, of three and again of two hosts; return whether each has seen its batches."""
-    if batches < BATCHES:  # the same on all ranks, as each begins `train` anew after a reset
+    """Go through two, three and again two hosts; return whether each of these worlds has had its batches."""
+    if batches < BATCHES:  # equal on all ranks, because each calls `train` again after a reset
         return False
     if scenario == "crash":
         return hvd.size() == 2

@@ -1,8 +1,9 @@
-"""The elastic job in TensorFlow, a third host added: each process writes down its part, as in `elastic_job`.
+"""The elastic job in TensorFlow: a third host is added. Each process writes its part to a file, as in `elastic_job`.
 
     horovodrun --gloo -np 2 --host-discovery-script ... python elastic_tensorflow_job.py FOLDER TRACED METHOD SETTINGS
 
-TRACED is "inside" the function that hvd.elastic.run is given, in each round anew, or "outside", once.
+TRACED says where the step is traced: "inside" the function given to hvd.elastic.run, again in each round; or "outside",
+once.
 """
 
 import json
@@ -18,8 +19,8 @@ from horovod.common.elastic import ObjectState
 
 from hvd_sparse.tensorflow import Compression
 
-ALL = ("localhost", "127.1", "127.0.1")  # names of this machine, each a host of its own
-BATCHES = 4  # with two ranks, and with three
+ALL = ("localhost", "127.1", "127.0.1")  # names of this machine; each counts as a separate host
+BATCHES = 4  # batches with two ranks, and with three
 directory, traced, method, settings = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 
 hvd.init()
@@ -46,7 +47,7 @@ once = make_step()
 
 
 class State(ObjectState):
-    """Horovod's own state of variables broadcasts them, under TensorFlow 2, where it is made, on new ranks alone."""
+    """Broadcasts its variables in `sync`. Horovod's own state of TensorFlow 2 does so on creation, on new ranks."""
 
     def sync(self):
         hvd.broadcast_variables([weights], root_rank=0)

@@ -1,4 +1,4 @@
-"""Hints of selections, as `ops.accumulate_bucket` takes them, that say what a test wants."""
+"""Threshold hints with chosen values, in the form that `ops.accumulate_bucket` expects."""
 
 from collections.abc import Sequence
 
@@ -6,5 +6,5 @@ import torch
 
 
 def as_hints(guesses: Sequence[float], ks: Sequence[int]) -> torch.Tensor:
-    """Return float64[selections, 3]: the hint of each is its guess, since nothing is taken off for a margin."""
+    """Return float64[selections, 3]. The hint of each selection is exactly its guess, because the margin is 1."""
     return torch.tensor([[guess, 1.0, k] for guess, k in zip(guesses, ks, strict=True)], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Two replicas of two stages, where one rank goes wrong in step 3: python hybrid_failure_job.py FRAMEWORK WHERE RANK.
+"""Two replicas of two stages, where one rank fails in step 3: python hybrid_failure_job.py FRAMEWORK WHERE RANK.
 
-WHERE: "before" a step; "between" the step and Horovod's part of it; "leave": the rank ends without an error. Each rank
-prints what it raises, and lets it end the process. Before, the rank asks for other micro-batches than the others, and
-all print what they raise then.
+WHERE: "before" a step; "between" the pipeline's step and Horovod's exchange; or "leave": the rank ends without an
+error. Each rank prints the error that it raises, and ends with it. Before this, one rank asks for a different number of
+micro-batches, and all ranks print the resulting error.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ STAGES, SIZES, STEPS = 2, (12, 64, 5), 6
 
 
 def built(make, rank, who):
-    """Return a pipeline, after one whose micro-batches differ."""
+    """Return a pipeline, after a failed one whose ranks differ in the number of micro-batches."""
     try:
         make(3 if rank == who else 2)
     except ValueError as error:
@@ -24,7 +24,7 @@ def built(make, rank, who):
 
 
 def torch_steps(rank, who):
-    """Return a context, and what does a step and Horovod's part of it."""
+    """Return a context, a function for the pipeline's step, and one for Horovod's exchange."""
     import horovod.torch as hvd
     import torch
     from pipeline_oracle import make_stages
@@ -55,7 +55,7 @@ def torch_steps(rank, who):
 
 
 def tensorflow_steps(rank, who):
-    """The same in TensorFlow, in a `with` block."""
+    """Return the same for TensorFlow, with the pipeline as context."""
     import tensorflow as tf
     from pipeline_oracle_tensorflow import cross_entropy, make_stages
 
@@ -73,7 +73,7 @@ def tensorflow_steps(rank, who):
 
 
 def main():
-    """Train, and go wrong."""
+    """Train, and fail at the chosen place."""
     framework, where, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
     rank = MPI.COMM_WORLD.Get_rank()
     try:

@@ -1,4 +1,4 @@
-"""A small hybrid run: replicas of a pipeline, Horovod between the replicas of a stage. Prints one JSON line a rank."""
+"""A small hybrid run: replicas of a pipeline, and Horovod between them. Each rank prints one JSON line."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ ROWS, STEPS, LR = 8, 30, 0.1
 
 
 def batch(step, replicas):
-    """Return inputs and targets of all replicas, one after the other."""
+    """Return inputs and targets of all replicas, concatenated."""
     random = np.random.default_rng([7, step])
     inputs = random.normal(size=(replicas * ROWS, SIZES[0])).astype(np.float32)
     return torch.from_numpy(inputs), torch.from_numpy((inputs[:, :5] * 2).argmax(axis=1))

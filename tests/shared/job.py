@@ -1,6 +1,6 @@
-"""One Horovod job a session. A failure on any rank ends the job with that rank's report, never in a hang.
+"""A Horovod job for each test session. A failure on any rank ends the job with this rank's report; it never hangs.
 
-Rank 0 prints as pytest always does; the others print only what failed.
+Rank 0 prints like pytest without a job. The other ranks print only failures.
 """
 
 import faulthandler
@@ -10,20 +10,20 @@ import time
 
 import pytest
 
-LIMIT_SECONDS = 120  # of one test; then every rank shows where it stands, and the job ends
+LIMIT_SECONDS = 120  # per test; then every rank prints its stack, and the job ends
 
 
 class Job:
-    """What a conftest.py registers as a plugin, in its own `pytest_configure`, which is to be the last one.
+    """The plugin of a job. Register it last in the `pytest_configure` of a conftest.py.
 
     Args:
         hvd: Has `init`, `rank` and `size`.
-        start: Called before each test; it returns when all ranks are there.
+        start: Called before each test; it returns when all ranks have called it.
     """
 
     def __init__(self, hvd, start):
         self.hvd, self.start = hvd, start
-        self.console = sys.__stderr__  # the real standard error, whatever pytest captures
+        self.console = sys.__stderr__  # the real standard error, which pytest does not capture
 
     def pytest_configure(self, config):
         self.hvd.init()
@@ -48,15 +48,15 @@ class Job:
             self.end(str(excrepr))
 
     def end(self, reason):
-        """Print why and exit at once: the others may wait in a collective, and mpirun or horovodrun ends them."""
+        """Print the reason and exit at once. Other ranks may wait in a collective; the launcher ends them."""
         self.console.write(f"\n=== rank {self.hvd.rank()} of {self.hvd.size()} failed: {reason}\n")
         self.console.flush()
-        time.sleep(1.0)  # ranks that fail alike print too
+        time.sleep(1.0)  # if other ranks fail in the same way, they print, too
         os._exit(1)
 
     @pytest.fixture(autouse=True)
     def together(self):
-        """Start each test on all ranks at once; end the job, not hang, if it takes too long."""
+        """Start each test on all ranks at once. If it takes too long, end the job."""
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=self.console)
         self.start()
         yield

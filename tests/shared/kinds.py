@@ -1,4 +1,4 @@
-"""Values of every awkward kind: each a function of a count and a NumPy generator."""
+"""Values of every awkward kind. Each kind is a function of a count and a NumPy generator."""
 
 import math
 

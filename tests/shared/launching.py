@@ -1,4 +1,4 @@
-"""Start jobs of several processes, and end them if they hang."""
+"""Starts jobs of several processes, and ends them if they hang."""
 
 import os
 import shutil
@@ -21,9 +21,9 @@ def mpirun(ranks):
 
 def launch(command, environment=()):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    # Unbuffered, print writes a line and its end apart, and mpirun may put another rank's line between the two.
+    # Unbuffered, print writes a line and its newline separately, and mpirun may put another rank's line in between.
     root["PYTHONUNBUFFERED"] = ""
-    # a group of its own: on a hang, mpirun and all ranks are ended
+    # a separate process group, so that mpirun and all ranks can be ended after a hang
     job = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

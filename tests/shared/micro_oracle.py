@@ -1,4 +1,4 @@
-"""MiCRO's Algorithm 1, and where its threshold comes from, for all ranks at once, in NumPy."""
+"""MiCRO's Algorithm 1 and the computation of its threshold, for all ranks at once, in NumPy."""
 
 import math
 
@@ -8,21 +8,21 @@ from hvd_sparse.sampling import hash_index
 
 
 class MicroOracle:
-    """The error e_i of every rank, and what a step must do to them. n elements, 65,536 a rank at most."""
+    """The error e_i of every rank, and the checks of a step. n: number of elements, at most 65,536 per rank."""
 
     def __init__(self, n, ranks, k):
         self.n, self.ranks, self.k = n, ranks, k
         self.errors = np.zeros((ranks, n), np.float32)
         self.step, self.growth, self.reached = 0, 0.0, None
-        self.shares = [k / ranks] * ranks  # of partitions
+        self.shares = [k / ranks] * ranks  # one for each partition
 
     def span(self, rank):
-        """Line 7: the partition of a rank, contiguous and cyclic."""
+        """Line 7: the partition of a rank. Partitions are contiguous, and ranks take them in turns."""
         p = (self.step + rank) % self.ranks
         return p, p * self.n // self.ranks, (p + 1) * self.n // self.ranks
 
     def owners(self):
-        """Return the rank that selects at each element."""
+        """Return for each element the rank whose partition contains it."""
         owner = np.empty(self.n, int)
         for rank in range(self.ranks):
             _, begin, end = self.span(rank)
@@ -30,9 +30,10 @@ class MicroOracle:
         return owner
 
     def check(self, gradients, reduced):
-        """Check one step: gradients[ranks, n] went in, the sum `reduced`[n] came out. Return how many were sent.
+        """Check one step. Return the number of elements sent.
 
-        Lines 6 and 10 to 16: a_i = e_i + g_i; what is sent comes with the values of all ranks; e_i is a_i without it.
+        gradients[ranks, n] are the inputs, and `reduced`[n] is the resulting sum. Lines 6 and 10 to 16: a_i = e_i +
+        g_i; the selected elements are sent with the values of all ranks; e_i is a_i without them.
         """
         accumulated = self.errors + gradients.astype(np.float32)
         sent = reduced != 0
@@ -48,10 +49,10 @@ class MicroOracle:
         return int(sent.sum())
 
     def expect(self, gradients):
-        """Return which elements are named, bool[n], by the threshold of the last step's histograms; learn from these.
+        """Return the selected elements, bool[n], by the threshold of the last step's histograms; update the threshold.
 
-        Line 9. A rank that finds less than 0.92 times its share of k, - 4, or more than 1.08 times it, + 4, or none,
-        names its share.
+        Line 9. A rank selects its share of k instead if it finds less than 0.92 times this share - 4, more than 1.08
+        times it + 4, or no elements.
         """
         accumulated = self.errors + gradients.astype(np.float32)
         threshold = math.inf if self.reached is None else self.reached * math.exp(self.growth)
@@ -72,7 +73,7 @@ class MicroOracle:
         return named
 
     def histogram(self, magnitude, bar):
-        """Return {bin: count} of 48 bins below that of the bar, and 16 from it on; the last has all above.
+        """Return {bin: count}: 48 bins below the bar's bin, and 16 from this bin on. The last one includes all above.
 
         A bin is 1/16 of the way from a power of two to the next.
         """
@@ -82,7 +83,7 @@ class MicroOracle:
         return dict(zip(places.tolist(), counts.tolist(), strict=True))
 
     def learn(self, histograms):
-        """Find what k elements reached, of all ranks, and how many of these are in each partition."""
+        """Find the threshold that k elements of all ranks reached, and the number of these in each partition."""
         total = {}
         for histogram in histograms.values():
             for place, count in histogram.items():
@@ -106,12 +107,12 @@ class MicroOracle:
 
 
 def bin_of(value):
-    """Return the number of a value's bin, or of each one's."""
+    """Return the bin of each value."""
     fraction, exponent = np.frexp(value)
     return 16 * exponent + ((2 * fraction - 1) * 16).astype(int)
 
 
 def bound(place):
-    """Return where a bin begins."""
+    """Return the start of a bin."""
     exponent, part = divmod(place, 16)
     return math.ldexp((1 + part / 16) / 2, exponent)

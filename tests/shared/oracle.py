@@ -1,8 +1,8 @@
-"""Deep Gradient Compression, Gradient Dropping, DCT, CLT-k, SIDCo, a hard threshold, for all ranks at once, in float64.
+"""DGC, Gradient Dropping, DCT, CLT-k, SIDCo and a hard threshold for all ranks at once, in float64.
 
-Transcribed from the papers (DGC: Algorithms 3 and 4, with exact top-k); nothing of hvd_sparse is used. The run also
-reports how far apart the last selected and the first unselected magnitude ever were: a test looks for data without
-near-ties, so that float32 and float64 must select alike.
+Transcribed from the papers (DGC: Algorithms 3 and 4, with exact top-k), without code of hvd_sparse. A run also reports
+the smallest gap between the last selected and the first unselected magnitude. Tests search for data without near-ties,
+so that float32 and float64 must select the same elements.
 """
 
 import functools
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from sidco_oracle import Sidco
 
-CLEAR_GAP = 2e-6  # relative; float32 rounding over a few steps stays below
+CLEAR_GAP = 2e-6  # relative; rounding errors of float32 stay below it for a few steps
 
 
 @dataclass(frozen=True)
 class Method:
-    """Gradient Dropping is the one without momentum, clipping and weight decay."""
+    """The settings. Gradient Dropping is the method without momentum, clipping and weight decay."""
 
     density: object = 0.05  # a number, or a function of the step
     scope: str = "tensor"
@@ -27,18 +27,18 @@ class Method:
     clip_norm: float | None = None
     clip_scope: str = "tensor"
     factor_masking: bool = True
-    samomentum: bool = False  # DGS, Algorithm 3: u alone, magnified where it was not sent
-    lifespan: int | None = None  # DCT's, for thresholds that are kept
-    band: float | None = 4.0  # of DCT's counts, beyond which a threshold is taken anew in the next step
-    value: float | None = None  # a hard threshold's
-    stages: int | None = None  # SIDCo's, to begin with
+    samomentum: bool = False  # DGS, Algorithm 3: only u, magnified where it was not sent
+    lifespan: int | None = None  # DCT: steps that a threshold is used
+    band: float | None = 4.0  # DCT: a count off by more than this factor renews the threshold in the next step
+    value: float | None = None  # the threshold of hard_threshold
+    stages: int | None = None  # SIDCo: initial number of stages
     distribution: str = "exponential"
-    cyclic: bool = False  # CLT-k: the rank whose turn it is selects for all
+    cyclic: bool = False  # CLT-k: the ranks take turns in selecting for all
     values: str = "float32"  # or "int2", "int1": Gradient Dropping, section 5.4
     level: str = "mean"
     granularity: str = "tensor"
     owned: bool = False  # reduce-scatter: the owners of regions keep the largest sums
-    complete: bool = False  # and all ranks then send their whole v there
+    complete: bool = False  # then all ranks send their whole v at the kept elements
 
     def density_at(self, step):
         return self.density(step) if callable(self.density) else self.density
@@ -46,7 +46,7 @@ class Method:
 
 @dataclass
 class Outcome:
-    """Parameters; each rank's u and v; the smallest relative gap at a selection's edge."""
+    """Parameters, each rank's u and v, and the smallest relative gap at the edge of a selection."""
 
     parameters: dict
     u: list
@@ -55,11 +55,12 @@ class Outcome:
 
 
 def train(method, initial, gradients, ranks, steps, lr, average=True, delivered=None):
-    """Train on all ranks. gradients(step, rank): {name: array}; they do not depend on the parameters.
+    """Train on all ranks.
 
-    The optimizer is given scale * the sum over ranks, scale 1 / ranks or 1. Clipping and weight decay are of that.
-    delivered(array): what a gradient of 16 bits holds of it; the rest goes back to the ranks, in parts that are powers
-    of two but for the first rank's.
+    gradients(step, rank): {name: array}; they do not depend on the parameters. The optimizer receives scale * the sum
+    over ranks; scale is 1 / ranks or 1. Clipping and weight decay apply to this gradient. delivered(array): the part of
+    a sum that a 16-bit gradient can represent. The rest returns to the ranks' residuals: powers of two, except for the
+    first rank.
     """
     scale = 1 / ranks if average else 1
     theta = {name: np.array(value, np.float64) for name, value in initial.items()}
@@ -88,7 +89,7 @@ def train(method, initial, gradients, ranks, steps, lr, average=True, delivered=
                     gap = min(gap, here)
                 reduced[name] += sent
                 v[k][name] = v[k][name] - sent
-                if method.samomentum:  # v holds u: it stays where it was sent, and is magnified where not
+                if method.samomentum:  # v holds u: unchanged where it was sent, magnified elsewhere
                     v[k][name] = v[k][name] / method.momentum + sent
                 if method.factor_masking and not is_dense(method, step, v[k][name]):
                     u[k][name] = u[k][name] * ~mask
@@ -108,9 +109,9 @@ def decay_of(method, name):
 
 
 def clip(method, ranks, scale, local):
-    """Local gradient clipping: of the L2 norm of each tensor, or of all together.
+    """Local gradient clipping by the L2 norm of each tensor, or of all tensors together.
 
-    DGC's Algorithm 1 and Appendix C: G^k = scale * gradient is clipped to clip_norm * N^(-1/2).
+    DGC, Algorithm 1 and Appendix C: G^k = scale * gradient is clipped to clip_norm * N^(-1/2).
     """
     if method.clip_norm is None:
         return dict(local)
@@ -122,7 +123,7 @@ def clip(method, ranks, scale, local):
 
 
 def accumulate(method, u, v, local):
-    """Lines 11 and 12 of Algorithm 3 (momentum SGD) and of Algorithm 4 (Nesterov); line 6 of DGS's Algorithm 3."""
+    """Lines 11 and 12 of Algorithm 3 (momentum SGD) and Algorithm 4 (Nesterov); line 6 of DGS's Algorithm 3."""
     for name, gradient in local.items():
         if method.samomentum:
             v[name] = method.momentum * v[name] + gradient
@@ -135,10 +136,10 @@ def accumulate(method, u, v, local):
 
 
 def quantized(method, v, mask):
-    """Return signs times levels where the mask is, and how clear the edges between small and large ones are.
+    """Return signs times levels at the mask, and the relative gap between small and large values.
 
-    One level for all of a tensor or of a channel (its last dimension), or one for what is below their mean magnitude
-    and one for the rest.
+    A group is a tensor or a channel (its last dimension). It has one level, or one level for values below the mean
+    magnitude and one for the others.
     """
     sent, gap = np.zeros(v.shape), np.inf
     by_channel = method.granularity == "channel" and v.ndim > 1
@@ -166,17 +167,17 @@ def is_dense(method, step, tensor):
 
 
 def choose(method, step, v, kept):
-    """Return {name: mask} of what is sent, and how clear the edge is: by count, or by a threshold."""
+    """Return {name: mask} of the elements to send, and the gap at the edge: by count, or by a threshold."""
     counted = method.value is None and method.lifespan is None and method.stages is None
     return select(method, step, v) if counted else reach(method, step, v, kept)
 
 
 def reach(method, step, v, kept):
-    """DCT, Algorithm 1: every L steps tau = element floor(n * eta) of sort(|w|); w travels where |w| >= tau.
+    """DCT, Algorithm 1: every L steps, tau = element floor(n * eta) of sort(|w|); elements with |w| >= tau are sent.
 
-    Tensor i of m has its turn i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4 in steps
-    4 to 7, and so on up to L. Not of the paper: what sent too many or too few takes it anew in the next step. A hard
-    threshold is the same for all and for ever. SIDCo's is fitted anew in every step.
+    Tensor i of m renews its threshold i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4
+    in steps 4 to 7, and so on up to L. Not in the paper: a tensor that sent too many or too few elements renews its
+    threshold in the next step. A hard threshold is constant. SIDCo's is fitted in every step.
     """
     masks, gap, lifespan = {}, np.inf, 1
     while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
@@ -209,7 +210,7 @@ def reach(method, step, v, kept):
 
 
 def fitted(method, step, magnitudes, sidco):
-    """SIDCo, Algorithm 1: what reaches a threshold fitted in stages, whose number its counts change."""
+    """SIDCo, Algorithm 1: a threshold fitted in stages. The counts adapt the number of stages."""
     k = max(1, round(method.density_at(step) * magnitudes.size))
     threshold, gap = sidco.threshold(magnitudes, k / magnitudes.size)
     mask = magnitudes >= threshold
@@ -218,7 +219,7 @@ def fitted(method, step, magnitudes, sidco):
 
 
 def select(method, step, v):
-    """Return {name: mask} of what is sent, and the relative gap at the edge of the selections."""
+    """Return {name: mask} of the elements to send, and the relative gap at the edge of the selections."""
     masks = {name: np.ones(tensor.shape, bool) for name, tensor in v.items() if is_dense(method, step, tensor)}
     sparse = sorted(name for name in v if name not in masks)
     groups = [[name] for name in sparse] if method.scope == "tensor" else [sparse] if sparse else []
@@ -238,7 +239,7 @@ def select(method, step, v):
 
 
 def train_without_ties(method, initial, draw, ranks, steps, lr, average=True, delivered=None):
-    """Train on draw(step, rank, seed) of the first seed whose selections have clear edges; return outcome, seed."""
+    """Train on draw(step, rank, seed) with the first seed whose selections have clear edges; return outcome, seed."""
     for seed in range(50):
         drawn = functools.partial(draw, seed=seed)
         outcome = train(method, initial, drawn, ranks, steps, lr, average, delivered)
@@ -248,19 +249,19 @@ def train_without_ties(method, initial, draw, ranks, steps, lr, average=True, de
 
 
 class Owners:
-    """Reduce-scatter: what all ranks selected lies in one row, tensor by tensor; each rank owns a region of it.
+    """Reduce-scatter: the selections of all ranks lie in one row, tensor by tensor, and each rank owns a region of it.
 
-    Regions are cut where equal shares of all that was selected are passed, in the first step and every 64. An owner
-    keeps ceil(k / ranks) of the largest sums.
+    Regions have equal shares of all selected elements; they are computed in the first step and every 64 steps. An owner
+    keeps the ceil(k / ranks) largest sums.
     """
 
     def __init__(self, method, ranks):
         self.method, self.ranks, self.cuts = method, ranks, None
 
     def keep(self, step, v, choices):
-        """Return each rank's masks, of what it selected and an owner kept, and how clear the edge is.
+        """Return for each rank the mask of elements that it selected and the owner kept, and the gap at the edge.
 
-        To complete is to send at all that owners kept.
+        With `complete`, each rank sends at all elements that owners kept.
         """
         names = sorted(name for name in v[0] if not is_dense(self.method, step, v[0][name]))
         if not names:
@@ -289,7 +290,7 @@ class Owners:
         return [(masks, min(gap, here)) for masks, (_, here) in zip(kept, choices, strict=True)]
 
     def shares(self, counts):
-        """Return where regions begin and end; elements that nobody selected count a millionth."""
+        """Return the boundaries of the regions. An element that no rank selected counts as a millionth."""
         weights = counts + 1e-6
         cuts, passed, target = [0], 0.0, weights.sum() / self.ranks
         for place, weight in enumerate(weights):

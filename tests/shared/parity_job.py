@@ -1,8 +1,8 @@
-"""Train on drawn gradients in one framework, and keep every payload that left this rank: mpirun -np 2 python ... DIR.
+"""Train on drawn gradients in one framework, and record every payload that this rank sent: mpirun -np 2 python ... DIR.
 
     python parity_job.py torch|tensorflow DIR
 
-For each case of CASES, DIR/FRAMEWORK.CASE.RANK.npz holds `sent`, the payload bytes of all steps, and the parameters.
+For each case of CASES, DIR/FRAMEWORK.CASE.RANK.npz has `sent`, the payload bytes of all steps, and the parameters.
 """
 
 import sys
@@ -12,9 +12,9 @@ import numpy as np
 import tiers
 from gradients import draw
 
-SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in the order of their names
+SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in alphabetical order
 STEPS, LR = 50, 0.1
-LOSS_SCALE = 1000.0  # no power of two: what is divided by it rounds
+LOSS_SCALE = 1000.0  # not a power of two, so that a division by it rounds
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}
 CHANNEL = {"granularity": "channel"}
 SCATTER = {"exchange": "reduce_scatter"}
@@ -57,7 +57,7 @@ CASES = {
 }
 if not tiers.ALL:
     chosen = [*list(CASES.items())[::5], *(case for case in CASES.items() if "dgc-scattered" in case[0])]
-    CASES = dict(chosen)  # of both scopes, several methods
+    CASES = dict(chosen)  # cases with both scopes and several methods
 
 
 def gradients_of(step, rank):
@@ -66,7 +66,7 @@ def gradients_of(step, rank):
 
 
 def listen(exchange, read):
-    """Return a list that every payload is appended to when it is handed to Horovod, and the values of an allreduce."""
+    """Return a list to which each payload is appended when it is passed to Horovod, and the values of an all-reduce."""
     heard, allgather, allreduce = [], exchange.allgather, exchange.allreduce
     exchange.allgather = lambda name, payload, *most_bytes: allgather(
         name, payload if name.startswith("agree") else read(payload, heard), *most_bytes
@@ -102,16 +102,14 @@ def train_torch(method, settings, initial):
         terms = gradients_of(step, hvd.rank()).items()
         sum((parameters[name] * torch.tensor(gradient)).sum() for name, gradient in terms).backward()
         optimizer.synchronize()
-        with (
-            torch.no_grad()
-        ):  # SGD rounds once where TensorFlow rounds twice, and weight decay would send the difference
+        with torch.no_grad():  # SGD rounds once, TensorFlow twice; with weight decay, the difference would be sent
             for parameter in parameters.values():
                 parameter -= LR / LOSS_SCALE * parameter.grad
     return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
 def train_ddp(method, settings, initial):
-    """The same under DistributedDataParallel, whose process group is to be there already."""
+    """The same under DistributedDataParallel. The process group must exist."""
     import torch
     import torch.distributed as dist
     from terms import Terms

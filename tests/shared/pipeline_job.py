@@ -1,4 +1,4 @@
-"""A rank of a small pipeline that trains or misbehaves: python pipeline_job.py WHAT RANK; prints how it ended."""
+"""A rank of a small pipeline that trains or misbehaves: python pipeline_job.py WHAT RANK. It prints how it ended."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def batch(step):
 
 
 def misbehave(what, stage):
-    """Do what a rank does that others must not wait for."""
+    """Do something that must not make other ranks wait."""
     if what == "raise":
         raise ArithmeticError("this rank has had enough")
     if what == "exit":
@@ -35,7 +35,7 @@ def misbehave(what, stage):
 
 
 def main():
-    """Train; step 3 is where it goes wrong."""
+    """Train; misbehave in step 3."""
     what, who = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD

@@ -1,6 +1,6 @@
-"""A pipeline's training on one process, without a pipeline: autograd through masks that NumPy makes.
+"""Trains a pipeline's stages in one process without a pipeline: autograd through masks made by NumPy.
 
-Stage s is a module; between stages the activations of each micro-batch are multiplied by the mask of the reference.
+Stage s is a module. Between two stages, the activations of each micro-batch are multiplied by the reference's mask.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from hvd_sparse import reference
 
 
 def make_stages(sizes, seed=0):
-    """Return modules, one a stage, of f features in and out: sizes[s] and sizes[s + 1]."""
+    """Return one module for each stage: stage s has sizes[s] input features and sizes[s + 1] output features."""
     torch.manual_seed(seed)
     return [
         torch.nn.Sequential(torch.nn.Linear(before, after), torch.nn.Tanh())
@@ -21,7 +21,7 @@ def make_stages(sizes, seed=0):
 
 
 class OracleMask(torch.nn.Module):
-    """A boundary by the reference, whose running threshold is worked out beside it."""
+    """A boundary that uses the reference and computes the running threshold."""
 
     def __init__(self, density, threshold="topk", momentum=0.1):
         super().__init__()
@@ -47,7 +47,7 @@ class OracleMask(torch.nn.Module):
 
 
 class Oracle:
-    """The stages, trained as a pipeline says it does."""
+    """The stages, trained as the pipeline should train them."""
 
     def __init__(self, stages, masks, loss, micro_batches, lr):
         layers = [stages[0]]
@@ -72,7 +72,7 @@ class Oracle:
         return total
 
     def evaluate(self, inputs, targets):
-        """Return the loss of a batch and the outputs, with the thresholds that training has estimated."""
+        """Return the loss of a batch and the outputs, with the running thresholds of training."""
         self.network.eval()
         with torch.no_grad():
             outputs = self.network(torch.from_numpy(inputs))

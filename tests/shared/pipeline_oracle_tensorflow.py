@@ -1,4 +1,4 @@
-"""A TensorFlow pipeline's training on one process, without a pipeline: a tape through masks that NumPy makes."""
+"""Trains a TensorFlow pipeline's stages in one process without a pipeline: a tape through masks made by NumPy."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hvd_sparse import reference
 
 
 class Stage(tf.Module):
-    """A linear layer and tanh, of float32 weights drawn by a seed."""
+    """A linear layer and tanh with float32 weights drawn from a seed."""
 
     def __init__(self, before, after, seed=0):
         super().__init__()
@@ -22,17 +22,17 @@ class Stage(tf.Module):
 
 
 def make_stages(sizes, seed=0):
-    """Return stages, one a rank, of f features in and out: sizes[s] and sizes[s + 1]."""
+    """Return one stage for each rank: stage s has sizes[s] input features and sizes[s + 1] output features."""
     return [Stage(before, after, seed) for before, after in itertools.pairwise(sizes)]
 
 
 def cross_entropy(outputs, targets):
-    """Return the mean over samples."""
+    """Return the mean cross-entropy over samples."""
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
 
 
 class Oracle:
-    """The stages, trained as a pipeline says it does; plain SGD with momentum."""
+    """The stages, trained as the pipeline should train them: SGD with momentum."""
 
     def __init__(self, stages, masks, loss, micro_batches):
         self.stages, self.masks, self.loss, self.micro_batches = stages, masks, loss, micro_batches
@@ -46,7 +46,7 @@ class Oracle:
         return x
 
     def gradients(self, inputs, targets):
-        """Return a batch's loss, and the gradients of all stages' variables, added up in the order of micro-batches."""
+        """Return a batch's loss, and the gradients of all stages' variables, added in the order of micro-batches."""
         parts, total, sums = min(self.micro_batches, len(inputs)), 0.0, None
         for x, y in zip(np.array_split(inputs, parts), np.array_split(targets, parts), strict=True):
             with tf.GradientTape() as tape:
@@ -58,7 +58,7 @@ class Oracle:
 
 
 class Mask:
-    """A boundary by the reference, whose running threshold is worked out beside it."""
+    """A boundary that uses the reference and computes the running threshold."""
 
     def __init__(self, density, threshold="topk", momentum=0.1):
         self.density, self.threshold, self.momentum, self.running = density, threshold, momentum, None
@@ -71,7 +71,7 @@ class Mask:
         return tf.where(mask, x, tf.zeros_like(x))
 
     def kept(self, rows, training):
-        """Return what is kept, bool[B, f]."""
+        """Return the mask, bool[B, f]."""
         if self.threshold == "topk":
             return reference.select_top_k_rows(rows, max(1, int(self.density * rows.shape[1] + 0.5)))[0]
         if not training:

@@ -1,14 +1,14 @@
-"""SIDCo's Algorithm 1 (Abdelmoniem et al., 2021) for one tensor of one rank, in float64, its quantiles from SciPy."""
+"""SIDCo's Algorithm 1 (Abdelmoniem et al., 2021) for one tensor of one rank in float64, with quantiles from SciPy."""
 
 import numpy as np
 from scipy import special, stats
 
-FIRST = 0.25  # of what a stage before others keeps
+FIRST = 0.25  # fraction kept by the first of several stages
 WINDOW, TOLERANCE = 5, 0.2
 
 
 class Sidco:
-    """The number of stages, and the counts since it was last thought over."""
+    """The number of stages, and the counts since its last adaptation."""
 
     def __init__(self, stages, distribution):
         self.stages, self.distribution = stages, distribution
@@ -31,7 +31,7 @@ class Sidco:
         return edge, gap
 
     def count(self, sent, k, density):
-        """Every five steps a stage more or less where the mean count was off by a fifth; back where that was worse."""
+        """Every five steps, change the number of stages by one if the mean count is a fifth off; undo bad changes."""
         self.counts.append(sent / k)
         if len(self.counts) < WINDOW:
             return
@@ -49,7 +49,7 @@ class Sidco:
 
 
 def excess(values, part, tail):
-    """Return what `part` of the fitted distribution exceeds (Corollaries 1.1 to 1.3)."""
+    """Return the value that a fraction `part` of the fitted distribution exceeds (Corollaries 1.1 to 1.3)."""
     mean = values.mean()
     if tail == "exponential":
         return stats.expon.isf(part, scale=mean)

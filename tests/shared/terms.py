@@ -1,10 +1,10 @@
-"""A PyTorch model whose gradients a test chooses."""
+"""A PyTorch model with gradients that a test chooses."""
 
 import torch
 
 
 class Terms(torch.nn.Module):
-    """Parameters by name; the gradient of each is what `forward` is given under its name, those left out are unused.
+    """Parameters by name. The gradient of each parameter is the argument of `forward` with its name; others are unused.
 
     values: {name: array}.
     """
@@ -26,5 +26,5 @@ class Terms(torch.nn.Module):
         return getattr(self, self.names[name])
 
     def named(self):
-        """Return (name, parameter) pairs, by the names of the values."""
+        """Return the (name, parameter) pairs."""
         return [(name, self[name]) for name in self.names]

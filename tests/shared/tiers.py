@@ -1,4 +1,4 @@
-"""Two tiers of tests: `make test` runs a choice that still meets every pair of parameters, `make test-all` everything.
+"""Two tiers of tests. `make test` runs a choice that covers every pair of parameter values, `make test-all` everything.
 
 The choice is the same on every rank and in every run. Naming a case (`pytest file.py::test[case]`) always runs it.
 """
@@ -9,12 +9,12 @@ import os
 
 import pytest
 
-ALL = os.environ.get("HVD_SPARSE_TESTS") == "all"  # what `make test-all` sets
+ALL = os.environ.get("HVD_SPARSE_TESTS") == "all"  # `make test-all` sets this variable
 
 
 def examples(count):
-    """Have Hypothesis draw so many in `make test-all`, a fifth of them in `make test`; the same in every run."""
-    from hypothesis import HealthCheck, settings  # not at the top: tests on a GPU do without
+    """Set the number of Hypothesis examples: all in `make test-all`, a fifth in `make test`; the same in every run."""
+    from hypothesis import HealthCheck, settings  # imported here, because tests on a GPU run without Hypothesis
 
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     drawn = count if ALL else max(10, count // 5)
@@ -22,10 +22,10 @@ def examples(count):
 
 
 def covering(cases, strength=2):
-    """Choose some of `cases` such that every pair of values that occurs in one of them occurs in a chosen one.
+    """Choose cases such that each pair of values in any case also occurs in a chosen case.
 
     Args:
-        cases: a list of dicts {parameter: name of its value}, all with the same keys.
+        cases: A list of dicts {parameter: name of its value}, all with the same keys.
         strength: 2 for pairs, 1 for single values.
 
     Returns:
@@ -42,7 +42,7 @@ def covering(cases, strength=2):
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked `exhaustive`, and of products of parameters what no pair needs."""
+    """Deselect tests marked `exhaustive`, and combinations of parameters that add no new pair of values."""
     if ALL or any("::" in argument for argument in config.args):
         return
     functions = collections.defaultdict(list)

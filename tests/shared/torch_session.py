@@ -1,4 +1,4 @@
-"""What the tests of PyTorch's asynchronous session share."""
+"""Shared code of the tests of PyTorch's asynchronous session."""
 
 import torch
 from torch import nn

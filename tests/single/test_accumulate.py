@@ -1,4 +1,4 @@
-"""Accumulation in one pass: the NumPy twin against the equations, element by element; the operators against it."""
+"""Accumulation: the NumPy twin equals the equations, element by element, and the operators equal the twin."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""`docs/adding-a-method.md`, followed to the letter in a copy of the source tree: the tests that it names then pass."""
+"""Follows `docs/adding-a-method.md` in a copy of the source tree; the tests named there then pass."""
 
 import re
 import shutil

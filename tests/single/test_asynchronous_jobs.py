@@ -1,4 +1,4 @@
-"""Asynchronous runs on MPI: that they train, and how they end when something goes wrong: never in a hang."""
+"""Asynchronous runs on MPI: they train, and after a failure they end without a hang."""
 
 import os
 import re

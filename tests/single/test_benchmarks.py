@@ -1,4 +1,4 @@
-"""The benchmarks run, at small sizes: what they check holds, and their last line tells their figures."""
+"""The benchmarks run at small sizes: their checks hold, and their last line has their figures."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What a boundary takes for a row by default: all of a sample, as in the paper (section 2.2), in both frameworks."""
+"""The default row of a boundary is a whole sample, as in the paper (section 2.2), in both frameworks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The operators of whole buckets: the same as the NumPy twins of single tensors one by one, bit for bit."""
+"""The operators on buckets equal the NumPy twins on single tensors, bit for bit."""
 
 import resource
 import statistics

@@ -1,4 +1,4 @@
-"""What MiCRO's Table I says of the sparsifiers, in numbers, on eight ranks."""
+"""The gradient build-up of each method on eight ranks, as in MiCRO's Table I."""
 
 import json
 import sys

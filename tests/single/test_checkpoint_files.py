@@ -1,4 +1,4 @@
-"""Checkpoints' files are the old one or the new one, whatever happens; shares of a sum add up to it exactly."""
+"""A checkpoint file is the old one or the new one, whatever happens. Shares of a sum add up to it exactly."""
 
 import os
 import signal

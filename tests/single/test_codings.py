@@ -1,4 +1,4 @@
-"""Codings of positions: by hand, their sizes beside the entropy, and torch.ops.hvd_sparse.* against the NumPy twins."""
+"""Codings of positions: by hand, their sizes and the entropy, and torch.ops.hvd_sparse.* equal the NumPy twins."""
 
 import math
 import struct

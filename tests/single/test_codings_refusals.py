@@ -1,4 +1,4 @@
-"""Damaged payloads in every coding of positions, lies under a right checksum, and codings that there are not."""
+"""Errors for damaged payloads in every coding, for wrong contents with a correct checksum, and for unknown codings."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Jobs of torch.distributed that must end well, where a test inside such a job could not tell."""
+"""torch.distributed jobs that must end well, which a test inside such a job could not check."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is sent dense because payloads cost more bytes: the rule, against bytes that are counted by hand."""
+"""The rule that sends tensors dense if payloads cost more bytes, compared with bytes counted by hand."""
 
 import math
 

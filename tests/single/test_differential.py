@@ -1,4 +1,4 @@
-"""torch.ops.hvd_sparse.* against the NumPy twins on what Hypothesis draws: memory and selection."""
+"""torch.ops.hvd_sparse.* equal the NumPy twins on inputs drawn by Hypothesis: accumulation and selection."""
 
 import numpy as np
 import torch

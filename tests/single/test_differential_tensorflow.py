@@ -1,5 +1,7 @@
-"""The TensorFlow operators against the NumPy twins on what Hypothesis draws, eagerly; damaged payloads are refused, or
-read the same. That graphs do what eager calls do is in test_tensorflow_ops.py."""
+"""The TensorFlow operators, run eagerly, equal the NumPy twins on inputs drawn by Hypothesis.
+
+For damaged payloads, both raise an error, or both read the same. test_tensorflow_ops.py tests graphs.
+"""
 
 import numpy as np
 import tensorflow as tf

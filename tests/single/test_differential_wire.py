@@ -1,5 +1,7 @@
-"""Coding, decoding and adding of payloads by torch.ops.hvd_sparse.*, and buckets, against the NumPy twins on what
-Hypothesis draws; damaged payloads: both refuse, or both read the same."""
+"""torch.ops.hvd_sparse.* for payloads and buckets equal the NumPy twins on inputs drawn by Hypothesis.
+
+For damaged payloads, both raise an error, or both read the same.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The package as a user gets it: a source distribution, compiled and installed elsewhere, or told what is missing."""
+"""The package that a user installs: a source distribution, built elsewhere, and its errors for missing requirements."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The documentation says what is there: its scripts run, its commands and messages exist, its links lead somewhere."""
+"""The documentation is correct: its scripts run, its commands and messages exist, and its links have targets."""
 
 import ast
 import json

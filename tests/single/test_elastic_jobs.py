@@ -1,4 +1,4 @@
-"""Elastic jobs under horovodrun: hosts come and go, and no gradient is lost but with the process that held it."""
+"""Elastic jobs under horovodrun: hosts come and go, and only a removed process's residual is lost."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The examples run to their last line, a JSON object, with few steps on two ranks."""
+"""The examples run with few steps on two ranks; their last line is a JSON object."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A method whose momentum is in the compressor leaves none to the optimizer, in every example."""
+"""In every example, the optimizer has no momentum if the compressor has it."""
 
 import importlib
 from pathlib import Path

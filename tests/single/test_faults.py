@@ -1,4 +1,4 @@
-"""The tool of `make test-faults`: short scenarios. What ends a rank may end in Horovod's own hang: not here."""
+"""Short scenarios of `make test-faults`, without those that may end in Horovod's own hang."""
 
 import os
 import subprocess

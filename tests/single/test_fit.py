@@ -1,4 +1,4 @@
-"""The twin of SIDCo's fits: against SciPy's distributions, and the count that they reach on data distributed so."""
+"""The NumPy twin of SIDCo's fits equals SciPy's distributions, and the expected count reaches the threshold."""
 
 import numpy as np
 import pytest

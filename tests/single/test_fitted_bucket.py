@@ -1,4 +1,4 @@
-"""Thresholds that a bucket's operator fits: those of the NumPy twin for each tensor, and what then reaches them."""
+"""Thresholds fitted by an operator on buckets equal the NumPy twin's for each tensor, and so do the selections."""
 
 import numpy as np
 import pytest

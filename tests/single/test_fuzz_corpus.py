@@ -1,4 +1,4 @@
-"""The corpus of the payload fuzzer is what its script makes, and small."""
+"""The corpus of the payload fuzzer is the output of its script, and is small."""
 
 import importlib.util
 import pathlib

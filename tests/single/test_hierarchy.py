@@ -1,4 +1,4 @@
-"""Hosts, columns and shards: pure functions of who is where."""
+"""Hosts, columns and shards: pure functions of the ranks' hosts."""
 
 import numpy as np
 import pytest

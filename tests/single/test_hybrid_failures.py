@@ -1,4 +1,4 @@
-"""Hybrid runs in which one of four ranks fails: each of the others gets the reason, and none waits for long."""
+"""Hybrid runs in which one of four ranks fails: each other rank raises an error with the reason, soon."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Hybrid runs on MPI: grids, replicas that agree to the bit, the same training as dense on one process."""
+"""Hybrid runs on MPI: grids, replicas that agree bit for bit, and the same training as dense in one process."""
 
 import json
 import os

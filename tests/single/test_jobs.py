@@ -1,4 +1,4 @@
-"""Small jobs of several processes that must end, with the right error, where a test inside such a job could not."""
+"""Small jobs of several processes that must end with the right error, which a test inside a job could not check."""
 
 import os
 import re

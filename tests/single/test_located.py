@@ -1,4 +1,4 @@
-"""Payloads whose numbers of entries differ between ranks: found and added as the NumPy twins do, in both frameworks."""
+"""Payloads whose numbers of entries differ between ranks: both frameworks locate and add them like the NumPy twins."""
 
 import numpy as np
 import pytest

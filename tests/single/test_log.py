@@ -1,4 +1,4 @@
-"""Writers of several kinds, and what is reported when."""
+"""Several kinds of log writers, and the steps at which numbers are reported."""
 
 import pytest
 import tensorflow as tf

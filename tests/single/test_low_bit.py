@@ -1,4 +1,4 @@
-"""Values of 2 bits and 1, and payloads of all elements: by hand, and torch.ops.hvd_sparse.* against the NumPy twins."""
+"""Values of 2 bits and 1, and dense payloads: by hand, and torch.ops.hvd_sparse.* equal the NumPy twins."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""What the low-bit and dense functions refuse, by the argument's name, and damaged payloads; which groups there are."""
+"""Errors of the low-bit and dense functions, which name the argument; damaged payloads; the groups of levels."""
 
 import numpy as np
 import pytest

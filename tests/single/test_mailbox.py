@@ -1,4 +1,4 @@
-"""Messages between ranks without collective operations: a rank alone sends to itself."""
+"""Messages between ranks without collectives. A single rank sends to itself."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The framework-free parts of model parallelism: settings, schedules, trees, messages and what damages them."""
+"""The framework-free parts of model parallelism: settings, schedules, trees, messages, and damaged messages."""
 
 import zlib
 

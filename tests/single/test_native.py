@@ -1,4 +1,4 @@
-"""hvd_sparse.native against the NumPy twins on what Hypothesis draws; what it refuses; that it needs no framework."""
+"""hvd_sparse.native equals the NumPy twins on inputs drawn by Hypothesis; its errors; it needs no framework."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Hosts on links of a given rate: what arrives a second, and that nothing is left behind."""
+"""Simulated hosts with links of a given rate: the bytes per second that arrive, and that nothing is left behind."""
 
 import os
 import random

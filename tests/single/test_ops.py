@@ -1,6 +1,7 @@
-"""torch.ops.hvd_sparse.* against their NumPy twins, bit for bit; hints, threads, fake tensors.
+"""torch.ops.hvd_sparse.* equal their NumPy twins, bit for bit; hints, threads, fake tensors.
 
-Hostile payloads are in test_wire.py."""
+test_wire.py tests hostile payloads.
+"""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What is built, what is left out, and what is said about it."""
+"""The parts that are built or omitted, and the messages about them."""
 
 import runpy
 from pathlib import Path

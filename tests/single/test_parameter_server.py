@@ -1,4 +1,4 @@
-"""Servers and workers in one process, in decided orders of arrival, against the paper's algorithms in NumPy."""
+"""Servers and workers in one process, with a given order of arrivals, equal the paper's algorithms in NumPy."""
 
 import itertools
 

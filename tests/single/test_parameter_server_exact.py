@@ -1,4 +1,4 @@
-"""What holds of the asynchronous methods bit for bit: the paper's equations in whole numbers; that nothing is lost."""
+"""Exact properties of the asynchronous methods: the paper's equations in whole numbers, and nothing is lost."""
 
 import itertools
 

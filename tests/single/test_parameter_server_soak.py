@@ -1,9 +1,8 @@
-"""Thousands of pushes over a wire that damages, cuts, doubles and delays copies; workers that restart, leave, come
-late, are forgotten.
+"""Thousands of pushes over a wire that damages, cuts, repeats and delays messages, with workers that restart or leave.
 
-Nothing gets lost on the wire without a trace: MPI loses nothing, and there is no timer that would send again. What is
-damaged is lost, but its receiver says so, or its sender finds the answer damaged. Originals stay in order, copies come
-at any time.
+The wire never loses a message without a trace, because MPI does not, and no timer would send it again. A damaged
+message is lost, but its receiver reports it, or its sender finds the answer damaged. Originals stay in order; copies
+come at any time.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""What a rank names of its partition, and its sketch: both frameworks and the NumPy twin, bit for bit."""
+"""The selection in a rank's partition, and its sketch: both frameworks equal the NumPy twin, bit for bit."""
 
 import math
 

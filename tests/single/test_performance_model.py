@@ -1,4 +1,4 @@
-"""The performance model, against collectives that are played message by message, and the paper's own figures."""
+"""The performance model agrees with collectives simulated message by message, and with the paper's figures."""
 
 import functools
 import math

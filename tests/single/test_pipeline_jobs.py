@@ -1,4 +1,4 @@
-"""Pipelines on MPI at two to four ranks: the losses of one process, and no hang whatever goes wrong."""
+"""Pipelines on MPI with two to four ranks: the losses equal those of one process, and failures never cause a hang."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Hostile messages of a pipeline: all that is wrong is DamagedMessage, and memory follows from the bytes that came."""
+"""Hostile messages of a pipeline: all errors are DamagedMessage, and memory is bounded by the received bytes."""
 
 import json
 import struct

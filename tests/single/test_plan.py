@@ -1,4 +1,4 @@
-"""`python -m hvd_sparse.plan`: its arguments, its table against the model, and that the call it recommends works."""
+"""`python -m hvd_sparse.plan`: its arguments, its table equals the model's, and the recommended call works."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Messages: what is damaged is DamagedMessage, never another exception; what is hostile changes nothing in a server."""
+"""Messages: damage raises DamagedMessage and no other exception; hostile messages do not change a server."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""Reduce-scatter among simulated ranks, against a transcription that knows neither payloads nor messages."""
+"""Reduce-scatter among simulated ranks equals a transcription without payloads and messages."""
 
 import itertools
 

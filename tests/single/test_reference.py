@@ -1,6 +1,7 @@
-"""reference.py against brute force: pure Python sorting, loops over elements, exhaustive rounding.
+"""The reference equals brute force: sorting in pure Python, loops over elements, exhaustive rounding.
 
-The bytes of payloads are in test_wire.py."""
+test_wire.py tests the bytes of payloads.
+"""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Selection in rows, and masked matrices on the wire: NumPy arrays and PyTorch tensors against the reference."""
+"""Selection in rows, and payloads of masked matrices: NumPy arrays and PyTorch tensors equal the reference."""
 
 from functools import partial
 

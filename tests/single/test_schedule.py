@@ -1,4 +1,4 @@
-"""schedule.py: the paper's stages, even spreading, and refusals that say what to pass."""
+"""Schedules: the paper's stages, even division, and errors with the remedy."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""A server that was stopped, by a debugger or a paused machine: its workers are not dead because it did not listen."""
+"""A server that a debugger or a paused machine stops does not count its workers as dead."""
 
 import time
 

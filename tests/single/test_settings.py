@@ -1,4 +1,4 @@
-"""Arguments of the methods, buckets, threshold hints, traffic counts and the comparison between ranks."""
+"""Arguments of the methods, buckets, threshold hints, traffic counters, and the configuration check across ranks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The signatures of the methods: all of them explicit, the same for both frameworks, and every argument documented."""
+"""The signatures of the methods are explicit and equal in both frameworks, and every argument is documented."""
 
 import inspect
 import pydoc

@@ -1,4 +1,4 @@
-"""Accumulation in one pass, in TensorFlow: the operators against their NumPy twin, eagerly, traced, in a v1 graph."""
+"""Accumulation in TensorFlow: the operators equal their NumPy twin, eagerly, traced, and in a v1 graph."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""TensorFlow's asynchronous sessions on one rank that serves itself: against PyTorch's, the oracle, and bad input.
+"""TensorFlow's asynchronous sessions on one co-located rank equal PyTorch's and the oracle; wrong inputs.
 
-With one worker the order of messages is decided, so both frameworks must agree bit for bit.
+With one worker the order of messages is determined, so both frameworks must agree bit for bit.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Models of Keras 3, of Keras 2 and modules in asynchronous sessions: names, buffers, the servers' model; bad input."""
+"""Models of Keras 3, Keras 2 and modules in asynchronous sessions: names, buffers, the servers' model; errors."""
 
 import numpy as np
 import pytest

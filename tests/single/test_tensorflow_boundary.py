@@ -1,4 +1,4 @@
-"""ThresholdBoundary of Keras: masks, values and gradients against the reference's mask; files, policies, graphs."""
+"""ThresholdBoundary in Keras: masks, values and gradients equal the reference's; files, policies, graphs."""
 
 import math
 import os

@@ -1,5 +1,7 @@
-"""TensorFlow's operators of whole buckets, eagerly and traced: the same as those of single variables one by one, or of
-all of them joined, and the same payloads as torch's; refusals; shapes that are known while tracing."""
+"""TensorFlow's operators on buckets equal those on single or joined variables, eagerly and traced.
+
+Their payloads equal PyTorch's. Also: errors, and shapes that are known while tracing.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Codings of positions by the TensorFlow ops, eagerly and in a tf.function: what the NumPy twins and torch's make."""
+"""Codings of positions by the TensorFlow ops, eagerly and traced, equal those of the NumPy twins and of PyTorch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Hybrid runs of TensorFlow on MPI: replicas that agree to the bit, the same training as dense on one process."""
+"""Hybrid runs of TensorFlow on MPI: replicas agree bit for bit, and the training equals dense in one process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Jobs of the TensorFlow frontend that a test inside a job could not look at from outside, or would not survive."""
+"""TensorFlow jobs that a test inside the job could not check, or would not survive."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Low-bit and dense payloads by the TensorFlow ops, eagerly and traced once: what the NumPy twins and torch's make."""
+"""Low-bit and dense payloads by the TensorFlow ops, eagerly and traced, equal the NumPy twins' and PyTorch's."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""The TensorFlow ops against their NumPy twins and torch's, bit for bit, eagerly and traced once; refusals; shapes.
+"""The TensorFlow ops equal their NumPy twins and PyTorch's, bit for bit, eagerly and traced; errors; shapes.
 
-What the core makes of awkward values is in test_ops.py and test_wire.py: here, that all of it reaches the core.
+test_ops.py and test_wire.py test the core with awkward values; this file tests that all of them reach the core.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The TensorFlow operators on rows against the reference: eagerly, in graphs, what they refuse."""
+"""The TensorFlow operators on rows equal the reference, eagerly and in graphs; errors."""
 
 import numpy as np
 import pytest

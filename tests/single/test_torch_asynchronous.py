@@ -1,4 +1,4 @@
-"""PyTorch's session and optimizer: parameters, gradients and options of every kind; one rank works and serves."""
+"""PyTorch's session and optimizer on one co-located rank: parameters, gradients and options of every kind."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""PyTorch's session and optimizer: checkpoints, and what is refused; one rank works and serves."""
+"""PyTorch's session and optimizer on one co-located rank: checkpoints, and errors."""
 
 import copy
 import io

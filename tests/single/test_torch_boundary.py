@@ -1,4 +1,4 @@
-"""ThresholdBoundary of PyTorch: masks, values and gradients against autograd through the reference's mask."""
+"""ThresholdBoundary in PyTorch: masks, values and gradients equal autograd through the reference's mask."""
 
 import copy
 import math

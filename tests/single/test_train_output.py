@@ -1,4 +1,4 @@
-"""`make train` shows whole lines without tags, one an epoch, and a bar only where there is a terminal."""
+"""`make train` prints whole lines without tags, one for each epoch, and a progress bar only on a terminal."""
 
 import fcntl
 import importlib.util

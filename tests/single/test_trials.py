@@ -1,4 +1,4 @@
-"""What the trials of `dense_fallback="measured"` choose, on jobs that are played: each way takes so many seconds."""
+"""The choices of `dense_fallback="measured"` in simulated jobs, in which each way takes given seconds."""
 
 import itertools
 import random

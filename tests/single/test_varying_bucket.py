@@ -1,4 +1,4 @@
-"""Buckets whose counts vary: what the NumPy twins make of each tensor alone, bit for bit, in both frameworks."""
+"""Buckets whose counts vary equal the NumPy twins on single tensors, bit for bit, in both frameworks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The wire format: sizes and bytes worked out by hand, refused arguments, hostile payloads against both decoders."""
+"""The wire format: sizes and bytes calculated by hand, wrong arguments, hostile payloads in both decoders."""
 
 import math
 import pathlib

@@ -167,7 +167,7 @@ class Counters(tf.__internal__.tracking.AutoTrackable):
         self.total = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="total")
 
     def count(self, kept: tf.Tensor, numel: tf.Tensor) -> None:
-        """Note how much is kept of so many elements, int64 both."""
+        """Record how many of `numel` elements are kept; both int64."""
         counted = tf.stack([kept, numel])
         self.last.assign(counted)
         self.total.assign_add(counted)

@@ -78,7 +78,7 @@ class FixedCount(Codec):
 
     @property
     def bucket_bytes(self) -> int:
-        """The maximum bytes of a message; a single larger payload has a message of its own."""
+        """The maximum bytes of a message. A single payload that is larger gets a separate message."""
         return self.algorithm.bucket_bytes
 
     def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:

@@ -29,7 +29,7 @@ class FixedCount(Codec):
 
     @property
     def bucket_bytes(self) -> int:
-        """The maximum bytes of a message; a single larger payload has a message of its own."""
+        """The maximum bytes of a message. A single payload that is larger gets a separate message."""
         return self.algorithm.bucket_bytes
 
     def begin(self, now: Round) -> None:

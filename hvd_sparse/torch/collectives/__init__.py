@@ -1,7 +1,8 @@
-"""The collectives that an exchange is made of, asynchronous, over the ranks of one compressor.
+"""The asynchronous collectives that an exchange uses, over the ranks of one compressor.
 
-`horovod` has them on an unmodified Horovod, `distributed` on PyTorch's process groups. Horovod matches collectives by
-their names, process groups by the order in which they are started: it must be the same on every rank.
+The module `horovod` implements them with an unmodified Horovod, the module `distributed` with PyTorch's process groups.
+Horovod matches the collectives of different ranks by name. Process groups match them by the order in which they start,
+so the order must be the same on every rank.
 """
 
 import abc
@@ -17,80 +18,87 @@ class Handle(Protocol):
     """A collective under way."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
 
 
 class Collectives(abc.ABC):
-    """The ranks of one compressor, and what they do together."""
+    """The ranks of one compressor and their collectives. The host framework is Horovod or torch.distributed."""
 
-    may_join: bool  # whether a rank may stay away from a step without notice, as with hvd.join()
-    token_bytes: int  # what is all-reduced in place of a gradient that is sent as a payload
+    may_join: bool  # whether a rank may miss a step without notice, as with hvd.join()
+    token_bytes: int  # size of the token that is all-reduced in place of a gradient sent as a payload
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Return the number of ranks; RuntimeError before the host framework is initialised."""
+        """Return the world size of these ranks; raise RuntimeError before the host framework is initialised."""
 
     @abc.abstractmethod
     def rank(self) -> int:
-        """Return this process's rank among them."""
+        """Return this process's rank, in [0, size())."""
 
     @abc.abstractmethod
     def can_start(self) -> bool:
-        """Return whether the host framework runs, and this rank takes part."""
+        """Return whether the host framework is initialised and this rank takes part."""
 
     @abc.abstractmethod
     def is_alone(self) -> bool:
-        """Return whether the host framework runs, with a single rank, and calls no compressor therefore."""
+        """Return whether the job has a single rank, for which the host framework does not call the compressor."""
 
     @abc.abstractmethod
     def is_first(self) -> bool:
-        """Return whether this rank is to speak for all: the first, or any before the host framework runs."""
+        """Return whether this rank prints messages for all ranks: rank 0, or any rank before initialisation."""
 
     @abc.abstractmethod
     def is_elastic(self) -> bool:
-        """Return whether ranks come and go during the job."""
+        """Return whether ranks may join or leave during the job."""
 
     @abc.abstractmethod
     def incarnation(self) -> object:
-        """Return an object that is another one each time that the host framework is initialised anew."""
+        """Return an object that changes each time the host framework is initialised again."""
 
     @abc.abstractmethod
     def why_not_cuda(self) -> str:
-        """Return why CUDA tensors cannot be exchanged, nothing if they can."""
+        """Return why CUDA tensors cannot be exchanged; an empty string if they can."""
 
     @abc.abstractmethod
     def check_everyone(self) -> None:
-        """Raise ValueError unless these are all ranks, for as long as the job runs."""
+        """Raise ValueError unless the collectives include all ranks of the job."""
 
     @abc.abstractmethod
     def everywhere(self, name: str, own: Hashable) -> list[Any]:
-        """Return what each rank gives, in their order; waits for them."""
+        """All-gather a Python object. Return the objects in the order of ranks; block until all have arrived."""
 
     @abc.abstractmethod
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], "Collectives"]:
-        """Return {ranks: their collectives} of all hosts and columns; makes what is missing, on every rank.
+        """Return {ranks: their collectives} for each host and column that contains this rank.
 
-        Raises ValueError where the host framework does not permit that.
+        Every rank must call this method, because it creates missing groups.
+
+        Raises:
+            ValueError: The host framework cannot create the groups.
         """
 
     @abc.abstractmethod
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a tensor, of the same shape on all ranks; the result is all of them, one after the other."""
+        """Start an all-gather of a tensor that has the same shape on all ranks. The result concatenates dimension 0."""
 
     @abc.abstractmethod
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a vector, whose size may differ between ranks; the result is all, one after the other."""
+        """Start an all-gather of a vector whose size may differ between ranks. The result concatenates the vectors."""
 
     @abc.abstractmethod
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start summing a tensor over the ranks, in place; the result is that tensor."""
+        """Start an all-reduce that sums a tensor in place. The result is this tensor."""
 
     @abc.abstractmethod
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
-        """Start sending each rank its part of a vector; the result is what all ranks sent this one, in their order.
+        """Start an all-to-all of a vector. The result concatenates the parts received, in the order of ranks.
 
-        sizes: the elements for each rank. expected: how many each rank sends this one, None if that is not known.
+        Args:
+            name: The name of the collective.
+            tensor: A vector of sum(sizes) elements: the parts for all ranks, in the order of ranks.
+            sizes: The number of elements for each rank.
+            expected: The number of elements that this rank receives from each rank; None if it does not know.
         """

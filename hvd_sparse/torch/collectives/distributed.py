@@ -1,11 +1,11 @@
 """Asynchronous collectives on PyTorch's process groups: gloo, and NCCL for CUDA tensors.
 
-Ranks must start them in the same order. DistributedDataParallel calls its hooks so; nothing that is started may depend
-on whether another collective is done already.
+All ranks must start collectives in the same order. DistributedDataParallel calls its hooks in the same order on every
+rank. The code here must not decide what to start by asking whether another collective is done.
 
-Process groups gather only what has the same size on every rank, and ask what to expect of an all-to-all. Where sizes
-differ they are exchanged first; what follows is started as soon as this process starts the next such collective, or
-waits for one.
+The all-gather of a process group needs the same size on every rank, and its all-to-all needs the sizes to be received.
+If the sizes differ, the ranks exchange them first, and the main collective is postponed. A process starts its postponed
+collectives when it starts the next collective with unknown sizes or waits for a result.
 """
 
 import abc
@@ -21,25 +21,31 @@ from hvd_sparse.hierarchy import Hierarchy
 from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
-PADDED = 1.25  # times the bytes of all ranks: up to so much, they are padded to the largest, and gathered at once
-LAST = 16  # works that are kept
+PADDED = 1.25  # largest ratio of padded to unpadded bytes at which vectors are padded and gathered in one collective
+LAST = 16  # number of finished works that are never freed
 
-_subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # ranks: the incarnation, and their group in it
+_subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
 
-# A gloo thread that frees a tensor while Python exits aborts the process. The last works, which a thread may not have
-# done with, are never freed therefore.
+# If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold the last works, so
+# these are never freed.
 _last: deque[Any] = deque(maxlen=LAST)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
 
 
 class WorkHandle:
-    """One or several works under way. result: the tensor that they write into; origin: where it is copied to, if so."""
+    """One or several `torch.distributed.Work` objects under way.
+
+    Args:
+        works: The Work objects.
+        result: The tensor that they write to.
+        origin: The tensor that `wait` copies the result to and returns; None: `wait` returns `result`.
+    """
 
     def __init__(self, works: Iterable[Any], result: torch.Tensor, origin: torch.Tensor | None = None):
         self._works, self._result, self._origin = list(works), result, origin
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         for work in self._works:
             work.wait()
             _last.append(work)
@@ -52,29 +58,29 @@ class WorkHandle:
 
 
 class Postponed(abc.ABC):
-    """A collective whose sizes are exchanged first."""
+    """A collective that starts after the ranks have exchanged its sizes."""
 
     def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor):
         self._owner, self._sizes, self._tensor = owner, sizes, tensor
         self._rest: Handle | None = None
 
     def start(self) -> None:
-        """Start what follows, waiting for the sizes."""
+        """Wait for the sizes, then start the collective."""
         sizes = self._sizes.wait().tolist()
         self._rest = self._follow(self._tensor, sizes)
 
     @abc.abstractmethod
     def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
-        """Start the collective itself, given all ranks' sizes."""
+        """Start the collective. sizes: one number for each rank."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         if self._rest is None:
             self._owner.start_postponed()
         return cast(Handle, self._rest).wait()
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once; False for as long as it has not been started."""
+        """Return whether `wait` would return at once; False before the collective has started."""
         return self._rest is not None and self._rest.is_done()
 
 
@@ -86,7 +92,7 @@ class Gathered(Postponed):
 
 
 class Sent(Postponed):
-    """An all-to-all of parts that only their senders know the sizes of."""
+    """An all-to-all whose receivers do not know the sizes in advance."""
 
     def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor, own: Sequence[int]):
         super().__init__(owner, sizes, tensor)
@@ -97,20 +103,20 @@ class Sent(Postponed):
 
 
 class Padded(WorkHandle):
-    """An all-gather of vectors that were padded to the largest."""
+    """An all-gather of vectors that were padded to the size of the largest."""
 
     def __init__(self, works: Iterable[Any], result: torch.Tensor, sizes: Sequence[int]):
         super().__init__(works, result)
         self._sizes = sizes
 
     def wait(self) -> torch.Tensor:
-        """Return the vectors without their padding."""
+        """Wait for the vectors and return them without padding, concatenated."""
         rows = super().wait().view(len(self._sizes), -1)
         return torch.cat([row[:size] for row, size in zip(rows, self._sizes, strict=True)])
 
 
 class DistributedCollectives(Collectives):
-    """The collectives of one compressor over one process group; None: all ranks."""
+    """The collectives of one compressor over a process group; None stands for all ranks."""
 
     may_join = False
     token_bytes = 0
@@ -128,13 +134,13 @@ class DistributedCollectives(Collectives):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; RuntimeError before torch.distributed is initialised."""
+        """The process group. Raises RuntimeError before torch.distributed is initialised."""
         if not dist.is_initialized():
             raise RuntimeError(NOT_INITIALISED)
         return dist.group.WORLD if self._group is None else self._group
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the world size of the group."""
         return self.group.size()
 
     def rank(self) -> int:
@@ -146,27 +152,27 @@ class DistributedCollectives(Collectives):
         return dist.is_initialized()
 
     def is_alone(self) -> bool:
-        """Return False: hooks are called in a lone process, too."""
+        """Return False: DistributedDataParallel calls hooks with a single rank, too."""
         return False
 
     def is_first(self) -> bool:
-        """Return whether this rank is to speak for all: the group's first, or any before there is a group."""
+        """Return whether this rank prints messages for all: rank 0 of the group, or any rank before initialisation."""
         return not dist.is_initialized() or self.rank() == 0
 
     def is_elastic(self) -> bool:
-        """Return False: torchrun starts all processes anew where it is elastic."""
+        """Return False: an elastic torchrun restarts all processes."""
         return False
 
     def incarnation(self) -> object:
-        """Return an object that is another one each time that torch.distributed is initialised: the group of all."""
+        """Return the group of all ranks, which is a new object each time torch.distributed is initialised."""
         return dist.group.WORLD
 
     def why_not_cuda(self) -> str:
-        """Return nothing: a process group for CUDA tensors is DistributedDataParallel's own requirement."""
+        """Return an empty string: DistributedDataParallel itself requires a process group for CUDA tensors."""
         return ""
 
     def check_everyone(self) -> None:
-        """Raise ValueError unless these are all ranks."""
+        """Raise ValueError unless the process group contains all ranks."""
         if self._group is not None and self.size() != dist.get_world_size():
             raise ValueError(
                 f'exchange="hierarchical" works on all ranks, got a process group of {self.size()} of the '
@@ -174,13 +180,13 @@ class DistributedCollectives(Collectives):
             )
 
     def everywhere(self, name: str, own: Hashable) -> list[Any]:
-        """Return what each rank gives, in their order; waits for them."""
+        """All-gather a Python object. Return the objects in the order of ranks; block until all have arrived."""
         found: list[Any] = [None] * self.size()
         dist.all_gather_object(found, own, group=self.group)
         return found
 
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
-        """Return {ranks: their collectives} of all hosts and columns; makes groups that are missing."""
+        """Return {ranks: their collectives} for each host and column that contains this rank; create missing groups."""
         found: dict[tuple[int, ...], Collectives] = {}
         for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns)):
             incarnation, group = _subsets.get(ranks, (None, None))
@@ -192,7 +198,7 @@ class DistributedCollectives(Collectives):
         return found
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a tensor, of the same shape on all ranks."""
+        """Start an all-gather of a tensor that has the same shape on all ranks."""
         origin, tensor = tensor, self._placed(tensor.contiguous())
         whole = tensor.new_empty((self.size(), *tensor.shape))
         work = dist.all_gather(list(whole.unbind()), tensor, group=self.group, async_op=True)
@@ -200,19 +206,19 @@ class DistributedCollectives(Collectives):
         return WorkHandle([work], gathered, _back(origin, tensor, gathered.shape))
 
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a vector: first its size."""
+        """Start an all-gather of a vector. Its size is gathered first."""
         self.start_postponed()
         sizes = self.gather(name, torch.tensor([tensor.numel()]))
         return self._postpone(Gathered(self, sizes, tensor.contiguous()))
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start summing a tensor over the ranks, in place."""
+        """Start an all-reduce that sums a tensor in place."""
         placed = self._placed(tensor)
         work = dist.all_reduce(placed, group=self.group, async_op=True)
         return WorkHandle([work], placed, None if placed is tensor else tensor)
 
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
-        """Start sending each rank its part of a vector: first the sizes, where they are not known."""
+        """Start an all-to-all of a vector. If `expected` is None, the sizes are exchanged first."""
         if expected is not None:
             return self.send_sizes(tensor, sizes, [expected] * self.size())
         self.start_postponed()
@@ -220,13 +226,13 @@ class DistributedCollectives(Collectives):
         return self._postpone(Sent(self, others, tensor, sizes))
 
     def start_postponed(self) -> None:
-        """Start what has waited for sizes."""
+        """Start the collectives that wait for their sizes."""
         postponed, self._postponed = self._postponed, []
         for one in postponed:
             one.start()
 
     def gather_sizes(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Handle:
-        """Start gathering vectors of these sizes."""
+        """Start an all-gather of vectors. sizes: the number of elements on each rank."""
         origin, tensor, most, total = tensor, self._placed(tensor), max(sizes), sum(sizes)
         if min(sizes) == most:
             return self.gather("", origin)
@@ -247,7 +253,7 @@ class DistributedCollectives(Collectives):
         return WorkHandle(works, whole, _back(origin, tensor, whole.shape))
 
     def send_sizes(self, tensor: torch.Tensor, sizes: Sequence[int], others: Sequence[int]) -> Handle:
-        """Start sending each rank its part of a vector, when it is known how much the others send this one."""
+        """Start an all-to-all of a vector. sizes: elements to each rank; others: elements from each rank."""
         origin, tensor = tensor, self._placed(tensor.contiguous())
         received = tensor.new_empty(sum(others))
         work = dist.all_to_all_single(received, tensor, list(others), list(sizes), group=self.group, async_op=True)
@@ -258,12 +264,12 @@ class DistributedCollectives(Collectives):
         return one
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor where the group can send it from: on the device, if it has no backend for the CPU."""
+        """Return the tensor on a device that the group supports: a CUDA copy if the group has no CPU backend."""
         if tensor.is_cuda or torch.device("cpu") in self.group._device_types:
             return tensor
         return tensor.to(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _back(origin: torch.Tensor, placed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """Return where a result is copied to, if a tensor was moved to where it can be sent from."""
+    """Return a new tensor on the device of `origin` for the result; None if `placed` is on the same device."""
     return None if placed.device == origin.device else origin.new_empty(shape)

@@ -1,7 +1,7 @@
-"""Named, asynchronous collectives on Horovod, unmodified.
+"""Named, asynchronous collectives on an unmodified Horovod.
 
-Names come from the compressor's ordinal and from fixed bucket numbers, never from the order of calls within a step:
-hooks run in another order on every rank.
+The names contain the compressor's ordinal and a fixed bucket number. They never depend on the order of calls within a
+step, because hooks run in a different order on every rank.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,14 +25,18 @@ WITHOUT_CUDA = (
 
 
 class HorovodHandle:
-    """A collective of Horovod under way. holders: of what it was given; made before, as its thread resizes outputs."""
+    """A Horovod collective under way.
+
+    holders: extra references to the collective's tensors (see `in_flight`). They are made before the collective starts,
+    because Horovod's thread resizes the output.
+    """
 
     def __init__(self, handle: int, holders: list[torch.Tensor]):
         self._handle = handle
         self._held = holders
 
     def wait(self) -> Any:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         result = hvd.synchronize(self._handle)
         self._held.clear()
         return result
@@ -43,15 +47,15 @@ class HorovodHandle:
 
 
 class SentHandle(HorovodHandle):
-    """An all-to-all under way: Horovod returns besides how much each rank sent."""
+    """An all-to-all under way. Horovod's result is a pair: what was received, and how much each rank sent."""
 
     def wait(self) -> torch.Tensor:
-        """Return what was received, waiting for it."""
+        """Wait for the vector that was received and return it."""
         return super().wait()[0]
 
 
 class HorovodCollectives(Members, Collectives):
-    """The collectives of one compressor over one process set; None: all ranks."""
+    """The collectives of one compressor over a Horovod process set; None stands for all ranks."""
 
     may_join = True
     token_bytes = TOKEN_BYTES
@@ -60,22 +64,22 @@ class HorovodCollectives(Members, Collectives):
         super().__init__(hvd, process_set, "hvd_sparse")
 
     def can_start(self) -> bool:
-        """Return whether Horovod runs, and this rank takes part."""
+        """Return whether Horovod is initialised and this rank is in the process set."""
         process_set = self.process_set
         if not hvd.is_initialized() or process_set.process_set_id is None or not process_set.included():
             return False
         try:
             process_set.size()
-        except ValueError:  # Horovod was started anew, without this process set
+        except ValueError:  # Horovod was initialised again, without this process set
             return False
         return True
 
     def is_alone(self) -> bool:
-        """Return whether Horovod runs, with a single rank, and is not elastic."""
+        """Return whether Horovod is initialised with a single rank and is not elastic."""
         return hvd.is_initialized() and hvd.size() == 1 and not is_elastic()
 
     def is_first(self) -> bool:
-        """Return whether this rank is to speak for all: the set's first, or any before Horovod runs."""
+        """Return whether this rank prints messages for all: rank 0 of the set, or any rank before hvd.init()."""
         return not hvd.is_initialized() or (self.can_start() and self.rank() == 0)
 
     def is_elastic(self) -> bool:
@@ -83,48 +87,48 @@ class HorovodCollectives(Members, Collectives):
         return is_elastic()
 
     def incarnation(self) -> object:
-        """Return an object that is another one after each hvd.init(): Horovod's table of the collectives in flight.
+        """Return Horovod's table of collectives in flight, which is a new object after each hvd.init().
 
-        Size and rank do not tell: an elastic job may replace another host, and this rank keeps both. Handles do not
-        tell, as Horovod counts them from 0 again.
+        World size and rank do not show a new initialisation: if an elastic job replaces another host, this rank keeps
+        both. Handles do not show it either, because Horovod counts them from 0 again.
         """
         return mpi_ops._handle_map
 
     def why_not_cuda(self) -> str:
-        """Return why CUDA tensors cannot be exchanged, nothing if they can."""
+        """Return why CUDA tensors cannot be exchanged; an empty string if they can."""
         return "" if hvd.cuda_built() else WITHOUT_CUDA
 
     def everywhere(self, name: str, own: Hashable) -> list[Any]:
-        """Return what each of all ranks gives, in their order; waits for them."""
+        """All-gather a Python object over all ranks. Return the objects in the order of ranks."""
         return hvd.allgather_object(own, name=f"hvd_sparse.{name}")
 
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
-        """Return {ranks: their collectives} of all hosts and columns; makes process sets that are missing."""
+        """Return {ranks: their collectives} for each host and column; create missing process sets."""
         return {
             ranks: HorovodCollectives(process_set) for ranks, process_set in process_sets_of(hvd, hierarchy).items()
         }
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a tensor."""
-        output = tensor.new()  # as hvd.allgather_async would make it
+        """Start an all-gather of a tensor."""
+        output = tensor.new()  # like hvd.allgather_async
         holders = held_all([tensor, output])
         handle = mpi_ops._allgather_async(tensor, output, self._named(name), self.process_set)
         return HorovodHandle(handle, holders)
 
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start gathering a vector: Horovod's all-gather is the same for both."""
+        """Start an all-gather of a vector. Horovod's all-gather accepts different sizes."""
         return self.gather(name, tensor)
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
-        """Start summing a tensor over the ranks, in place."""
+        """Start an all-reduce that sums a tensor in place."""
         holders = [held(tensor)]
         handle = hvd.allreduce_async_(tensor, name=self._named(name), op=hvd.Sum, process_set=self.process_set)
         return HorovodHandle(handle, holders)
 
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
-        """Start sending each rank its part of a vector; Horovod finds out what to expect."""
+        """Start an all-to-all of a vector. Horovod exchanges the sizes, so `expected` is ignored."""
         split = torch.tensor(sizes, dtype=torch.int32)
-        output, received = tensor.new(), split.new()  # as hvd.alltoall_async would make them
+        output, received = tensor.new(), split.new()  # like hvd.alltoall_async
         holders = held_all([tensor, split, output, received])
         handle = mpi_ops._alltoall_async(tensor, split, output, received, self._named(name), self.process_set)
         return SentHandle(handle, holders)

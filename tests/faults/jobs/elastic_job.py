@@ -1,11 +1,11 @@
-"""An elastic job of four ranks: one after the other is killed within a step, and another comes in its place.
+"""An elastic job of four ranks: repeatedly, a rank is killed in a step, and a new one replaces it.
 
     horovodrun --gloo -np 4 --host-discovery-script ... python elastic_job.py FOLDER STATE KILLS SEED
 
-STATE is "summed": each commit holds the sum of all residuals, of which every rank takes its share after a failure; or
-"own": hvd.elastic's state has the compression, so that each rank goes back to its own residual, and that of the rank
-that was killed is lost. Gradients are small whole numbers, the learning rate is 1. Each process writes down what it has
-put in, and what waits in its residual, as of its last commit.
+STATE is "summed": each commit has the sum of all residuals, and every rank takes its share after a failure. Or "own":
+hvd.elastic's state contains the compression, so each rank restores its own residual, and that of the killed rank is
+lost. Gradients are small whole numbers, and the learning rate is 1. Each process records its gradients and its residual
+as of its last commit.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""The elastic job in TensorFlow: a rank is killed at a random moment of a step or of the commit behind it.
+"""The elastic job in TensorFlow: a rank is killed at a random moment of a step or of the following commit.
 
     horovodrun --gloo -np 4 --host-discovery-script ... python elastic_tensorflow_job.py FOLDER summed KILLS SEED
 
-Each commit holds the variables and the sum of all residuals. A gradient is given by process and batch: whoever
-knows which processes were in which world knows what all of them put in. What a commit does not hold does not count.
+Each commit has the variables and the sum of all residuals. A gradient depends only on process and batch, so the
+scenario can compute all gradients from the list of processes. Gradients after the last commit do not count.
 """
 
 import json

@@ -2,10 +2,9 @@
 
     mpirun -np 3 python server_job.py FOLDER SERVERS PAUSE
 
-The fault is in the environment, for `injector`; a worker waits PAUSE seconds after each step. Gradients are small whole
-numbers and the learning rate is 1: what all workers pushed, and what waits in their residuals, is exactly what the
-servers' parameters have moved by. Each rank writes down what it has put in, what waits or what has moved, and how it
-ended.
+`injector` reads the fault from the environment. A worker waits PAUSE seconds after each step. Gradients are small whole
+numbers, and the learning rate is 1, so the change of the servers' parameters must exactly equal the gradients of all
+workers minus their residuals. Each rank records these numbers, and how it ended.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A pipeline of three stages, with a fault in what a stage sends or receives.
+"""A pipeline of three stages, with a fault in the messages of a stage.
 
     mpirun -np 3 python stage_job.py FOLDER FRAMEWORK
 
-The fault is in the environment, for `injector`. Each rank writes down its losses, and how it ended.
+`injector` reads the fault from the environment. Each rank records its losses, and how it ended.
 """
 
 import contextlib
