@@ -1,4 +1,4 @@
-// What the core allocates while it works: little, however large the tensor is.
+// The core allocates little memory while it works, independent of the size of the tensor.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Test arrays of all four element types, made and read bit by bit, without the conversions of the core.
+// Test arrays of all four element types, written and read bit by bit, without the conversions of the core.
 #pragma once
 
 #include <algorithm>

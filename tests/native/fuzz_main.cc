@@ -1,5 +1,5 @@
-// Runs the fuzz target without libFuzzer: all files of a folder, then as many mutations of them as asked for, the same
-// ones in every run.
+// Runs the fuzz target without libFuzzer: all files of a folder, then a given number of mutations of them, which are
+// the same in every run.
 //
 //   fuzz_payload_test FOLDER MUTATIONS [SEED]
 #include <algorithm>

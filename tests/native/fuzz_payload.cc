@@ -1,8 +1,8 @@
-// The decoder on any bytes: no fault, and nothing accepted that is not a payload. A libFuzzer target; with fuzz_main.cc
-// also a test of its own.
+// The decoder reads arbitrary bytes without a fault, and accepts only payloads. This is a libFuzzer target; with
+// fuzz_main.cc it is also a test.
 //
-// An input is a format and then the bytes. Format: flags u8; coding u8; dtype u8; number of segments u8, modulo 4;
-// n - 1 u24; k u24; ranks u8; of each segment u16 begin and u16 channels. make_corpus.py writes the same.
+// An input is a format followed by the bytes. Format: flags u8; coding u8; dtype u8; number of segments u8, modulo 4;
+// n - 1 u24; k u24; ranks u8; for each segment u16 begin and u16 channels. make_corpus.py writes this layout.
 #include "fuzz_payload.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A gradient and a memory, drawn, under each of the rules.
+// A drawn gradient and error feedback, for each of the rules.
 #pragma once
 
 #include <vector>

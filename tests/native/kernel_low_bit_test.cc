@@ -1,4 +1,4 @@
-// Low-bit values, and payloads whose sizes differ, on a device that the host runs, against the core.
+// Compares kernels for low-bit values and for payloads of different sizes, run on the host, with the core.
 #include "../../csrc/cuda/low_bit.h"
 #include "../../csrc/cuda/pack.h"
 #include "checksum.h"

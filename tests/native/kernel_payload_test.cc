@@ -1,4 +1,4 @@
-// The kernels that write, check, decode and add payloads, run on the host, against the core.
+// Compares the kernels that write, check, decode and add payloads, run on the host, with the core.
 #include <algorithm>
 #include <numeric>
 

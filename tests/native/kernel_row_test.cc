@@ -1,4 +1,4 @@
-// The kernels that select in rows, run on the host, against the core.
+// Compares the kernels that select in rows, run on the host, with the core.
 #include <limits>
 #include <string>
 

@@ -1,4 +1,4 @@
-// The kernels that accumulate and select, run on the host, against the core.
+// Compares the kernels that accumulate and select, run on the host, with the core.
 #include <limits>
 
 #include "../../csrc/cuda/accumulate.h"

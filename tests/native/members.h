@@ -1,4 +1,4 @@
-// Tensors that share a selection, and their buffers.
+// Tensors in a joint selection, and their buffers.
 #pragma once
 
 #include <algorithm>

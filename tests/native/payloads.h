@@ -1,4 +1,4 @@
-// Payloads for tests, true ones and lies, built by wire.h and not by the core.
+// Valid and invalid payloads for tests, built by wire.h and not by the core.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Payloads that were damaged, cut or made up, in every coding.
+// Damaged, truncated and invented payloads in every coding.
 #include <limits>
 
 #include "verdict.h"

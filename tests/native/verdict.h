@@ -1,4 +1,4 @@
-// Does the core say of bytes what wire.h says?
+// Compares the core's decision about bytes with that of wire.h.
 #pragma once
 
 #include "expect.h"

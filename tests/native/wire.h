@@ -1,5 +1,5 @@
-// The wire format a second time, byte by byte from the comments in payload.h, low_bit.h, positions.h and elias_fano.h,
-// without a line of their .cc.
+// A second implementation of the wire format, written from the comments in payload.h, low_bit.h, positions.h and
+// elias_fano.h, without code of their .cc files.
 #pragma once
 
 #include <algorithm>

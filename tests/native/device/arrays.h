@@ -1,4 +1,4 @@
-// Arrays as a device would hold them, each of its exact size, and values of every awkward kind.
+// Arrays that simulate device memory, each with its exact size, and values of every awkward kind.
 #pragma once
 
 #include <cmath>

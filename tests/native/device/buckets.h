@@ -1,4 +1,4 @@
-// A bucket on a device, run on the host, against the core's: memories, payloads, what was sent taken out, sums.
+// Compares a bucket on a device, run on the host, with the core's: error feedback, payloads, clearing, sums.
 #pragma once
 
 #include "../../../csrc/cuda/bucket.h"

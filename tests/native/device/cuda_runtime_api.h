@@ -1,6 +1,6 @@
-// Stands in for the CUDA runtime where the tests run kernels on the host: every thread of a block is a context of its
-// own, switched where it waits for others. What a device forbids and this can see ends the program: a barrier that not
-// all threads of a block reach, a warp's intrinsic that not all its threads call. Races it cannot see.
+// Replaces the CUDA runtime when the tests run kernels on the host. Every thread of a block is a separate context,
+// which is switched when it waits for others. Two kinds of errors end the program: a barrier that not all threads of a
+// block reach, and a warp intrinsic that not all threads of the warp call. Races are not detected.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Runs a kernel's blocks one after the other, and the threads of a block in turn, each from one wait to the next.
+// Runs a kernel's blocks one after the other. The threads of a block take turns; each runs until it has to wait.
 #include <cuda_runtime_api.h>
 #include <ucontext.h>
 
