@@ -43,7 +43,7 @@ inline Fields FieldsOf(DType dtype) {
   return {8, 23};
 }
 
-// The number that `bits` spell; a double holds every one of every type.
+// The number with these bits. A double can represent every number of every type.
 inline double Decode(DType dtype, uint64_t bits) {
   const Fields fields = FieldsOf(dtype);
   const uint64_t mantissa = bits & fields.mantissa_mask();

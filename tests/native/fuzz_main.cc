@@ -21,7 +21,7 @@ using Bytes = std::vector<uint8_t>;
 std::vector<Bytes> ReadCorpus(const char* folder) {
   std::vector<std::filesystem::path> paths;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry.path());
-  std::sort(paths.begin(), paths.end());  // a folder has no order of its own
+  std::sort(paths.begin(), paths.end());  // the order in a folder is undefined
   std::vector<Bytes> corpus;
   for (const auto& path : paths) {
     std::ifstream file(path, std::ios::binary);

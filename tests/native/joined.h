@@ -20,7 +20,7 @@ inline const std::vector<Rule> kRules{
     {"nesterov, decay", {AccumulateRule::kNesterov, 1, 0.5f, 1e-2f, nullptr}},
 };
 
-// A gradient and a memory, joined: zero where a member is missing.
+// The joined gradients and error feedback of all members, with zeros for missing members.
 struct Joined {
   Joined(const Shape& shape, DType dtype, Pattern pattern, const Rule& rule)
       : gradient(Draw(dtype, pattern, shape.n, 1)),

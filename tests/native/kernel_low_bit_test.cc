@@ -65,7 +65,7 @@ TEST(LowBitValuesOfASelectionAlone) {
   }
 }
 
-// A rank's payload of as many entries as it likes, in the middle of bytes.
+// A rank's payload with any number of entries, in the middle of a buffer.
 Words PayloadOf(const PayloadFormat& format, uint64_t rank) {
   std::vector<int64_t> indices;
   for (int64_t j = 0; j < format.k; ++j) indices.push_back(j * (format.n / format.k) + static_cast<int64_t>(rank % 2));
