@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_sparse.library import mpi
 
-SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for at most, and an idle rank's load
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these intervals, which limit latency and load
 
 BACKGROUND_NAP = 1e-4  # seconds
 
@@ -20,11 +20,11 @@ _posting = threading.Lock()  # pieces of one message, in order, with no other me
 
 
 class DamagedMessage(ValueError):
-    """Bytes that are not the message that was expected: the sender may send it again."""
+    """Received bytes are not a valid message. The sender may send it again."""
 
 
 def poll(look: Callable, timeout: float):
-    """Return what `look` returns once that is not None; None after `timeout` seconds."""
+    """Call `look` until it returns something other than None, and return this; None after `timeout` seconds."""
     end, nap = time.monotonic() + timeout, SHORTEST_NAP
     while (found := look()) is None and time.monotonic() < end:
         time.sleep(nap)
@@ -33,10 +33,10 @@ def poll(look: Callable, timeout: float):
 
 
 class Mailbox:
-    """What a rank sends and receives on a communicator of mpi4py.
+    """Sends and receives the messages of a rank on an mpi4py communicator, without blocking.
 
-    background: long messages, which move only while their sender calls MPI, are seen to by a thread, so that they move
-    while the sender computes; where MPI lets threads call it (MPI_THREAD_MULTIPLE).
+    background: a thread makes progress with long messages, which otherwise move only while their sender calls MPI. This
+    needs MPI_THREAD_MULTIPLE.
     """
 
     def __init__(self, communicator, background: bool = False):
@@ -82,13 +82,13 @@ class Mailbox:
         return None
 
     def reap(self) -> bool:
-        """Let go of what has been sent; return whether that was all."""
+        """Free the messages that have been sent; return whether none is left."""
         with self._lock:
             self._pending = [(request, data) for request, data in self._pending if not request.Test()]
             return not self._pending
 
     def close(self, timeout: float) -> None:
-        """Wait for what was sent, at most `timeout` seconds; what nobody takes any more is given up."""
+        """Wait for unsent messages, at most `timeout` seconds; drop those that no rank receives."""
         self._closed = True
         self._posted.set()
         poll(lambda: self.reap() or None, timeout)

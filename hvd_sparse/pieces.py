@@ -13,14 +13,14 @@ MOST_WORDS = 2**31 - 1  # that one all-gather may return, of all ranks together
 
 
 class Cut(NamedTuple):
-    """How each rank cuts its message."""
+    """The number and sizes of the pieces of each rank's message."""
 
     pieces: int  # collectives; if it is one, there is no number of words in front
     words: int  # that a rank sends in each of them at most
 
 
 def plan_pieces(most_bytes: int, ranks: int) -> Cut:
-    """Return how to cut messages of which no rank's has more than `most_bytes`."""
+    """Return how to divide messages of which none has more than `most_bytes`."""
     most = -(-most_bytes // WORD_BYTES)
     if most * ranks <= MOST_WORDS:
         return Cut(1, most)

@@ -51,7 +51,7 @@ EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
 
 
 class Kind(enum.IntEnum):
-    """What a message is; also its tag's offset."""
+    """The kind of a message, and the offset of its tag."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
 
 
 class Head(NamedTuple):
-    """Where in the run a message belongs."""
+    """The position of a message in the run."""
 
     kind: Kind
     step: int = 0
@@ -76,7 +76,7 @@ class Head(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor on its way. array: of its shape, bfloat16 as uint16. mask: bool[B, f], what is sent of it; None: all."""
+    """A tensor in a message. array: bfloat16 as uint16. mask: bool[B, f], the elements to send; None: all."""
 
     array: np.ndarray
     dtype: str
@@ -90,7 +90,7 @@ class Tensor(NamedTuple):
 
 
 def item_type(dtype: str) -> np.dtype:
-    """Return what NumPy calls the elements of a dtype: bfloat16 are uint16 there."""
+    """Return NumPy's name for the elements of a dtype: uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
@@ -111,7 +111,7 @@ def encode(head: Head, structure=None, tensors: list[Tensor] = (), describe: boo
 
 
 def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
-    """Return head, description and body of a message; DamagedMessage says what is wrong with it."""
+    """Return head, description and body of a message. Raise DamagedMessage, which says what is wrong."""
     if data.size < HEADER.size:
         raise DamagedMessage(f"a message has at least {HEADER.size} bytes, got {data.size}")
     magic, version, kind, flags, step, micro, micros, rows, total, size, check = HEADER.unpack_from(data)
@@ -132,7 +132,7 @@ def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
 
 
 def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[Tensor]]:
-    """Return structure and tensors of a message with a description; DamagedMessage says what is wrong with it."""
+    """Return structure and tensors of a message with a description. Raise DamagedMessage, which says what is wrong."""
     tensors, offset = [], 0
     with _damage_reported("a tensor cannot be read"):
         (size,) = struct.unpack_from("<H", description)

@@ -121,7 +121,7 @@ class Notices:
         self._mailbox.close(SHUTDOWN_TIMEOUT)
 
     def excepthook(self, hook: Callable) -> Callable:
-        """Return what shows an uncaught error as `hook` does, and then the failure that it follows from, if any."""
+        """Return a hook that shows an uncaught error like `hook`, and then the failure that caused it, if any."""
 
         def show(kind, error, trace) -> None:
             """Show an error, then what it follows from."""
