@@ -1,6 +1,6 @@
-"""Messages between two ranks by MPI, without collective operations and without waiting in MPI.
+"""Messages between two ranks by MPI, without collectives and without waiting in MPI.
 
-MPI's blocking receive keeps a core busy in most implementations: an idle rank looks now and then, and sleeps between.
+In most implementations, MPI's blocking receive keeps a core busy. So an idle rank polls, and sleeps between polls.
 """
 
 import threading
@@ -15,8 +15,8 @@ SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these i
 
 BACKGROUND_NAP = 1e-4  # seconds
 
-MOST_BYTES = 2**31 - 1  # of one message of MPI's, whose counts are C ints; a longer one goes in pieces of so many
-_posting = threading.Lock()  # pieces of one message, in order, with no other message of this process between them
+MOST_BYTES = 2**31 - 1  # of an MPI message, whose counts are C ints; longer messages are sent in pieces of this size
+_posting = threading.Lock()  # keeps the pieces of a message together, with no other message of this process in between
 
 
 class DamagedMessage(ValueError):
@@ -49,9 +49,9 @@ class Mailbox:
             threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:
-        """Send bytes, uint8, without waiting; they must not change any more.
+        """Start sending bytes, uint8, without waiting. The array must not change afterwards.
 
-        A piece of MOST_BYTES says that another follows, which may be empty.
+        After a piece of MOST_BYTES, another piece follows, which may be empty.
         """
         with _posting:
             requests = [
@@ -65,9 +65,9 @@ class Mailbox:
             self._posted.set()
 
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
-        """Return the rank that the first message of a tag is of, and its bytes; None if none has come completely.
+        """Return the sender and the bytes of the first complete message with a tag; None if there is none.
 
-        source: of this rank only.
+        source: Only consider messages of this rank.
         """
         wanted = self._mpi.ANY_SOURCE if source is None else source
         while (message := self._communicator.Improbe(wanted, tag, self._status)) is not None:
