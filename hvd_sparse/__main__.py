@@ -11,7 +11,7 @@ TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def check_build() -> str:
-    """Return the table of what was built and what is installed beside it."""
+    """Return a table of the parts that were built, and of the frameworks that are installed."""
 
     def box(present: bool) -> str:
         """Tick a box."""

@@ -12,7 +12,7 @@ TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class Stages:
-    """How many stages a tensor is fitted in, and where the search for a better number goes."""
+    """The number of stages of a tensor's fit, and the state of the search for a better number."""
 
     count: int
     direction: int = 1  # what one stage more does where too few were sent; -1 where it made it worse

@@ -1,6 +1,6 @@
-"""Messages between two ranks by MPI, without collective operations and without waiting in MPI.
+"""Messages between two ranks by MPI, without collectives and without waiting in MPI.
 
-MPI's blocking receive keeps a core busy in most implementations: an idle rank looks now and then, and sleeps between.
+In most implementations, MPI's blocking receive keeps a core busy. So an idle rank polls, and sleeps between polls.
 """
 
 import threading
@@ -11,20 +11,20 @@ import numpy as np
 
 from hvd_sparse.library import mpi
 
-SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: what a message may wait for at most, and an idle rank's load
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these intervals, which limit latency and load
 
 BACKGROUND_NAP = 1e-4  # seconds
 
-MOST_BYTES = 2**31 - 1  # of one message of MPI's, whose counts are C ints; a longer one goes in pieces of so many
-_posting = threading.Lock()  # pieces of one message, in order, with no other message of this process between them
+MOST_BYTES = 2**31 - 1  # of an MPI message, whose counts are C ints; longer messages are sent in pieces of this size
+_posting = threading.Lock()  # keeps the pieces of a message together, with no other message of this process in between
 
 
 class DamagedMessage(ValueError):
-    """Bytes that are not the message that was expected: the sender may send it again."""
+    """Received bytes are not a valid message. The sender may send it again."""
 
 
 def poll(look: Callable, timeout: float):
-    """Return what `look` returns once that is not None; None after `timeout` seconds."""
+    """Call `look` until it returns something other than None, and return this; None after `timeout` seconds."""
     end, nap = time.monotonic() + timeout, SHORTEST_NAP
     while (found := look()) is None and time.monotonic() < end:
         time.sleep(nap)
@@ -33,10 +33,10 @@ def poll(look: Callable, timeout: float):
 
 
 class Mailbox:
-    """What a rank sends and receives on a communicator of mpi4py.
+    """Sends and receives the messages of a rank on an mpi4py communicator, without blocking.
 
-    background: long messages, which move only while their sender calls MPI, are seen to by a thread, so that they move
-    while the sender computes; where MPI lets threads call it (MPI_THREAD_MULTIPLE).
+    background: a thread makes progress with long messages, which otherwise move only while their sender calls MPI. This
+    needs MPI_THREAD_MULTIPLE.
     """
 
     def __init__(self, communicator, background: bool = False):
@@ -49,9 +49,9 @@ class Mailbox:
             threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
 
     def post(self, rank: int, tag: int, data: np.ndarray) -> None:
-        """Send bytes, uint8, without waiting; they must not change any more.
+        """Start sending bytes, uint8, without waiting. The array must not change afterwards.
 
-        A piece of MOST_BYTES says that another follows, which may be empty.
+        After a piece of MOST_BYTES, another piece follows, which may be empty.
         """
         with _posting:
             requests = [
@@ -65,9 +65,9 @@ class Mailbox:
             self._posted.set()
 
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
-        """Return the rank that the first message of a tag is of, and its bytes; None if none has come completely.
+        """Return the sender and the bytes of the first complete message with a tag; None if there is none.
 
-        source: of this rank only.
+        source: Only consider messages of this rank.
         """
         wanted = self._mpi.ANY_SOURCE if source is None else source
         while (message := self._communicator.Improbe(wanted, tag, self._status)) is not None:
@@ -82,13 +82,13 @@ class Mailbox:
         return None
 
     def reap(self) -> bool:
-        """Let go of what has been sent; return whether that was all."""
+        """Free the messages that have been sent; return whether none is left."""
         with self._lock:
             self._pending = [(request, data) for request, data in self._pending if not request.Test()]
             return not self._pending
 
     def close(self, timeout: float) -> None:
-        """Wait for what was sent, at most `timeout` seconds; what nobody takes any more is given up."""
+        """Wait for unsent messages, at most `timeout` seconds; drop those that no rank receives."""
         self._closed = True
         self._posted.set()
         poll(lambda: self.reap() or None, timeout)

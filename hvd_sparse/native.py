@@ -89,7 +89,7 @@ def _check_changed(name: str, array: np.ndarray, size: int) -> None:
 
 
 def _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay):
-    """Return what the functions that accumulate share."""
+    """Return the arguments that all accumulating functions share."""
     n = _checked("gradient", gradient, np.float32).size
     _check_changed("residual", residual, n)
     if velocity is not None:

@@ -58,7 +58,7 @@ def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str 
 
 
 def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
-    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+    """Return a mask, bool[B, f], of NaN and of nonzero elements that reach their row's threshold (as float64).
 
     thresholds: float64[B], or [1] for all rows.
     """
@@ -70,16 +70,16 @@ def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtyp
 
 
 def pack_rows(values: np.ndarray, mask: np.ndarray, coding: str = "auto", value_dtype: str | None = None) -> np.ndarray:
-    """Return the payload, uint8[bytes], of what a mask keeps of a matrix: positions and values, in the matrix' type.
+    """Return the payload, uint8[bytes], of the elements that a mask selects: positions and values of the matrix' type.
 
-    A payload of k of n = B * f elements, k as many as are kept; of none, an empty one of k = 1.
+    It is a payload of k of n = B * f elements; if the mask selects none, an empty one with k = 1.
     """
     kept = max(1, _count_kept(mask))
     return _pack("pack_rows", values, mask, (values.size, kept, coding), value_dtype)
 
 
 def pack_kept(values: np.ndarray, mask: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
-    """Return the payload, uint8[bytes], of what a mask keeps of a matrix, for one who has the mask: values alone."""
+    """Return the payload, uint8[bytes], of the values that a mask selects, without positions."""
     kept = max(1, _count_kept(mask))
     return _pack("pack_kept", values, mask, (kept, kept, "dense"), value_dtype)
 

@@ -1,26 +1,26 @@
-"""All-gathers of more than Horovod can count: as int64, and in several collectives where that is not enough.
+"""All-gathers above Horovod's size limit: payloads are sent as int64, and in several collectives if necessary.
 
-Horovod's displacements are C ints, in elements of the type that is sent: past 2**31 - 1 of them a rank crashes.
-Payloads are padded to 8 bytes. Sent as int64 they have room for 16 GiB. Where the ranks might send more than that
-together, each puts the number of its words first, and cuts all of it into pieces of a length that depends on nothing
-but what a rank may send at most: the same number of collectives on every rank, whatever it has to send.
+Horovod's displacements are C ints that count elements of the sent type; a rank crashes above 2**31 - 1 of them.
+Payloads are padded to 8 bytes, so that int64 elements allow 16 GiB. If the ranks together might send more than that,
+each rank puts the number of its words in front and divides its message into pieces. The size of a piece depends only on
+the largest possible message, so every rank takes part in the same number of collectives.
 """
 
 from typing import NamedTuple
 
 WORD_BYTES = 8
-MOST_WORDS = 2**31 - 1  # that one all-gather may return, of all ranks together
+MOST_WORDS = 2**31 - 1  # largest result of one all-gather, from all ranks together
 
 
 class Cut(NamedTuple):
-    """How each rank cuts its message."""
+    """The number and sizes of the pieces of each rank's message."""
 
-    pieces: int  # collectives; if it is one, there is no number of words in front
-    words: int  # that a rank sends in each of them at most
+    pieces: int  # number of collectives; if it is 1, no number of words is sent
+    words: int  # largest number of words that a rank sends in each collective
 
 
 def plan_pieces(most_bytes: int, ranks: int) -> Cut:
-    """Return how to cut messages of which no rank's has more than `most_bytes`."""
+    """Return how to divide messages of which none has more than `most_bytes`."""
     most = -(-most_bytes // WORD_BYTES)
     if most * ranks <= MOST_WORDS:
         return Cut(1, most)

@@ -35,7 +35,7 @@ class Schedule(abc.ABC):
 
     @property
     def settled(self) -> float:
-        """The density of late steps, and so of nearly all steps."""
+        """The density of late steps, and therefore of nearly all steps."""
         return self.density(10**9)
 
 

@@ -31,7 +31,7 @@ class BoundarySettings(NamedTuple):
         return self
 
     def kept(self, columns: int) -> int:
-        """Return how many of a row's elements "topk" keeps: round(density * f), half rounded up, at least 1."""
+        """Return the number of a row's elements that "topk" keeps: round(density * f), half rounded up, at least 1."""
         return top_k_count(columns, self.density)
 
     def row_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The messages between stages, and their validation: no byte is used before it is checked.
+"""The messages between stages, and their validation. The code checks every byte before it uses it.
 
 A message is a header, a description and a body, little-endian:
 
@@ -6,18 +6,18 @@ A message is a header, a description and a body, little-endian:
                the step, u32 rows of the micro-batch, u32 rows of the step, u32 bytes of the description,
                u32 CRC-32 of header (this field taken as zero), description and body
 
-    FORWARD    to the next stage     activations: values, and masks
-    BACKWARD   to the stage before   their gradients: values alone, for both ends have the masks; no description
-    TARGETS    first to last stage   what the loss compares with
-    LOSS       last stage to all     float64, of the step
+    FORWARD    to the next stage     activations: values and masks
+    BACKWARD   to the previous stage gradients: only values, because both stages have the masks; no description
+    TARGETS    first to last stage   the targets of the loss
+    LOSS       last stage to all     the loss of the step, float64
 
-Description: u16 bytes of the structure, structure as JSON (`tree.flatten`), then of each tensor
+Description: u16 bytes of the structure, structure as JSON (`tree.flatten`), then for each tensor
     u8 dtype, u8 form, u8 whether a gradient is wanted, u8 dimensions, u32 f, u64 entries kept, u32 each dimension
-Body: the tensors one after the other, by form: WHOLE: raw elements; MASKED: a payload of positions and values
-(`hvd_sparse.wire`; all of B * f elements, coding `mask_coding`). Of BACKWARD: raw elements, or a payload of values
-alone.
+Body: the concatenated tensors. Form WHOLE: raw elements. Form MASKED: a payload of positions and values
+(`hvd_sparse.wire`; all of B * f elements, coding `mask_coding`). In BACKWARD: raw elements, or a payload without
+positions.
 
-Decoding asks for no memory that the bytes of the message do not justify: they grow with the elements that they claim.
+Decoding allocates memory only in proportion to the bytes of the message, whatever sizes the message claims.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ MASKABLE = DTYPES[:4]
 DIFFERENTIABLE = (*MASKABLE, "complex64", "complex128")
 WHOLE, MASKED = 0, 1
 MOST_MICRO_BATCHES = 2**16 - 1
-SPARSEST = 1024  # elements for each that is kept, at most, where a mask is coded by positions
+SPARSEST = 1024  # largest ratio of all to kept elements at which a mask is coded by positions
 EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
 
 
 class Kind(enum.IntEnum):
-    """What a message is; also its tag's offset."""
+    """The kind of a message, and the offset of its tag."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
 
 
 class Head(NamedTuple):
-    """Where in the run a message belongs."""
+    """The position of a message in the run."""
 
     kind: Kind
     step: int = 0
@@ -76,7 +76,7 @@ class Head(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor on its way. array: of its shape, bfloat16 as uint16. mask: bool[B, f], what is sent of it; None: all."""
+    """A tensor in a message. array: bfloat16 as uint16. mask: bool[B, f], the elements to send; None: all."""
 
     array: np.ndarray
     dtype: str
@@ -85,17 +85,17 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the dense tensor."""
         return self.array.nbytes
 
 
 def item_type(dtype: str) -> np.dtype:
-    """Return what NumPy calls the elements of a dtype: bfloat16 are uint16 there."""
+    """Return NumPy's name for the elements of a dtype: uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def encode(head: Head, structure=None, tensors: list[Tensor] = (), describe: bool = True) -> np.ndarray:
-    """Return the bytes of a message, uint8. describe: False for BACKWARD, whose receiver knows the masks."""
+    """Return the encoded message, uint8[bytes]. describe: False for BACKWARD, whose receiver knows the masks."""
     bodies = [_body(tensor, positions=describe) for tensor in tensors]
     description = b""
     if describe:
@@ -111,7 +111,7 @@ def encode(head: Head, structure=None, tensors: list[Tensor] = (), describe: boo
 
 
 def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
-    """Return head, description and body of a message; DamagedMessage says what is wrong with it."""
+    """Return head, description and body of a message. Raise DamagedMessage, which says what is wrong."""
     if data.size < HEADER.size:
         raise DamagedMessage(f"a message has at least {HEADER.size} bytes, got {data.size}")
     magic, version, kind, flags, step, micro, micros, rows, total, size, check = HEADER.unpack_from(data)
@@ -132,7 +132,7 @@ def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
 
 
 def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[Tensor]]:
-    """Return structure and tensors of a message with a description; DamagedMessage says what is wrong with it."""
+    """Return structure and tensors of a message with a description. Raise DamagedMessage, which says what is wrong."""
     tensors, offset = [], 0
     with _damage_reported("a tensor cannot be read"):
         (size,) = struct.unpack_from("<H", description)
@@ -148,7 +148,7 @@ def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[T
 
 
 def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of tensors, masked as these were; DamagedMessage if the bytes are not theirs."""
+    """Return the gradients of tensors, with the same masks. Raise DamagedMessage if the bytes do not fit."""
     gradients, offset = [], 0
     with _damage_reported("a gradient cannot be read"):
         for like in likes:
@@ -163,7 +163,7 @@ def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
 
 
 def decode_loss(description: bytes, body: np.ndarray) -> float:
-    """Return the number in a LOSS; DamagedMessage if it is anything else."""
+    """Return the number in a LOSS message. Raise DamagedMessage if there is none."""
     _, tensors = decode_tensors(description, body)
     found = [(tensor.dtype, tensor.array.shape) for tensor in tensors]
     if found != [("float64", ())]:
@@ -172,16 +172,16 @@ def decode_loss(description: bytes, body: np.ndarray) -> float:
 
 
 def mask_coding(numel: int, kept: int) -> str:
-    """Return how positions are coded: the shortest way, but a bitmap where next to nothing of so many is kept.
+    """Return the coding of positions: the shortest one, but a bitmap if almost no elements are kept.
 
-    Codes of a few positions among many would be a few bytes that stand for any amount of memory.
+    With codes of a few positions, a few bytes could claim any amount of memory.
     """
     return "auto" if numel <= SPARSEST * max(1, kept) else "bitmap"
 
 
 @contextlib.contextmanager
 def _damage_reported(what: str):
-    """Raise DamagedMessage for whatever goes wrong because of a message's bytes."""
+    """Convert all errors that a message's bytes can cause to DamagedMessage."""
     try:
         yield
     except DamagedMessage:
@@ -211,7 +211,7 @@ def _describe(tensor: Tensor) -> bytes:
 
 
 def _parse(description: bytes, place: int):
-    """Return shape, (dtype, form, gradient, f, kept), and where the next tensor's description starts."""
+    """Return shape, (dtype, form, gradient, f, kept), and the offset of the next tensor's description."""
     dtype, form, gradient, ndim, columns, kept = TENSOR.unpack_from(description, place)
     place += TENSOR.size
     shape = struct.unpack_from(f"<{ndim}I", description, place)
@@ -221,7 +221,7 @@ def _parse(description: bytes, place: int):
 
 
 def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = None) -> tuple[Tensor, int]:
-    """Return a tensor of the body at an offset, and where it ends. mask: of a gradient."""
+    """Return a tensor of the body at an offset, and its end. mask: the mask, if the tensor is a gradient."""
     dtype, kind, gradient, columns, kept = form
     numel = math.prod(shape)
     if kind == WHOLE:
@@ -245,7 +245,7 @@ def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = 
 
 
 def _part(body: np.ndarray, offset: int, size: int) -> np.ndarray:
-    """Return bytes of the body, copied where what they hold must be aligned."""
+    """Return bytes of the body, as a copy if their elements must be aligned."""
     if offset + size > body.size:
         raise DamagedMessage(f"{size} bytes were announced, {body.size - offset} are there")
     return body[offset : offset + size].copy()

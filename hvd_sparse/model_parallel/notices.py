@@ -12,18 +12,18 @@ from hvd_sparse.mailbox import Mailbox, poll
 
 FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
 GREETING_BYTES = 512
-SHUTDOWN_TIMEOUT = 5.0  # seconds to get the last word out
+SHUTDOWN_TIMEOUT = 5.0  # seconds to send the last message
 
 
 class PipelineError(RuntimeError):
-    """Another rank has failed, or has ended while this one waits for it; the text says which, and why."""
+    """Another rank has failed, or has ended while this one waits for it. The text names the rank and the reason."""
 
 
 class Notices:
-    """What the ranks of a communicator of mpi4py tell each other beside their data; the communicator is for this alone.
+    """Control messages between the ranks of an mpi4py communicator, which must have no other messages.
 
-    name: says in errors what a rank is. grace: seconds within which word of another rank's failure may come after this
-    rank has seen its consequences, as Horovod's are.
+    name: Returns the name of a rank for errors. grace: Seconds to wait for the notice of another rank's failure, after
+    this rank has seen its consequences, such as Horovod's error.
     """
 
     def __init__(self, communicator, name: Callable[[int], str] = "stage {}".format, grace: float = 0.0):
@@ -36,11 +36,11 @@ class Notices:
 
     @property
     def failure(self) -> str:
-        """Why the ranks cannot go on, as far as this one knows; nothing while they can."""
+        """The reason why the ranks cannot continue, if this rank knows one; else an empty string."""
         return self._failure
 
     def heard(self) -> str:
-        """Take what others have said; return the failure, if there is one."""
+        """Receive the notices of other ranks; return the failure, if there is one."""
         while not self._failure and (found := self._mailbox.look(FAILED)) is not None:
             self._failure = bytes(found[1]).decode(errors="replace")
         while (found := self._mailbox.look(LEFT)) is not None:
@@ -53,7 +53,7 @@ class Notices:
             raise PipelineError(self._failure)
 
     def fail(self, error: BaseException) -> PipelineError | None:
-        """Tell every rank why this one fails; if another has failed before, return the error that says so instead."""
+        """Tell every rank why this one fails. If another rank failed before, return the error that says so instead."""
         if error is self._shared:
             return None
         if not self._is_own and poll(lambda: self.heard() or None, self._grace) is not None:
@@ -64,9 +64,10 @@ class Notices:
         return None
 
     def agree(self, error: Exception | None, settings: dict, timeout: float) -> None:
-        """Raise on every rank where there is an error on one, or where settings differ.
+        """Raise an error on every rank if one rank has an error, or if settings differ.
 
-        Raises a rank's own error there and PipelineError elsewhere; ValueError for settings; TimeoutError.
+        The rank with the error raises it, the others PipelineError. Different settings raise ValueError. TimeoutError:
+        a rank did not call this method.
         """
         mine = "" if error is None else f"{self._name(self._rank)}: {type(error).__name__}: {error}"
         greeting = np.zeros(GREETING_BYTES, np.uint8)
@@ -89,12 +90,12 @@ class Notices:
                 raise self._shared
 
     def meet(self, what: str, timeout: float) -> None:
-        """Wait until every rank is here. Raises PipelineError if one fails or has left before; TimeoutError."""
+        """Wait until every rank has called this method. Raises PipelineError if one fails or has left; TimeoutError."""
         self._meetings += 1
         request = self._communicator.Ibarrier()
 
         def look() -> bool | None:
-            """Return True once all ranks are here."""
+            """Return True when all ranks have arrived."""
             if request.Test():
                 return True
             self.check()
@@ -110,21 +111,21 @@ class Notices:
             raise TimeoutError(f"not all {self._size} ranks have come to {what} within {timeout:g} s")
 
     def leave(self, error: BaseException | None) -> None:
-        """Say that this rank comes to no more meetings: because of an error, if there is one."""
+        """Tell the other ranks that this rank calls `meet` no more, with the error if there is one."""
         if error is not None:
             self.fail(error)
         if not self._failure:
             self._tell(LEFT, str(self._meetings))
 
     def close(self) -> None:
-        """Get the last word out."""
+        """Finish sending the last message."""
         self._mailbox.close(SHUTDOWN_TIMEOUT)
 
     def excepthook(self, hook: Callable) -> Callable:
-        """Return what shows an uncaught error as `hook` does, and then the failure that it follows from, if any."""
+        """Return a hook that shows an uncaught error like `hook`, and then the failure that caused it, if any."""
 
         def show(kind, error, trace) -> None:
-            """Show an error, then what it follows from."""
+            """Show an error, then the failure that caused it."""
             hook(kind, error, trace)
             if not isinstance(error, PipelineError) and (cause := self.fail(error)) is not None:
                 here = self._name(self._rank)
@@ -149,7 +150,7 @@ class Notices:
 
 
 def wait_for(request, timeout: float, ranks: int, what: str) -> None:
-    """Wait for a collective request; TimeoutError says what not all ranks have done."""
+    """Wait for a collective request. Raise TimeoutError, which says what not all ranks have done."""
     if poll(lambda: request.Test() or None, timeout) is None:
         raise TimeoutError(f"not all {ranks} stages have {what} within {timeout:g} s")
 

@@ -28,11 +28,11 @@ class Pass:
         self.outputs: list = []
         self.passed_on: list[Tensor] = []  # as they went to the next stage
         self.loss = None
-        self.tape = None  # what the framework keeps for backward
+        self.tape = None  # the framework's data for backward
 
 
 class Batch:
-    """What a stage knows of the batch under way."""
+    """A stage's state of the current batch."""
 
     def __init__(self, step: int, training: bool, compares: bool):
         self.step, self.training, self.compares = step, training, compares
@@ -169,7 +169,7 @@ class Pipeline(abc.ABC):
 
     @abc.abstractmethod
     def _forward(self, run: Pass, targets, weight: float, training: bool):
-        """Compute outputs, as a tree; and where there are targets, run.loss, times weight. Keep what backward needs."""
+        """Compute the outputs, as a tree, and with targets the weighted loss. Store what backward needs."""
 
     @abc.abstractmethod
     def _backward(self, run: Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
@@ -180,7 +180,7 @@ class Pipeline(abc.ABC):
 
     @abc.abstractmethod
     def _made(self, boundary):
-        """Return the boundary that an argument, one or a density, stands for; raise what is wrong with it."""
+        """Return the boundary for an argument, which is a boundary or a density. Raise an error if it is wrong."""
 
     def _make_boundaries(self) -> None:
         """Make the boundaries that have a name; the one of all is made for each output when that is first seen."""
@@ -260,7 +260,7 @@ class Pipeline(abc.ABC):
                 self._channel.send(self.stages - 1, Kind.TARGETS, data)
 
     def _parts(self, targets, sizes: list[int]) -> list:
-        """Return a tree's parts along the first dimension, one a micro-batch."""
+        """Return the parts of a tree along the first dimension, one for each micro-batch."""
         leaves, structure = tree.flatten(targets)
         wrong = [len(leaf) for leaf in leaves if len(leaf) != sum(sizes)]
         if wrong:
@@ -276,7 +276,7 @@ class Pipeline(abc.ABC):
         return Pass(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
 
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
-        """Return head, structure and tensors (of LOSS, the number) of what is next; ValueError if that is another."""
+        """Return head, structure and tensors (or LOSS's number) of the next message; ValueError for another kind."""
         wanted = Head(kind, batch.step, micro, flags=0 if batch.training else EVALUATING)
         head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
         if (head.step, head.micro, head.flags & EVALUATING) != (wanted.step, micro, wanted.flags):
@@ -307,7 +307,7 @@ class Pipeline(abc.ABC):
             batch.runs[micro] = run
 
     def _targets(self, micro: int, run: Pass, batch: Batch):
-        """Return what the loss of a micro-batch compares with."""
+        """Return the targets of a micro-batch."""
         if run.head.flags & TARGETS_FOLLOW:
             _, structure, tensors = self._receive(0, Kind.TARGETS, micro, batch)
             return tree.unflatten([self._from_wire(tensor) for tensor in tensors], structure)

@@ -28,7 +28,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 def steps_of(schedule: str, stage: int, stages: int, micro_batches: int) -> Steps:
-    """Return what a stage does in one training step; ValueError for another schedule than those of SCHEDULES."""
+    """Return a stage's actions in a training step. Raise ValueError unless the schedule is one of SCHEDULES."""
     check_choice("schedule", schedule, tuple(SCHEDULES))
     return SCHEDULES[schedule](stage, stages, micro_batches)
 

@@ -104,7 +104,7 @@ def encode_values(values, value_dtype: str) -> np.ndarray:
 
 
 def decode_values(encoded: np.ndarray, value_dtype: str) -> np.ndarray:
-    """Return what `encode_values` made as float32, or float64 for float64; exact. Zeros for "none"."""
+    """Decode the result of `encode_values` exactly: float64 for float64, else float32; zeros for "none"."""
     if value_dtype == "none":
         return np.zeros(encoded.size, np.float32)
     if value_dtype == "bfloat16":
@@ -138,7 +138,7 @@ def checksum(payload: np.ndarray) -> int:
 
 
 def unpack_payloads(payloads, ns, ks, coding="run_length"):
-    """Return the entries of payloads of float32 that lie one after the other, counted through all."""
+    """Return the entries of consecutive payloads of float32. Indices count through all payloads."""
     indices, values, at, begin = [np.empty(0, np.int64)], [np.empty(0, np.float32)], 0, 0
     for n, k in zip(ns, ks, strict=True):
         size = payload_size(n, k, coding)

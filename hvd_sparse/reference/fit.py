@@ -8,14 +8,14 @@ import numpy as np
 from hvd_sparse.reference.selection import tail_moments
 from hvd_sparse.sampling import RUN, sampled_runs
 
-FIRST_DENSITY = 0.25  # what the first of several stages keeps; the others share the rest evenly
-MOST = 4  # times as many as wanted may reach a threshold, whatever the fit is like
+FIRST_DENSITY = 0.25  # fraction kept by the first of several stages; the others keep equal fractions
+MOST = 4  # a fit is accepted if at most this many times the wanted number reach its threshold
 SMALLEST_SAMPLE = 1 << 16
-EXPECTED = 256  # of the k largest, in a sample
+EXPECTED = 256  # expected number of the k largest elements in a sample
 
 
 class Moments(NamedTuple):
-    """Of |value| - threshold over the values whose magnitude reaches a threshold: sums, in float64."""
+    """Count, sum and squares, in float64, of |value| - threshold over the values that reach a threshold."""
 
     count: float
     sum: float
@@ -25,7 +25,7 @@ class Moments(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A threshold fitted to values, how many reached it over how many should, and whether the fit is of no use."""
+    """A fitted threshold, the number of values that reach it over the wanted number, and whether the fit failed."""
 
     threshold: float
     ratio: float
@@ -33,30 +33,30 @@ class Fit(NamedTuple):
 
 
 def sample_for_fit(n: int, k: int, seed: int) -> np.ndarray | None:
-    """Return which runs of n elements to fit to (`hvd_sparse.sampling.sampled_runs`), so that k of n are well met.
+    """Return the runs of n elements to use for a fit (`hvd_sparse.sampling.sampled_runs`), if about k should be kept.
 
-    Where the last of three stages keeps one in 16, as at density 0.001, the count is off by 4 % for the sampling.
+    If the last of three stages keeps one in 16, as at density 0.001, the error of the count by sampling is 4 %.
     """
     return sampled_runs(n, max(SMALLEST_SAMPLE, EXPECTED * n // k), seed)
 
 
 def take_sample(values: np.ndarray, k: int, seed: int) -> np.ndarray:
-    """Return what is fitted to of float32[n] values, so that k of them are well met: a sample, or all."""
+    """Return the values to fit, from float32[n] values of which k should reach the threshold: a sample, or all."""
     runs = sample_for_fit(values.size, k, seed)
     return values if runs is None else values[: values.size // RUN * RUN].reshape(-1, RUN)[runs].reshape(-1)
 
 
 def fit_tail(values: np.ndarray, density: float, stages: int, distribution: str) -> Fit:
-    """Fit to values, float32[m], all of a tensor's or a sample of them, as `fitted_threshold`."""
+    """Fit a threshold to values, float32[m], which are all elements of a tensor or a sample; see `fitted_threshold`."""
     threshold = fitted_threshold(values, density, stages, distribution)
     reached = int(tail_moments(values, threshold)[0])
     return Fit(threshold, reached / (density * len(values)), is_misfit(values, reached, density * len(values)))
 
 
 def fitted_threshold(values: np.ndarray, density: float, stages: int, distribution: str) -> float:
-    """Return the magnitude that about density * n of float32[n] values reach, if they are distributed so.
+    """Return the magnitude that about density * n of float32[n] values reach, if they follow the distribution.
 
-    Zeros take part in the fit. At least SMALLEST of float32, so that zeros never reach it.
+    The fit includes zeros. The result is at least the smallest positive float32, so that zeros never reach it.
     """
     threshold, later = 0.0, "exponential" if distribution == "exponential" else "pareto"
     for stage, part in enumerate(stage_densities(density, stages)):
@@ -85,14 +85,14 @@ def is_misfit(values: np.ndarray, reached: int, k: float) -> bool:
 
 
 def stage_densities(density: float, stages: int) -> list[float]:
-    """Return which part of what the stage before left each stage keeps; their product is the density."""
+    """Return the fraction that each stage keeps of the previous stage's elements. The product is the density."""
     if stages == 1 or density >= FIRST_DENSITY:
         return [density]
     return [FIRST_DENSITY, *[(density / FIRST_DENSITY) ** (1.0 / (stages - 1))] * (stages - 1)]
 
 
 def quantile(moments: Moments, density: float, distribution: str) -> float:
-    """Return what a part `density` of the distribution exceeds, fitted by the moments of the excess."""
+    """Return the value that a fraction `density` of the distribution exceeds, fitted by the moments of the excess."""
     mean = moments.sum / moments.count if moments.count else 0.0
     if not 0.0 < mean < math.inf:
         return 0.0

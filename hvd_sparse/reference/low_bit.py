@@ -48,7 +48,7 @@ def quantize_low_bit(values, value_dtype: str, level: str = "mean", indices=None
 
 
 def _means(classes: np.ndarray, magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """Return the mean of what is not zero in each class, 0.0 where there is nothing."""
+    """Return the mean of the nonzero magnitudes in each class; 0.0 for an empty class."""
     sums = np.bincount(classes, weights=magnitudes, minlength=count)
     counts = np.bincount(classes[magnitudes > 0], minlength=count)
     return np.divide(sums, counts, out=np.zeros(count), where=counts > 0)

@@ -73,10 +73,10 @@ def laplace_threshold_rows(values, density: float) -> np.ndarray:
 
 
 def filter_threshold_rows(values, thresholds) -> np.ndarray:
-    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+    """Return a mask, bool[B, f], of NaN and of nonzero elements that reach their row's threshold (as float64).
 
     thresholds: float64[B], or [1] for all rows. ValueError if one is negative or NaN. Source: Dynamic Communication
-    Thresholding, algorithm 2; that zeros stay out where the threshold is 0 is ours.
+    Thresholding, algorithm 2, which selects zeros if the threshold is 0.
     """
     values = _matrix(values)
     thresholds = np.asarray(thresholds, np.float64)
@@ -89,9 +89,9 @@ def filter_threshold_rows(values, thresholds) -> np.ndarray:
 
 
 def pack_rows(values, mask, coding: str = "auto") -> np.ndarray:
-    """Return the payload, uint8[bytes], of what a mask keeps of a matrix: positions and values, in the matrix' type.
+    """Return the payload, uint8[bytes], of the elements that a mask selects: positions and values of the matrix' type.
 
-    A payload of k of n elements as `pack` makes it, n = B * f, k as many as are kept; of none, an empty one of k = 1.
+    It is a payload of k of n = B * f elements by `pack`; if the mask selects none, an empty one with k = 1.
     """
     values, indices = _matrix(values), np.flatnonzero(mask)
     k, n = max(1, indices.size), values.size
@@ -113,9 +113,9 @@ def unpack_rows(payload, shape: tuple[int, int], k: int, value_dtype: str, codin
 
 
 def pack_kept(values, mask) -> np.ndarray:
-    """Return the payload, uint8[bytes], of what a mask keeps of a matrix, for one who has the mask: values alone.
+    """Return the payload, uint8[bytes], of the values that a mask selects, without positions.
 
-    A payload of all of n elements, n as many as are kept; of none, an empty one of n = 1.
+    It is a dense payload of n selected elements; if the mask selects none, an empty one with n = 1.
     """
     kept = _wide(_matrix(values)[np.asarray(mask)])
     n = max(1, kept.size)
@@ -125,7 +125,7 @@ def pack_kept(values, mask) -> np.ndarray:
 def unpack_kept(payload, mask, value_dtype: str) -> np.ndarray:
     """Return float32[B, f], float64 for that type: the values of a `pack_kept` payload at the mask, zero elsewhere.
 
-    ValueError if the payload is not one of as many values as the mask keeps.
+    ValueError if the number of values differs from the mask's.
     """
     count = int(np.count_nonzero(mask))
     _, kept = unpack(payload, max(1, count), max(1, count), coding="dense", value_dtype=value_dtype)

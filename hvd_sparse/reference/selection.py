@@ -82,7 +82,7 @@ def filter_threshold(values, threshold: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_size(n: int, k: int, sample_fraction: float) -> int:
-    """Return how many of n values a sampled threshold looks at: enough for about 32 of the k largest, 1024 or more."""
+    """Return the size of the sample for a sampled threshold: about 32 of the k largest, and at least 1024 values."""
     return min(n, max(math.ceil(sample_fraction * n), -(-32 * n // k), MIN_SAMPLE))
 
 

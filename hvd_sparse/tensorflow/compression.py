@@ -302,7 +302,7 @@ class SparseCompressor(tf.Module):
 
 
 class Parts:
-    """What a compressor is made of and TensorFlow need not track."""
+    """The parts of a compressor that TensorFlow need not track."""
 
     step: Step  # once the variables are known
 

@@ -29,7 +29,7 @@ def laplace_threshold_rows(values: tf.Tensor, density: Real) -> tf.Tensor:
 
 
 def filter_threshold_rows(values: tf.Tensor, thresholds: tf.Tensor) -> tf.Tensor:
-    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+    """Return a mask, bool[B, f], of NaN and of nonzero elements that reach their row's threshold (as float64).
 
     thresholds: float64[B], or [1] for all rows, at least 0. On a GPU one that is not raises nothing: below 0 counts as
     0, and what reaches NaN is infinite or NaN.

@@ -141,7 +141,7 @@ class SparseCompressor(Compressor):
         return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
 
     def _reduction(self, token: torch.Tensor) -> float:
-        """Return what became of a token, which must be what op said at the beginning of the step."""
+        """Return the factor by which Horovod scaled a token; it must match the step's `op`."""
         units = self._step.units
         scale = reduction_scale(token, units.world_size)
         told = units.reduction
@@ -150,7 +150,7 @@ class SparseCompressor(Compressor):
         return scale
 
     def _check_optimizer(self) -> None:
-        """Look at the optimizer that calls: refuse other reductions, warn of a second momentum."""
+        """Check the calling optimizer: raise for other reductions, warn of a second momentum."""
         optimizer = calling_optimizer(self)
         if optimizer is None:
             return

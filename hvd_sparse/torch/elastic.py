@@ -23,4 +23,4 @@ class CompressionStateHandler(StateHandler):
         self.value.load_state_dict({**self._saved, "ranks": self.value._exchange.size()})
 
     def sync(self) -> None:
-        """Keep what is here: in the first step after a reset the ranks agree on the number of the step."""
+        """Keep the current state. In the first step after a reset, the ranks agree on the number of the step."""

@@ -28,9 +28,9 @@ def laplace_threshold_rows(values: torch.Tensor, density: float) -> torch.Tensor
 
 
 def filter_threshold_rows(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
-    """Mask, bool[B, f], what reaches its row's threshold, compared as float64; and NaN. A zero never passes.
+    """Return a mask, bool[B, f], of NaN and of nonzero elements that reach their row's threshold (as float64).
 
-    thresholds: float64[B], or [1] for all rows, at least 0. On a CUDA device one that is not raises nothing: below 0
-    counts as 0, and what reaches NaN is infinite or NaN.
+    thresholds: float64[B], or [1] for all rows, at least 0. On a CUDA device, a wrong threshold raises no error: a
+    negative one counts as 0, and NaN as infinity.
     """
     return _ops.filter_threshold_rows(values.detach(), thresholds.detach())

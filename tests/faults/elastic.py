@@ -27,7 +27,7 @@ class Place:
         self.folder, self._hvd = folder, hvd
 
     def say(self, what: str, state) -> None:
-        """Write a line for whoever started this job."""
+        """Write a line to the process that started this job."""
         told = {"what": what, "time": time.time(), "size": self._hvd.size(), "batch": state.batch}
         told |= {"kills": state.kills, "pid": os.getpid()}
         with open(self.folder / "events", "a") as file:

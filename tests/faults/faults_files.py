@@ -137,7 +137,7 @@ def carry(framework: str, function, least: int):
 
 
 def killed_writer(found: Found, number: int) -> None:
-    """Kill a process at a random time while it writes one checkpoint after the other; read what is there."""
+    """Kill a process at a random time while it writes checkpoints; then read the file."""
     random = np.random.default_rng(number)
     with tempfile.TemporaryDirectory() as folder:
         path, read = Path(folder) / "state.npz", 0

@@ -35,7 +35,7 @@ class Ended:
     happened: float | None = None  # the time of the fault
 
     def errors(self) -> dict[int, str]:
-        """Return what each rank that is left has raised; nothing where it ended well."""
+        """Return the errors of the remaining ranks; an empty string for a rank that ended well."""
         return {rank: one.get("error", "") for rank, one in sorted(self.ranks.items())}
 
     def describe(self) -> str:
@@ -138,7 +138,7 @@ def began(found: Found, title: str, job: Ended) -> bool:
 
 
 def conserved(found: Found, title: str, job: Ended, servers: int) -> None:
-    """Check that what workers have put in is what has moved and what waits, to the last bit."""
+    """Check that the pushed gradients equal the change of the parameters plus the residuals, bit for bit."""
     shards = [job.arrays[rank] for rank in range(WORKERS, WORKERS + servers) if rank in job.arrays]
     if not found.check(len(shards) == servers, f"{title}not all servers have ended\n{job.describe()}"):
         return

@@ -181,7 +181,7 @@ def refused(framework: str):
 
 
 def many_ranks(ranks: int):
-    """Return what makes a try: a tiny model on so many ranks, more than there are cores; sums are exact."""
+    """Return a function that makes a try: a tiny model on more ranks than cores, with exact sums."""
 
     def train(rank: int, number: int) -> str:
         trainer = TorchTrainer()

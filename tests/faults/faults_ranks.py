@@ -14,7 +14,7 @@ import numpy as np
 from injector import Injector
 from scenario import Found, Scenario
 
-RANKS, STEPS, EVERY = 3, 8, 3  # a checkpoint every so many steps
+RANKS, STEPS, EVERY = 3, 8, 3  # ranks, steps, and steps between two checkpoints
 SIZES = {"weight": 3000, "bias": 50}
 PHASES = ("backward", "compress", "select", "exchange", "wait", "decompress", "checkpoint", "file")
 SETTINGS = {"min_numel": 100, "dense_fallback": None}

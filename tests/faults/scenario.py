@@ -55,7 +55,7 @@ class Scenario:
 
 
 def make(scenario: Scenario, tries: int, minutes: float, first: int = 0) -> Found:
-    """Make so many tries, or as many as a number of minutes permits; stop at five failures. They count from `first`."""
+    """Make a number of tries, or tries for a number of minutes; stop after five failures. Numbers start at `first`."""
     found, began, number = Found(), time.monotonic(), first
     found.asked = tries
     while found.tries < tries and len(found.failures) < 5 and time.monotonic() - began < 60 * minutes:
@@ -73,7 +73,7 @@ def tries_of(name: str, path: Path = KEPT) -> int:
 
 
 def keep(name: str, found: Found, adds: bool, path: Path = KEPT) -> Found:
-    """Put a result in the file of results, in place of the scenario's last one or added to it; return what is there."""
+    """Write a result to the file, replacing the scenario's last result or added to it; return all results."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     if adds and name in kept:
         last = Found(**kept[name])

@@ -29,7 +29,7 @@ def make(kind: str, n: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, context="") -> None:
-    """Equal type, shape and bits, of NaN only the place; `found` lies on the GPU."""
+    """Assert equal type, shape and bits; NaN only has to be in the same places. `found` is on the GPU."""
     assert found.is_cuda, context
     found, expected = found.cpu(), expected.cpu()
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (context, found.shape, expected.shape)
@@ -45,7 +45,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, context="") -> None
 
 
 def assert_refuses(call, *arguments, says: str = "", **options) -> None:
-    """`call` raises, and its message holds `says`."""
+    """Assert that `call` raises an error whose message contains `says`."""
     try:
         call(*arguments, **options)
     except (RuntimeError, ValueError) as error:

@@ -13,7 +13,7 @@
 namespace hvd_sparse {
 namespace {
 
-// One rounding to float32: a double holds the product of two float32 exactly, and their sum closely enough that a
+// Rounds once to float32. A double holds the product of two float32 exactly, and their sum accurately enough that a
 // second rounding changes nothing.
 float Rounded(double value) { return static_cast<float>(value); }
 float Times(float a, float b) { return Rounded(static_cast<double>(a) * b); }
@@ -44,7 +44,7 @@ const std::vector<Setting>& AllSettings() {
   return settings;
 }
 
-// The equations, an element at a time.
+// The equations for a single element.
 bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& parameter, Buffers* buffers) {
   bool all_finite = true;
   for (size_t i = 0; i < parameter.size(); ++i) {
@@ -126,7 +126,7 @@ void CheckTopK(const Values& gradient, const Setting& s, const std::vector<float
   }
 }
 
-// What reaches a threshold in the residual that is expected, an element at a time.
+// The indices of the expected residuals that reach a threshold, one element at a time.
 std::vector<int64_t> Reaching(const std::vector<float>& residual, double threshold) {
   std::vector<int64_t> indices;
   for (size_t i = 0; i < residual.size(); ++i) {
@@ -199,7 +199,7 @@ TEST(EveryFloat16) {
   EXPECT_EQ(expected.residual, buffers.residual, "every float16");
 }
 
-// An update that overflows leaves its element as it is, the others not; the top k never hold an infinity.
+// An update that overflows does not change its element. The top k never contain an infinity.
 TEST(AnOverflowLeavesTheElement) {
   Values gradient(DType::kFloat32, 4);
   const float big = 3e38f;

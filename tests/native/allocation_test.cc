@@ -1,4 +1,4 @@
-// What the core allocates while it works: little, however large the tensor is.
+// The core allocates little memory while it works, independent of the size of the tensor.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -44,7 +44,7 @@ namespace hvd_sparse {
 namespace {
 
 struct Use {
-  int64_t bytes;  // at most, at one time
+  int64_t bytes;  // maximum at any time
   int64_t count;
 };
 
@@ -56,7 +56,7 @@ Use Measure(const Work& work) {
   return {g_peak - live, g_count - count};
 }
 
-// What a settled worker's step of momentum SGD takes: compress, clear, and the sum of eight payloads.
+// A step of momentum SGD after the first steps: compress, clear, and the sum of eight payloads.
 struct Step {
   Use compress, clear, reduce;
 };

@@ -1,4 +1,4 @@
-// Test arrays of all four element types, made and read bit by bit, without the conversions of the core.
+// Test arrays of all four element types, written and read bit by bit, without the conversions of the core.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ inline Fields FieldsOf(DType dtype) {
   return {8, 23};
 }
 
-// The number that `bits` spell; a double holds every one of every type.
+// The number with these bits. A double can represent every number of every type.
 inline double Decode(DType dtype, uint64_t bits) {
   const Fields fields = FieldsOf(dtype);
   const uint64_t mantissa = bits & fields.mantissa_mask();

@@ -25,7 +25,7 @@ int64_t SizeOf(PayloadFormat format, int64_t n, int64_t k, Segments segments = {
 }
 
 BucketLayout Plan(const BucketForm& form, const Numbers& ks, const Numbers& members) {
-  BucketLayout layout{{{}, {}}, 99};  // what was there goes
+  BucketLayout layout{{{}, {}}, 99};  // the old content is replaced
   layout.selections.clear();
   EXPECT_STATUS(StatusKind::kOk, PlanBucket(form, ks, members, &layout), "plan");
   return layout;

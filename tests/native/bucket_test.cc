@@ -13,7 +13,7 @@
 namespace hvd_sparse {
 namespace {
 
-// The same, cut into members.
+// The same, divided into members.
 struct Cutting {
   Cutting(const Shape& shape, const Joined& joined, bool contiguous)
       : residuals(shape, joined.residual, contiguous), velocities(shape, joined.velocity, !contiguous) {
@@ -99,7 +99,7 @@ TEST(PartsAreOneTensor) {
   }
 }
 
-// What parts need not have in common: type, factor, rule; and each says alone whether it was finite.
+// Parts may differ in type, factor and rule. Each reports separately whether its gradient was finite.
 TEST(PartsMayDiffer) {
   const Shape shape{"four", 900, {{0, 300}, {300, 100}, {450, 250}, {700, 200}}};
   for (size_t spoilt = 0; spoilt <= 4; ++spoilt) {

@@ -1,5 +1,5 @@
-// What a host's parallel_for may do to a range: nothing, cut it into many uneven pieces and run them in any order, or
-// run them on threads at the same time.
+// Versions of parallel_for that a host framework may have: they run a range whole, divide it into many uneven pieces
+// and run them in any order, or run the pieces on threads in parallel.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What threads of a device share with the core, one element at a time, against the core's own loops.
+// Compares the functions for single elements, which CUDA threads use, with the core's own loops.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// Numbers of every type as float32, as integers that order as they do, and back, against their definition in arrays.h.
+// Compares conversions of every type to float32, to ordered integers, and back, with the definitions in arrays.h.
 #include "dtype.h"
 
 #include <cmath>

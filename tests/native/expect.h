@@ -1,5 +1,5 @@
-// TEST, EXPECT and main for executables of one file each. Not GoogleTest: these tests must build on a machine with
-// only Python, a compiler and make, and no network to fetch a library from; this much is all they need.
+// TEST, EXPECT and main for test executables of one file each. It replaces GoogleTest, because the tests must build on
+// a machine with only Python, a compiler and make, without a network.
 #pragma once
 
 #include <algorithm>

@@ -16,7 +16,7 @@
 namespace hvd_sparse {
 namespace {
 
-// What FilterAndPack is to write: each step of it on its own.
+// The expected result of FilterAndPack, computed in separate steps.
 struct Filtering {
   Bytes payload;
   Filtered found;

@@ -42,7 +42,7 @@ TEST(StrataAreSamplePositions) {
   for (int64_t j = 0; j < 1000; ++j) EXPECT_EQ(SamplePosition(n, 1000, ~uint64_t{0}, j), strata.Next(), j);
 }
 
-// Of the magnitudes above a threshold, in long double: mean excess, mean square, mean logarithm.
+// Mean excess, mean square and mean logarithm of the magnitudes above a threshold, in long double.
 struct Means {
   long double count = 0, mean = 0, square = 0, log = 0;
 };

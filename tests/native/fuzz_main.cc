@@ -1,5 +1,5 @@
-// Runs the fuzz target without libFuzzer: all files of a folder, then as many mutations of them as asked for, the same
-// ones in every run.
+// Runs the fuzz target without libFuzzer: all files of a folder, then a given number of mutations of them, which are
+// the same in every run.
 //
 //   fuzz_payload_test FOLDER MUTATIONS [SEED]
 #include <algorithm>
@@ -21,7 +21,7 @@ using Bytes = std::vector<uint8_t>;
 std::vector<Bytes> ReadCorpus(const char* folder) {
   std::vector<std::filesystem::path> paths;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry.path());
-  std::sort(paths.begin(), paths.end());  // a folder has no order of its own
+  std::sort(paths.begin(), paths.end());  // the order in a folder is undefined
   std::vector<Bytes> corpus;
   for (const auto& path : paths) {
     std::ifstream file(path, std::ios::binary);

@@ -1,8 +1,8 @@
-// The decoder on any bytes: no fault, and nothing accepted that is not a payload. A libFuzzer target; with fuzz_main.cc
-// also a test of its own.
+// The decoder reads arbitrary bytes without a fault, and accepts only payloads. This is a libFuzzer target; with
+// fuzz_main.cc it is also a test.
 //
-// An input is a format and then the bytes. Format: flags u8; coding u8; dtype u8; number of segments u8, modulo 4;
-// n - 1 u24; k u24; ranks u8; of each segment u16 begin and u16 channels. make_corpus.py writes the same.
+// An input is a format followed by the bytes. Format: flags u8; coding u8; dtype u8; number of segments u8, modulo 4;
+// n - 1 u24; k u24; ranks u8; for each segment u16 begin and u16 channels. make_corpus.py writes this layout.
 #include "fuzz_payload.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 namespace hvd_sparse {
 namespace {
 
-// No mutation finds a checksum, and few a length and a header that fit what the format has become.
+// Mutations almost never produce a correct checksum, and rarely a length and a header that fit the mutated format.
 constexpr unsigned kFitted = 1;  // the bytes are cut, or zeros added, to the payload's size; the checksum is put right
 constexpr unsigned kTitled = 2;  // with that, the header is that of the format; entries are k, or none if it says so
 constexpr int64_t kMostElements = int64_t{1} << 18;  // four blocks
@@ -96,7 +96,7 @@ void Fit(const Input& input, int64_t size, Bytes* bytes) {
   SealFast(bytes);
 }
 
-// What a payload says, in exactly as much heap as it takes.
+// The content of a payload, in heap arrays of exact size.
 struct Entries {
   Entries(const PayloadFormat& format, const PayloadView& view)
       : count(static_cast<size_t>(view.entries)),
@@ -117,7 +117,7 @@ struct Entries {
   std::unique_ptr<uint8_t[]> values;
 };
 
-// The second reader, in wire.h, says the same.
+// Compares with the second decoder, in wire.h.
 void CheckAgainstOracle(const PayloadFormat& format, const Bytes& bytes, const Entries* entries) {
   std::vector<int64_t> indices;
   std::vector<uint64_t> values;
@@ -131,7 +131,7 @@ void CheckAgainstOracle(const PayloadFormat& format, const Bytes& bytes, const E
   }
 }
 
-// A matrix read from the same bytes, into exactly as much heap as it takes, holds these entries, or is refused too.
+// Reads a matrix from the same bytes into heap arrays of exact size: it has these entries, or is refused, too.
 void CheckRows(const PayloadFormat& format, const Exact& copy, int64_t size, const Entries* entries) {
   if (ItemSize(format.dtype) == 0) return;
   const auto n = static_cast<size_t>(format.n), width = sizeof(float) * (format.dtype == DType::kFloat64 ? 2 : 1);
@@ -149,7 +149,7 @@ void CheckRows(const PayloadFormat& format, const Exact& copy, int64_t size, con
   Require(kept == entries->count && kept + zeros == n, format, "masks what is not there");
 }
 
-// With everything cleared that a decoder must not heed: what is padding, and an empty contribution after its header.
+// Clears everything that a decoder must ignore: padding, and an empty contribution after its header.
 Bytes WithoutPadding(const PayloadFormat& format, Bytes bytes, size_t entries) {
   const Parts parts = PartsOf(format);
   const auto n = static_cast<size_t>(format.n), k = static_cast<size_t>(format.k);
@@ -172,8 +172,8 @@ Bytes WithoutPadding(const PayloadFormat& format, Bytes bytes, size_t entries) {
   return bytes;
 }
 
-// What was unpacked makes the same bytes again, where there is only one way to write it: NaN has several in 16 bits,
-// low bits have levels that nobody reads. Those at least stay what they are from then on.
+// Packing the unpacked entries gives the same bytes, if the encoding is unique. It is not unique for NaN in 16 bits,
+// and for low bits with unused levels. In these cases the bytes do not change when unpacked and packed again.
 void CheckRepacked(const PayloadFormat& format, const Bytes& bytes, const Entries& entries) {
   Bytes again(bytes.size(), 0xff);
   const auto count = static_cast<int64_t>(entries.count);
@@ -199,7 +199,7 @@ void CheckRepacked(const PayloadFormat& format, const Bytes& bytes, const Entrie
           "packing does not settle");
 }
 
-// As many ranks that sent these entries as there are `ranks`.
+// Checks the sum over `ranks` ranks that all sent these entries.
 void CheckSum(const Input& input, const std::vector<Source>& sources, const PayloadView& view, const Entries& entries) {
   const PayloadFormat& format = input.format;
   const std::unique_ptr<float[]> out(new float[static_cast<size_t>(format.n)]);
@@ -222,7 +222,7 @@ void CheckSum(const Input& input, const std::vector<Source>& sources, const Payl
           "added behind the last");
 }
 
-// Finds payloads in any bytes; what was found lies one after the other in them, and can be added or refused.
+// Locates payloads in arbitrary bytes. The located payloads are consecutive, and can be added or are refused.
 bool CheckLocated(const Input& input, const Bytes& bytes) {
   const PayloadFormat& format = input.format;
   const Exact copy(bytes);

@@ -1,4 +1,4 @@
-// What fuzz_payload.cc saw, so that its driver can tell that it did not refuse everything at the door.
+// Counters of fuzz_payload.cc, so that its driver can check that some inputs passed the first checks.
 #pragma once
 
 #include <cstddef>

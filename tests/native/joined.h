@@ -1,4 +1,4 @@
-// A gradient and a memory, drawn, under each of the rules.
+// A drawn gradient and error feedback, for each of the rules.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,7 @@ inline const std::vector<Rule> kRules{
     {"nesterov, decay", {AccumulateRule::kNesterov, 1, 0.5f, 1e-2f, nullptr}},
 };
 
-// A gradient and a memory, joined: zero where a member is missing.
+// The joined gradients and error feedback of all members, with zeros for missing members.
 struct Joined {
   Joined(const Shape& shape, DType dtype, Pattern pattern, const Rule& rule)
       : gradient(Draw(dtype, pattern, shape.n, 1)),

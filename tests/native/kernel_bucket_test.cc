@@ -1,4 +1,4 @@
-// Several selections in one launch, and several tensors in one selection, on a device that the host runs.
+// Several selections in one launch, and several tensors in one selection, with kernels run on the host.
 #include "device/buckets.h"
 
 namespace hvd_sparse {

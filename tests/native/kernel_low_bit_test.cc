@@ -1,4 +1,4 @@
-// Low-bit values, and payloads whose sizes differ, on a device that the host runs, against the core.
+// Compares kernels for low-bit values and for payloads of different sizes, run on the host, with the core.
 #include "../../csrc/cuda/low_bit.h"
 #include "../../csrc/cuda/pack.h"
 #include "checksum.h"
@@ -65,7 +65,7 @@ TEST(LowBitValuesOfASelectionAlone) {
   }
 }
 
-// A rank's payload of as many entries as it likes, in the middle of bytes.
+// A rank's payload with any number of entries, in the middle of a buffer.
 Words PayloadOf(const PayloadFormat& format, uint64_t rank) {
   std::vector<int64_t> indices;
   for (int64_t j = 0; j < format.k; ++j) indices.push_back(j * (format.n / format.k) + static_cast<int64_t>(rank % 2));

@@ -1,4 +1,4 @@
-// The kernels that write, check, decode and add payloads, run on the host, against the core.
+// Compares the kernels that write, check, decode and add payloads, run on the host, with the core.
 #include <algorithm>
 #include <numeric>
 
@@ -34,7 +34,7 @@ struct Entries {
   std::vector<double> wide;
 };
 
-// Bytes on a boundary that kernels may ask for.
+// Bytes with the alignment that kernels need.
 using Words = std::vector<uint64_t>;
 uint8_t* BytesOf(Words& words) { return reinterpret_cast<uint8_t*>(words.data()); }
 
@@ -93,7 +93,7 @@ TEST(IndicesThatDoNotAscendMakeAPayloadThatIsRefused) {
   }
 }
 
-// What the kernels make of one payload.
+// The kernels' results for one payload.
 struct Unpacked {
   Unpacked(const PayloadFormat& format, const uint8_t* payload)
       : indices(static_cast<size_t>(format.k), -7), values(static_cast<size_t>(2 * format.k)) {
@@ -152,7 +152,7 @@ TEST(UnpacksWhatTheCorePacks) {
   CheckUnpack(full, BytesOf(payload), size, "a full block");
 }
 
-// Makes the checksum right again, so that what is behind it is looked at.
+// Corrects the checksum, so that the checks after it are reached.
 void Seal(uint8_t* payload, int64_t size) {
   std::memset(payload + 24, 0, 4);
   const uint32_t checksum = Crc32(payload, static_cast<size_t>(size));

@@ -1,4 +1,4 @@
-// The kernels that select in rows, run on the host, against the core.
+// Compares the kernels that select in rows, run on the host, with the core.
 #include <limits>
 #include <string>
 
@@ -17,7 +17,7 @@ bool SameDoubles(const std::vector<double>& a, const std::vector<double>& b) {  
   return a.size() == b.size();
 }
 
-// Values of one kind in a shape, what the core and what the kernels make of them.
+// Values of one kind in a shape, and the results of the core and of the kernels.
 template <typename T>
 class Case {
  public:

@@ -1,4 +1,4 @@
-// The kernels that accumulate and select, run on the host, against the core.
+// Compares the kernels that accumulate and select, run on the host, with the core.
 #include <limits>
 
 #include "../../csrc/cuda/accumulate.h"
@@ -24,7 +24,7 @@ std::vector<int64_t> CountsFor(int64_t n) {
   return ks;
 }
 
-// What a selection gave.
+// The result of a selection.
 template <typename T>
 struct Found {
   Found(int64_t k, int64_t n) : indices(static_cast<size_t>(k), -1), values(static_cast<size_t>(k)), info(2, -1.0) {
@@ -85,7 +85,7 @@ TEST(SelectionOfFloat64) { CheckSelections<double>(); }
 TEST(SelectionOfFloat16) { CheckSelections<Float16>(); }
 TEST(SelectionOfBFloat16) { CheckSelections<BFloat16>(); }
 
-// The memory of one tensor, and a parameter.
+// The error feedback of one tensor, and a parameter.
 struct State {
   explicit State(int64_t n)
       : residual(DrawValues<float>(Kind::kNormal, n, 1)),

@@ -85,7 +85,7 @@ TEST(FindsEveryPayload) {
   }
 }
 
-// Of one member, rank after rank; also what each rank's payload is to be read from.
+// The payloads of one member in rank order, and the buffers that they are read from.
 std::vector<float> SumByHand(const Form& form, size_t member, const Bytes& bytes, const Places& places,
                              std::vector<Source>* sources) {
   std::vector<float> sum(static_cast<size_t>(kNs[member]));

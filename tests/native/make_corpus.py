@@ -62,7 +62,7 @@ def inputs():
 
 
 def main():
-    """Write the files, and take away what is there no longer."""
+    """Write the files, and delete files that are no longer part of the corpus."""
     FOLDER.mkdir(exist_ok=True)
     files = dict(inputs())
     for path in FOLDER.iterdir():

@@ -35,7 +35,7 @@ uint64_t BitsAt(const Values& values, int64_t i) {
   return bits;
 }
 
-// What Pack makes of the values that are kept, in a payload of places or of all.
+// Packs the selected values with Pack, with or without positions.
 std::vector<uint8_t> PackOneByOne(const PayloadFormat& format, const Values& values, const Mask& mask, bool places) {
   std::vector<int64_t> indices = IndicesOf(mask, values.size());
   std::vector<uint64_t> bits;
@@ -50,7 +50,7 @@ std::vector<uint8_t> PackOneByOne(const PayloadFormat& format, const Values& val
   return payload;
 }
 
-// Values that were kept are there, as wide as was asked for; all others are zero.
+// The selected values have the requested width; all others are zero.
 void CheckValues(const Values& values, const Mask& mask, bool wide, const std::vector<uint8_t>& found) {
   const DType dtype = values.dtype();
   const DType stored = wide && ItemSize(dtype) == 2 ? DType::kFloat32 : dtype;
@@ -154,7 +154,7 @@ TEST(RefusesWhatDoesNotFit) {
                 "dense");
 }
 
-// Every bit of a payload that changes is noticed, by the checksum if by nothing else; nothing is written then.
+// Every changed bit of a payload is detected, at least by the checksum, and nothing is written.
 TEST(DamageIsNoticed) {
   const Values values = Draw(DType::kFloat32, Pattern::kSpread, 130, 8);
   const Mask mask = DrawMask(130, 100, 9);

@@ -1,4 +1,4 @@
-// Tensors that share a selection, and their buffers.
+// Tensors in a joint selection, and their buffers.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace hvd_sparse {
 
 constexpr float kMissing = -12345.5f;
 
-// Tensors that share a selection: begin and size of each. What lies in none is missing: zeros.
+// The tensors of a joint selection: begin and size of each. Elements outside all tensors are zero.
 struct Shape {
   const char* name;
   int64_t n;

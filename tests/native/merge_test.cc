@@ -35,7 +35,7 @@ Drawn Draw(int64_t parts, int64_t spread, uint64_t seed) {
   return drawn;
 }
 
-// As a map of sums that takes the parts one after the other.
+// The expected result: a map of sums to which the parts are added in order.
 void TestSums(int64_t parts, int64_t spread, uint64_t seed) {
   const Drawn drawn = Draw(parts, spread, seed);
   std::map<int64_t, float> expected;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 
-// Tensors of these sizes, one after the other, in memory of exactly their size; some gradients are not finite.
+// Consecutive tensors of these sizes in heap arrays of exact size; some gradients are not finite.
 struct Model {
   std::vector<std::vector<float>> gradients, residuals;
   std::vector<float> expected;  // the residuals joined, after the gradients
@@ -66,7 +66,7 @@ const std::vector<std::vector<int64_t>>& AllSizes() {
   return sizes;
 }
 
-// The partitions of so many ranks, all of them.
+// The partitions of all ranks.
 std::vector<std::pair<int64_t, int64_t>> Cut(int64_t n, int64_t ranks) {
   std::vector<std::pair<int64_t, int64_t>> cuts;
   for (int64_t rank = 0; rank < ranks; ++rank) cuts.emplace_back(rank * n / ranks, (rank + 1) * n / ranks);
@@ -93,7 +93,7 @@ TEST(WithoutAShareEverythingThatReachesTheThresholdIsNamed) {
   }
 }
 
-// Whatever threshold is given, about the share is named, and these are the largest.
+// With any threshold, about the share is selected, and the selected elements are the largest.
 void TestShare(const std::vector<int64_t>& sizes, int64_t begin, int64_t end, double threshold, double share) {
   Model model(sizes, 2);
   PartitionParams params;

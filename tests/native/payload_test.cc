@@ -8,7 +8,7 @@
 namespace hvd_sparse {
 namespace {
 
-// Packs into exactly the size that was promised, compares every byte, and reads it back.
+// Packs into a buffer of exactly PayloadSize bytes, compares every byte, and decodes it.
 void CheckPack(const PayloadFormat& format, const std::vector<int64_t>& indices, uint64_t seed) {
   const std::string where = Describe(format) + ", " + std::to_string(indices.size()) + " entries";
   const Content content = MakeContent(format, indices, seed);
@@ -113,7 +113,7 @@ TEST(PacksFullBlocks) {
   CheckPack({131072, 65536, Coding::kRunLength, DType::kFloat16}, {}, 6);
 }
 
-// What may share the levels of n elements: all, a channel, a row, several matrices.
+// Segments for the levels of n elements: all together, per channel, per row, several matrices.
 std::vector<Segments> LayoutsOf(int64_t n) {
   std::vector<Segments> layouts{{}, {{0, 1}}, {{0, n}}, {{0, (n + 2) / 3}}};
   if (n >= 4) layouts.push_back({{0, 1}, {1, n / 4}, {n / 2, 1}, {n - 1, 1}});

@@ -1,4 +1,4 @@
-// Payloads for tests, true ones and lies, built by wire.h and not by the core.
+// Valid and invalid payloads for tests, built by wire.h and not by the core.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace hvd_sparse {
 
-// Those that any number of entries may have.
+// The codings that allow any number of entries.
 constexpr Coding kCodings[] = {Coding::kRunLength, Coding::kEliasFano, Coding::kBitmap, Coding::kAuto};
 
 inline const char* Name(Coding coding) {
@@ -16,7 +16,7 @@ inline const char* Name(Coding coding) {
   return coding == Coding::kAuto ? "auto" : kNames[static_cast<size_t>(coding)];
 }
 
-// k of n, ascending, each subset as likely as any other.
+// Draws k of n indices, ascending; all subsets are equally likely.
 inline std::vector<int64_t> ChooseIndices(int64_t n, int64_t k, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<int64_t> indices;
@@ -42,7 +42,7 @@ inline uint64_t DrawWireBits(DType dtype, std::mt19937_64& random) {
   return (bits & fields.sign()) | fields.infinity() | ((fields.mantissa_mask() + 1) >> 1);
 }
 
-// Leaves each group the magnitudes of its first one or two values: what a low-bit type can say.
+// Reduces each group to the magnitudes of its first one or two values, which a low-bit type can represent.
 inline void KeepLevels(const PayloadFormat& format, const std::vector<int64_t>& indices,
                        std::vector<uint64_t>* values) {
   std::map<Group, std::vector<uint64_t>> magnitudes;
@@ -235,7 +235,7 @@ inline void AddPlainBitmapLies(std::vector<Lie>* lies) {
   add("padding but no entries", 0x8000, 0);
 }
 
-// All of these must be refused; their checksums are right.
+// Invalid payloads with correct checksums.
 inline std::vector<Lie> AllLies() {
   std::vector<Lie> lies;
   AddHeaderLies(MakeContent(kLiar, ChooseIndices(kLiar.n, kLiar.k, 1), 1), &lies);

@@ -60,7 +60,7 @@ TEST(AutoWorkedOutByHand) {
   check(25600000, 25600000, Coding::kDense, 0);
 }
 
-// Counts and runs of these, as Pack has them.
+// Counts and runs of these indices, as in Pack.
 Positions PositionsOf(int64_t n, const std::vector<int64_t>& indices) {
   const Content content = MakeContent({n, static_cast<int64_t>(indices.size())}, indices, 1);
   return {content.counts, content.runs};
@@ -111,8 +111,8 @@ TEST(WritesTheDocumentedBytesAndReadsThem) {
   }
 }
 
-// Reads an exact heap copy. Must be refused, or give counts and runs of the ascending indices that the bytes spell by
-// hand. Returns whether it was accepted.
+// Reads a heap copy of exact size. The result must be an error, or the counts and runs of the ascending indices that
+// decoding by hand gives. Returns whether the bytes were accepted.
 bool CheckVerdict(Coding coding, int64_t n, int64_t k, int64_t entries, const Bytes& section, const std::string& what) {
   const PayloadFormat format{n, k, coding, DType::kNone};
   Bytes payload(kCountsAt + section.size());

@@ -15,8 +15,8 @@ std::vector<double> FiniteNumbers(DType dtype) {
   return numbers;
 }
 
-// The nearest of `numbers`, found by looking; of two as near, the one whose last bit is zero. Doubles hold every
-// difference exactly.
+// Finds the nearest of `numbers` by search; of two equally near, the one whose last bit is zero. Doubles represent all
+// differences exactly.
 uint64_t Nearest(const std::vector<double>& numbers, DType dtype, float value) {
   const Fields fields = FieldsOf(dtype);
   const uint64_t sign = std::signbit(value) ? fields.sign() : 0;

@@ -1,4 +1,4 @@
-// The counter-based generator: the numbers that splitmix64 is published with, and that no two indices share one.
+// The counter-based generator: its numbers equal the published ones of splitmix64, and differ for all indices.
 #include "random.h"
 
 #include <algorithm>

@@ -28,7 +28,7 @@ struct Gathered {
   }
 };
 
-// One loop over the entries, rank after rank. False if a payload is none.
+// Adds the entries in a loop over the ranks. Returns false if a payload is invalid.
 bool SumByHand(const PayloadFormat& format, const std::vector<Bytes>& payloads, float scale, std::vector<float>* sum) {
   sum->assign(static_cast<size_t>(format.n), 0.0f);
   for (const Bytes& payload : payloads) {
@@ -159,7 +159,7 @@ const std::vector<std::vector<std::pair<int64_t, int64_t>>> kSlicings{
     {{2 * 65536, 65536}},
 };
 
-// The sum's slices, each in a heap array of its own.
+// The slices of the sum, each in a separate heap array.
 void CheckSlices(const PayloadFormat& format, const Gathered& gathered, const std::vector<Source>& sources,
                  const std::string& where) {
   std::vector<float> expected;
@@ -328,7 +328,7 @@ TEST(EveryFlippedBitUnderARightChecksumIsRefusedOrSummed) {
   }
 }
 
-// What a cut-off message leaves in a buffer of the right size: zeros, or what was there before.
+// A truncated message in a buffer of the right size: the rest is zeros, or old content.
 TEST(EveryTruncationIsRefused) {
   for (const PayloadFormat& format : kSmallOnes) {
     const Bytes payload = SmallPayload(format);

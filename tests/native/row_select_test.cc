@@ -87,7 +87,7 @@ TEST(SelectsAsSortingDoes) {
   }
 }
 
-// Where the row before is no guide, down to nothing but zeros and up to nothing but NaN.
+// Rows for which the previous row's threshold is a bad guess, including rows of zeros and rows of NaN.
 TEST(RowsOfAllScalesFollowEachOther) {
   for (const DType dtype : kDTypes) {
     constexpr int64_t kRows = 60, kColumns = 300;

@@ -15,7 +15,7 @@ struct Encoded {
   std::vector<uint16_t> runs;
 };
 
-// By walking over every element of every block.
+// The expected result: a loop over every element of every block.
 Encoded EncodeByWalking(const std::vector<bool>& chosen) {
   Encoded encoded;
   for (size_t start = 0; start < chosen.size(); start += 65536) {
@@ -110,7 +110,7 @@ bool IsValid(const std::vector<uint32_t>& counts, const std::vector<uint16_t>& r
   return j == runs.size();
 }
 
-// Validates exact heap copies, and decodes into exactly k indices what was accepted; returns whether it was.
+// Validates heap copies of exact size, and decodes accepted ones to exactly k indices. Returns whether it was accepted.
 bool CheckVerdict(const std::vector<uint32_t>& counts, const std::vector<uint16_t>& runs, int64_t n) {
   const std::unique_ptr<uint32_t[]> count(new uint32_t[counts.size()]);
   const std::unique_ptr<uint16_t[]> run(new uint16_t[runs.size()]);

@@ -55,7 +55,7 @@ int64_t CountReaching(const Values& values, const std::vector<int64_t>& order, d
 
 bool IsHint(double hint) { return hint > 0 && hint < std::numeric_limits<double>::infinity(); }
 
-// What one call must give, whatever the hint and the cut.
+// The expected result of a call, which does not depend on the hint or on the division into ranges.
 struct Case {
   const Values& values;
   const std::vector<int64_t>& order;

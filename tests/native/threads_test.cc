@@ -1,4 +1,4 @@
-// Everything that takes a ParallelFor, on threads that run at the same time: the same as on one. The other tests do so
+// Every function with a ParallelFor gives the same result on parallel threads as on one. The other tests check this
 // with every kind of value; this one is short enough for ThreadSanitizer.
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// Payloads that were damaged, cut or made up, in every coding.
+// Damaged, truncated and invented payloads in every coding.
 #include <limits>
 
 #include "verdict.h"
@@ -6,8 +6,7 @@
 namespace hvd_sparse {
 namespace {
 
-// Small payloads of every type and coding, most in three blocks, and some that hold nothing; all elements of every
-// type.
+// Small payloads of every type and coding, most with three blocks, some empty, and dense payloads of every type.
 std::vector<std::pair<PayloadFormat, Bytes>> SmallPayloads() {
   std::vector<std::pair<PayloadFormat, Bytes>> payloads;
   const auto add = [&](const PayloadFormat& format, const std::vector<int64_t>& indices) {
@@ -80,7 +79,7 @@ TEST(EveryFlippedBitUnderARightChecksumGetsTheRightVerdict) {
 
 TEST(RefusesAnyOtherFormat) {
   for (const auto& [format, bytes] : SmallPayloads()) {
-    // An empty contribution does not say its k: any k of the same size will do. Nor does any say its segments.
+    // An empty contribution does not contain its k, so any k of the same size is accepted. No payload has its segments.
     const bool empty = ReadNumber(bytes, kEntriesAt, 8) == 0;
     for (int64_t k = 1; k <= std::min<int64_t>(200, format.n); ++k) {
       for (const int64_t n : {format.n - 1, format.n, format.n + 1, format.n + 65536, int64_t{65536}}) {

@@ -1,4 +1,4 @@
-// Does the core say of bytes what wire.h says?
+// Compares the core's decision about bytes with that of wire.h.
 #pragma once
 
 #include "expect.h"
@@ -11,7 +11,7 @@ inline std::string Describe(const PayloadFormat& format) {
          ", k = " + std::to_string(format.k) + ", " + std::to_string(format.segments.size()) + " segments";
 }
 
-// Does `view` hold, and unpack to, these entries? Into exactly that much heap.
+// Returns whether `view` has these entries and unpacks to them, in heap arrays of exact size.
 inline void CheckEntries(const PayloadFormat& format, const PayloadView& view, const std::vector<int64_t>& indices,
                          const std::vector<uint64_t>& values, const std::string& where) {
   EXPECT_EQ(static_cast<int64_t>(indices.size()), view.entries, where);
@@ -34,7 +34,7 @@ inline void CheckEntries(const PayloadFormat& format, const PayloadView& view, c
   }
 }
 
-// Validate must say of an exact heap copy what ParsePayload says. Returns whether it was accepted.
+// Validate must accept a heap copy of exact size if and only if ParsePayload does. Returns whether it was accepted.
 inline bool CheckVerdict(const PayloadFormat& format, const Bytes& bytes, const std::string& where) {
   std::vector<int64_t> indices;
   std::vector<uint64_t> values;

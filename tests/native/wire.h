@@ -1,5 +1,5 @@
-// The wire format a second time, byte by byte from the comments in payload.h, low_bit.h, positions.h and elias_fano.h,
-// without a line of their .cc.
+// A second implementation of the wire format, written from the comments in payload.h, low_bit.h, positions.h and
+// elias_fano.h, without code of their .cc files.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace hvd_sparse {
 
 using Bytes = std::vector<uint8_t>;
 
-// Where the header's fields are.
+// Offsets of the header's fields.
 constexpr size_t kCodingAt = 5, kDTypeAt = 6, kZeroAt = 7, kElementsAt = 8, kEntriesAt = 16, kCrcAt = 24,
                  kZeroTooAt = 28, kCountsAt = 32;
 
@@ -64,14 +64,14 @@ inline void Seal(Bytes* payload) {
   WriteNumber(payload, kCrcAt, BitwiseCrc32(payload->data(), payload->size()), 4);
 }
 
-// What a payload says, true or not.
+// The content of a payload, valid or not.
 struct Content {
   std::vector<uint32_t> counts;  // one a block
   std::vector<uint16_t> runs;    // k, or none
   std::vector<uint64_t> values;  // their bits, k or none; of low-bit types, those of the float32 that they stand for
 };
 
-// Where the parts after the counts begin.
+// Offsets of the sections after the counts.
 struct Parts {
   size_t bitmap, runs, values, end;
 };
@@ -81,7 +81,7 @@ inline size_t RoundUp(size_t size, size_t multiple) {
   return size;
 }
 
-// Of low-bit types the bits an entry, and levels a group; of others 0.
+// For low-bit types the bits per entry, which equal the levels per group; 0 for other types.
 inline size_t CodeBitsOf(DType dtype) { return dtype == DType::kInt2 ? 2 : dtype == DType::kInt1 ? 1 : 0; }
 
 inline size_t GroupsOf(const Segments& segments) {
@@ -90,7 +90,7 @@ inline size_t GroupsOf(const Segments& segments) {
   return segments.empty() ? 1 : groups;
 }
 
-// Which segment, and which of its channels: they compare as groups are ordered.
+// A group: segment and channel. Pairs compare in the order of groups.
 using Group = std::pair<size_t, int64_t>;
 
 inline Group GroupOf(const Segments& segments, int64_t index) {
@@ -100,7 +100,7 @@ inline Group GroupOf(const Segments& segments, int64_t index) {
   return {at, (index - segments[at].begin) % segments[at].channels};
 }
 
-// How many bytes of a low-bit section are levels.
+// The bytes of the levels in a low-bit section.
 inline size_t LevelsSize(DType dtype, size_t k, const Segments& segments) {
   return 4 * CodeBitsOf(dtype) * std::min(k, GroupsOf(segments));
 }
@@ -152,7 +152,7 @@ inline std::vector<uint64_t> ParseLowBit(DType dtype, const std::vector<int64_t>
   return values;
 }
 
-// Of all numbers of low bits the fewest that make k * low + ((n - 1) >> low) + k least.
+// The smallest number of low bits that minimises k * low + ((n - 1) >> low) + k.
 inline uint64_t LowBitsOf(uint64_t n, uint64_t k) {
   uint64_t best = 0;
   for (uint64_t low = 0; low < 60; ++low) {
@@ -164,7 +164,7 @@ inline uint64_t LowBitsOf(uint64_t n, uint64_t k) {
 inline size_t LowerSize(size_t n, size_t k) { return (k * LowBitsOf(n, k) + 7) / 8; }
 inline size_t UpperBits(size_t n, size_t k) { return ((n - 1) >> LowBitsOf(n, k)) + k; }
 
-// Of positions in one of the codings that have names of their own.
+// The size of positions in one of the codings other than kAuto.
 inline size_t PlacesSize(Coding coding, size_t n, size_t k) {
   const size_t blocks = n / 65536 + (n % 65536 != 0 ? 1 : 0);
   if (coding == Coding::kEliasFano) return LowerSize(n, k) + (UpperBits(n, k) + 7) / 8;

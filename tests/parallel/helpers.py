@@ -124,5 +124,5 @@ def assert_ranks_agree(tensors, process_set=hvd.global_process_set):
 
 
 def assert_alive():
-    """Assert that collectives still work, on all ranks: nobody was left behind."""
+    """Assert that collectives still work on all ranks."""
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="alive").tolist() == [hvd.size()] * 3

@@ -35,7 +35,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dense_steps_deliver_everything(method):
-    """Of whole numbers: a dense step's sum is that of the gradients and of all that was held back before."""
+    """With whole numbers: the sum of a dense step is that of its gradients and of all residuals."""
     parameters = make_parameters(SHAPES)
     build = getattr(Compression, method.split()[0])
     compression = build(parameters.items(), density=Stages(), **METHODS[method])

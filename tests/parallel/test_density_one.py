@@ -73,7 +73,7 @@ def test_every_type_is_reduced_as_horovod_reduces_it(dtype, everything, scope):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("everything", EVERYTHING)
 def test_float64_keeps_its_digits(everything, scope):
-    """Where it travels dense, in its own type: digits beyond float32, and numbers below its range."""
+    """Sent dense in its own type, float64 keeps digits beyond float32 and numbers below its range."""
     values = np.array([1.0 + 2.0**-40, -1.0 / 3.0, 1e-300, 1e-60])
     parameters = {"weight": torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))}
     compression = Compression.gradient_dropping(parameters.items(), scope=scope, **EVERYTHING[everything])

@@ -65,7 +65,7 @@ def test_it_does_what_it_does_on_the_cpu(monkeypatch, values, spoilt_step, scope
     expected = trained(values, spoilt_step, **settings)
     as_on_a_device(monkeypatch)
     found = trained(values, spoilt_step, **settings)
-    # Small tensors travel by Horovod's own allreduce, which from three ranks on adds in an order that varies.
+    # Horovod's own all-reduce sends small tensors. From three ranks on, its order of additions varies.
     rounding = 0.0 if hvd.size() <= 2 or min_numel == 0 else 1e-5
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 

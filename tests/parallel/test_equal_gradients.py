@@ -18,7 +18,7 @@ METHODS = {
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_about_k_are_sent_of_equal_gradients(kind):
-    """30 steps of 2.0 everywhere, signs apart; each element sent brings all that had waited of it."""
+    """30 steps of gradients of magnitude 2.0; each sent element includes its whole residual."""
     shapes = {"only": (N,)}
     parameters = make_parameters(shapes)
     compression = getattr(Compression, kind.split(",")[0])(parameters.items(), density=0.01, **METHODS[kind])

@@ -107,14 +107,14 @@ class Run:
         self.seen += [seen, self.compressor.state_dict(), counts(self.compressor)]
 
     def train(self):
-        """Go through all that a compressor can be asked for."""
+        """Use every feature of a compressor."""
         for t in range(4):
             self.step(t, frozen=["middle"] if t == 2 else [])
         state = self.compressor.state_dict()
         self.step(4, spoilt=["bias", "body"])
         self.compressor.loss_scale = 2.0
         self.step(5)
-        self.compressor.load_state_dict({**state, "step": 0})  # everything travels dense, and there is a memory
+        self.compressor.load_state_dict({**state, "step": 0})  # everything is sent dense, and there is a residual
         self.step(6, spoilt=["scale"])
         self.step(7)
         summed = self.compressor.state_dict(summed=True)

@@ -85,7 +85,7 @@ def test_nothing_is_lost(values, scope, layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping"])
 def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
-    """Of one tensor that is cut into no shards (one rank a host), or whose shards are tensors of their own."""
+    """For a tensor that is not divided (one rank per host), or whose shards are separate tensors."""
     hosts = hosts_of(layout)
     shards = min(map(len, hosts))
     cut = [480 * shard // shards for shard in range(shards + 1)]

@@ -45,7 +45,7 @@ def test_every_step_is_that_of_the_paper_and_the_density_is_right(kind, schedule
         reduced = drive(compression, parameters, everyone[hvd.rank()])["only"].double().numpy()
         np.testing.assert_array_equal(reduced != 0, expected, err_msg=f"step {t}")
         counts.append(oracle.check(everyone_flat, reduced))
-        assert counts[-1] == round(compression.stats()["step"]["density"] * N)  # nobody sends what another does
+        assert counts[-1] == round(compression.stats()["step"]["density"] * N)  # no two ranks send the same element
     np.testing.assert_array_equal(memory_of(compression, parameters, "only"), oracle.errors[hvd.rank()])
     assert all(900 <= count <= 1100 for count in counts[10:]), counts
 

@@ -97,7 +97,7 @@ def test_freezing_and_unfreezing(method, scope):
     parameters = make_parameters()
     compression = getattr(Compression, method)(parameters.items(), density=0.05, scope=scope, min_numel=100)
     optimizer = distributed(parameters, compression)
-    frozen = ("body.weight", "body.bias")  # one compressed, one that travels dense
+    frozen = ("body.weight", "body.bias")  # one compressed, one sent dense
     for t in range(9):
         if t == 3:
             at_freeze = {name: parameters[name].detach().clone() for name in frozen}
@@ -200,7 +200,7 @@ def test_two_optimizers_with_equal_names(scope):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_tied_weights(scope):
-    """One parameter under two names, both handed over: it has one memory, and its gradient is the sum of both uses."""
+    """A parameter with two names has one residual, and its gradient is the sum over both uses."""
     torch.manual_seed(0)
     encoder, decoder = nn.Embedding(50, 12), nn.Linear(12, 50, bias=False)
     decoder.weight = encoder.weight

@@ -64,7 +64,7 @@ def test_the_reduction_asked_for_is_the_one_applied(option, scope):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_groups_given_as_lists_of_tensors(scope):
-    """Two listed groups; the parameter in neither makes a group of its own. All types may mix with their tokens."""
+    """Two listed groups; a parameter in neither forms a separate group. All types may mix with their tokens."""
     expected, _ = reference_steps(scope, 3)
     parameters = make_parameters()
     groups = [[parameters["body.bias"], parameters["head.weight"]], [parameters["body.weight"]]]
@@ -78,7 +78,7 @@ def test_groups_given_as_lists_of_tensors(scope):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("passes", [2, 3])
 def test_backward_passes_per_step(passes, scope):
-    """The accumulated gradient enters the memory once a step, after the last pass."""
+    """The accumulated gradient enters the error feedback once per step, after the last pass."""
 
     def accumulated(shapes, t, rank):
         parts = [whole_numbers(shapes, passes * t + i, rank) for i in range(passes)]
@@ -141,7 +141,7 @@ def test_synchronize_and_skip_synchronize(scope):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_cleared_either_way(to_none, scope):
-    """Gradients zeroed in place are the buffers that the step before handed out: nobody else may still use them."""
+    """Gradients zeroed in place are the buffers returned in the previous step: nothing else may still use them."""
     expected, _ = reference_steps(scope, 5)
     parameters = make_parameters()
     optimizer = distributed(parameters, compressor_for(parameters, scope), op=hvd.Sum)

@@ -31,7 +31,7 @@ DGC = {
 
 
 class Trial:
-    """One method on parameters of its own, and what the oracle says of it."""
+    """One method on separate parameters, and the oracle's results for it."""
 
     def __init__(self, title, method, make, steps, shapes=SHAPES, dtype=torch.float32, average=True):
         self.title, self.method, self.shapes, self.dtype = title, method, shapes, dtype
@@ -81,7 +81,7 @@ class Trial:
         # a residual that is never cleared, but only made smaller, adds up the roundings of all steps
         tolerance = 2e-5 if self.method.values == "float32" else 2e-4
         found, expected = found.double().numpy().reshape(-1), np.reshape(expected, -1)
-        if self.is_half:  # what lies halfway between two values may be rounded to the other one, rarely
+        if self.is_half:  # a value halfway between two others is sometimes rounded to the other one
             other = ~np.isclose(found, expected, rtol=tolerance, atol=tolerance)
             assert other.sum() <= 3 and np.abs(found - expected).max() < 0.05, what
             found = np.where(other, expected, found)
@@ -182,7 +182,7 @@ def test_warm_up_from_dense_keeps_the_momentum():
 
 
 def test_many_blocks_of_the_wire_format():
-    """A tensor of more than 65,536 elements travels in several blocks."""
+    """A tensor with more than 65,536 elements has several blocks in a payload."""
     shapes = {"wide": (2, 70_001), "narrow": (1500,)}
     settings = {"density": 0.001, "momentum": 0.9}
     trials = [

@@ -11,12 +11,12 @@ from horovod.torch import mpi_ops
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.torch import Compression
 
-SPARSE = ("body.weight", "head.weight")  # the others are small and travel dense
+SPARSE = ("body.weight", "head.weight")  # the others are small and sent dense
 BAD = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf}
 
 
 def spoilt(gradients, name, value):
-    """Return the gradients with one element of one of them replaced."""
+    """Return the gradients with one element of one tensor replaced."""
     damaged = {key: np.array(gradient) for key, gradient in gradients.items()}
     damaged[name].reshape(-1)[-1] = value
     return damaged

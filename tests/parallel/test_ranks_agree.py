@@ -18,7 +18,7 @@ MAKERS = {
 
 
 class Branches(nn.Module):
-    """Independent branches; each rank builds its graph in an order of its own, and leaves out what `used` says."""
+    """Independent branches. Each rank builds its graph in a different order, without the branches not in `used`."""
 
     def __init__(self, count=6):
         super().__init__()

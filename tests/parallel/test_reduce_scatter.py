@@ -132,7 +132,7 @@ def test_odd_sizes(complete, sizes, density):
 @COMPLETE
 @pytest.mark.parametrize("scope", SCOPES)
 def test_missing_late_and_frozen_gradients(scope, complete):
-    """A tensor that is missing, comes back, or is frozen on one rank: nothing is lost, and nobody waits."""
+    """A tensor is missing, returns, or is frozen on one rank: nothing is lost, and no rank waits forever."""
     parameters = make_parameters()
     settings = {"scope": scope, "complete": complete, **SCATTER}
     compressor = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **settings)
@@ -184,7 +184,7 @@ def test_a_schedule_that_is_dense_now_and_then():
 
 @pytest.mark.parametrize(("at", "complete"), [(1, False), (5, False), (5, True)])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(at, complete):
-    """Regions are state: those of a rank that lacks them are agreed on anew, by all."""
+    """Regions are state. If one rank lacks them, all ranks agree on new ones."""
 
     def train(parameters, compression, optimizer, steps):
         for t in steps:

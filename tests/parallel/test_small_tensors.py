@@ -75,7 +75,7 @@ def test_gradients_that_stay_where_they_are(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_that_was_given_up_keeps_its_buffers(method):
-    """Horovod may write into what it was given until its allreduce, which nobody waits for, is done."""
+    """Horovod may write to its input until the all-reduce is done, even if no one waits for it."""
     parameters = make_parameters(SHAPES)
     compression = build(method, parameters)
     drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))

@@ -115,7 +115,7 @@ def test_a_summed_state_is_shared_out(method, scope):
 @pytest.mark.skipif(hvd.size() < 2, reason="another number of ranks needs a process set of a part of the job")
 @pytest.mark.parametrize("scope", SCOPES)
 def test_fewer_ranks_continue_from_a_summed_state(scope):
-    """As after the loss of a worker: those left take over its residual; a state of its own would be refused."""
+    """As after the loss of a worker: the remaining ranks take over its residual. A per-rank state raises an error."""
     parameters = make_parameters()
     compression = MAKERS["gradient_dropping"](parameters.items(), scope)
     for t in range(3):

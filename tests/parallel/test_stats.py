@@ -36,7 +36,7 @@ def test_bytes_of_single_tensors(dtype, values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_of_the_whole_model(dtype):
-    """One payload of 80 of 8,000; the small tensor in a dense message of its own; a token for each of the three."""
+    """One payload of 80 of 8,000; the small tensor in a separate dense message; a token for each of the three."""
     parameters = make_parameters(SHAPES, dtype)
     compressor = Compression.gradient_dropping(parameters.items(), density=0.01, scope="model")
     reduced = 3 * TOKEN + 64 * max(4, dtype.itemsize) + VOTE + PRESENCE

@@ -147,7 +147,7 @@ def test_a_tensor_that_some_ranks_do_not_have(make):
 
 
 def test_counts_drift_until_the_threshold_is_taken_anew():
-    """With a life-span of 5 the count is k in the steps where it is taken, and another in most of those between."""
+    """With a life-span of 5, the count is k in steps that renew the threshold, and differs in most other steps."""
     parameters = make_parameters({"only": (1000,)})
     compression = Compression.dct(parameters.items(), density=0.05, lifespan=5, min_numel=100, band=None)
     counts = []

@@ -19,7 +19,7 @@ REDUCTIONS = {
     "sum": {"op": hvd.Sum},
     "predivide": {"op": hvd.Average, "gradient_predivide_factor": 3.0},
 }
-PLACES = {"dense": {"min_numel": 10**6}, "payload": {"min_numel": 0}}  # how a tensor travels
+PLACES = {"dense": {"min_numel": 10**6}, "payload": {"min_numel": 0}}  # how a tensor is sent
 
 
 def scaled_step(optimizer, parameters, gradients, compression, scale, order=None):
@@ -225,7 +225,7 @@ def test_ranks_must_agree_on_the_loss_scale(scope):
 
 
 def test_a_reduction_that_nobody_tells_is_refused_where_it_matters():
-    """Without clipping and decay, what became of the token is enough; with them it would be known too late."""
+    """Without clipping and decay, the reduced token shows the reduction in time; with them, too late."""
     for settings, matters in (({}, False), ({"weight_decay": 0.1}, True), ({"clip_norm": 1.0}, True)):
         parameters = make_parameters({"only": (2000,)})
         compression = Compression.dgc(parameters.items(), **settings)

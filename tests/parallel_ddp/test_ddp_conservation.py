@@ -97,7 +97,7 @@ def test_accumulation_without_synchronization(view):
 
 
 def test_uneven_inputs():
-    """In join(), a rank that has no more inputs goes on sending what waits in its residuals."""
+    """In join(), a rank without further inputs continues to send its residuals."""
     balance = Balance(trainer := Trainer(**SETTINGS))
     ranks, rank = dist.get_world_size(), dist.get_rank()
     start = {name: parameter.detach().clone() for name, parameter in trainer.model.named()}
@@ -115,7 +115,7 @@ def test_uneven_inputs():
 
 
 def test_a_backward_pass_that_fails_on_all_ranks_is_given_up():
-    """The next one begins a step of its own; the gradients that had come are in the residuals."""
+    """The next backward pass begins a new step; the gradients that had arrived are in the residuals."""
 
     class Broken(torch.autograd.Function):
         @staticmethod

@@ -21,7 +21,7 @@ def test_runs_and_compresses(script, tmp_path, monkeypatch):
                 pytest.skip(f"{package} is not installed")
             if package == "accelerate" and dist.get_world_size() == 1:
                 pytest.skip("Accelerate wraps no model with one process")
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # it is there
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # it exists already
     monkeypatch.setattr(dist, "destroy_process_group", lambda *_, **__: None)  # and stays for the next
     monkeypatch.setenv("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     generator = torch.Generator().manual_seed(dist.get_rank())

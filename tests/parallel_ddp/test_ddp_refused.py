@@ -25,7 +25,7 @@ def linear():
 
 
 def test_horovod_is_neither_there_nor_needed():
-    """This suite's conftest.py lets nobody import it."""
+    """This suite's conftest.py prevents its import."""
     with pytest.raises(ModuleNotFoundError, match="No module named 'horovod'"):
         importlib.import_module("horovod.torch")
     assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]

@@ -107,7 +107,7 @@ def test_loss_scale_overflow_skips_the_step():
 
         compile_with(model, compression, wrap=wrap)
         x, y = samples()
-        model.train_on_batch(x[:8], y[:8])  # rank 0's loss overflows float16: the step is void on every rank
+        model.train_on_batch(x[:8], y[:8])  # rank 0's loss overflows float16: the step is skipped on every rank
         for one, other in zip(before, model.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
         if hvd.rank() == 0:

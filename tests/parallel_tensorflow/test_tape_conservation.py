@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses noth
 
 
 class NowAndThenDense(Schedule):
-    """Everything travels dense in every third step."""
+    """Sends everything dense in every third step."""
 
     def density(self, step):
         return 1.0 if step % 3 == 2 else 0.05
@@ -73,7 +73,7 @@ def test_what_rounding_keeps_back_is_not_lost(scope):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_in_a_graph_of_tensorflow_1(scope):
-    """It orders nothing by itself: a sparse step and the dense one beside it must not undo each other."""
+    """The graph does not order operations: a sparse step and a dense one must not undo each other."""
     v1 = tf.compat.v1
     fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     out = {name: np.zeros(shape) for name, shape in SHAPES.items()}

@@ -38,7 +38,7 @@ class Stages(Schedule):
 @several
 @pytest.mark.parametrize("method", METHODS)
 def test_dense_steps_deliver_everything(method):
-    """Of whole numbers: a dense step's sum is that of the gradients and of all that was held back before."""
+    """With whole numbers: the sum of a dense step is that of its gradients and of all residuals."""
     variables = make_variables(SHAPES)
     build, settings = getattr(Compression, method.split()[0]), METHODS[method]
     compression = build(list(variables.values()), density=Stages(), **settings)

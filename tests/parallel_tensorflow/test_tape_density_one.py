@@ -17,13 +17,13 @@ REDUCTIONS = {
     "predivide_odd": {"op": hvd.Average, "gradient_predivide_factor": 1.7},
     "one_group": {"op": hvd.Average, "groups": 1},
     "two_groups": {"op": hvd.Sum, "groups": 2},
-    # against the order of the gradients; Horovod gives the bias a group of its own
+    # not in the order of the gradients; Horovod gives the bias a separate group
     "listed_groups": {"op": hvd.Average, "groups": [["scale", "weight"]]},
 }
 
 
 class AtPresentDense(Schedule):
-    """All travels dense, but the graph must allow for the other case."""
+    """Everything is sent dense now, but the graph must support the other case."""
 
     def density(self, step):
         return 1.0
@@ -40,7 +40,7 @@ EVERYTHING = {  # ways to send every element
 
 
 def make_trials(dtype=tf.float32):
-    """Return {title: (variables, compression)} of all that keep everything."""
+    """Return {title: (variables, compression)} of all methods that send everything."""
     trials = {}
     for title, (method, settings) in EVERYTHING.items():
         variables = make_variables(SHAPES, dtype)
@@ -109,7 +109,7 @@ SGD = {
     "momentum": {"momentum": 0.9, "density": 1.0},
     "nesterov": {"momentum": 0.9, "nesterov": True, "density": 1.0, "scope": "model"},
     "decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "density": AtPresentDense()},
-    # factor masking would take the momentum of all that was sent
+    # factor masking would clear the momentum of all sent elements
     "in payloads": {
         "momentum": 0.8,
         "weight_decay": 0.1,

@@ -19,7 +19,7 @@ def elastic(monkeypatch):
 @several
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_a_rank_that_joins_goes_on_from_the_others_step(scope):
-    """The last rank is new: with the density of its own first step, payloads would differ in size."""
+    """The last rank is new. With the density of its own first step, payloads would differ in size."""
     variables = make_variables()
     compression = Compression.gradient_dropping(list(variables.values()), density=0.01, warmup=30, scope=scope)
     compression.step.assign(25 if hvd.rank() < hvd.size() - 1 else 0)

@@ -13,7 +13,7 @@ N = 3000
 
 @pytest.mark.parametrize("method", ["micro", "sidco"])
 def test_about_k_are_sent_of_equal_gradients(method):
-    """30 steps of 2.0 everywhere, signs apart; each element sent brings all that had waited of it."""
+    """30 steps of gradients of magnitude 2.0; each sent element includes its whole residual."""
     variables = make_variables({"only": (N,)})
     compression = getattr(Compression, method)(list(variables.values()), density=0.01)
     reduce = Reducer(variables, compression, op=hvd.Sum)

@@ -19,7 +19,7 @@ def test_frozen_integers_are_left_out():
 
 @several
 def test_what_has_no_gradient_does_not_count():
-    """A step without `b` sends k of the 1000 elements of `a`, and leaves the memory of `b`; the next has both again."""
+    """A step without `b` sends k of the 1000 elements of `a`, and the residual of `b` stays; the next step has both."""
     variables = make_variables(SHAPES)
     compression = Compression.topk(list(variables.values()), density=0.01, min_numel=100)
     reduce = Reducer(variables, compression, op=hvd.Sum)

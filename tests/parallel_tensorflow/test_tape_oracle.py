@@ -30,7 +30,7 @@ DGC = {
 
 
 class Trial:
-    """One method on variables of its own, and what the oracle says of it."""
+    """One method on separate variables, and the oracle's results for it."""
 
     def __init__(self, title, method, make, steps, shapes=FEW, dtype=tf.float32, average=True):
         self.title, self.method, self.shapes, self.dtype = title, method, shapes, dtype
@@ -84,7 +84,7 @@ class Trial:
         # a residual that is never cleared, but only made smaller, adds up the roundings of all steps
         tolerance = 2e-5 if self.method.values == "float32" else 2e-4
         found, expected = found.reshape(-1), np.reshape(expected, -1)
-        if self.is_half:  # what lies halfway between two values may be rounded to the other one, rarely
+        if self.is_half:  # a value halfway between two others is sometimes rounded to the other one
             other = ~np.isclose(found, expected, rtol=tolerance, atol=tolerance)
             assert other.sum() <= 3 and np.abs(found - expected).max() < 0.05, what
             found = np.where(other, expected, found)

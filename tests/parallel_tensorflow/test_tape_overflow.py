@@ -14,7 +14,7 @@ from hvd_sparse.tensorflow import Compression
 
 pytestmark = [several, pytest.mark.each_value]
 SHAPES = {"weight": (30, 20), "head": (500,), "bias": (20,)}
-SPARSE = ("weight", "head")  # the bias is small and travels dense
+SPARSE = ("weight", "head")  # the bias is small and sent dense
 BAD = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf}
 
 
@@ -35,7 +35,7 @@ def fresh(*arguments, **settings):
 
 
 def spoilt(gradients, name, value):
-    """Return the gradients with one element of one of them replaced."""
+    """Return the gradients with one element of one tensor replaced."""
     damaged = {key: np.array(gradient) for key, gradient in gradients.items()}
     damaged[name].reshape(-1)[-1] = value
     return damaged
@@ -113,7 +113,7 @@ def test_a_huge_finite_gradient_is_clipped_to_the_bound(clipped):
 
 
 def test_a_gradient_that_is_not_finite_clips_no_other(clipped):
-    """The finite ones of two void steps are kept as they are: the next step sends them."""
+    """The finite gradients of two skipped steps stay in the residuals unclipped; the next step sends them."""
     small = {**zeros(), "weight": draw(SHAPES, 1, 0)["weight"] * 1e-3}
     for bad in (np.nan, np.inf):
         assert_void(clipped(spoilt(small, "head", bad) if hvd.rank() == 0 else small), True)
@@ -132,7 +132,7 @@ class DenseInOddSteps(Schedule):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_void_dense_step_has_not_been(scope):
-    """It loses no residual and leaves nothing in it: density 1 is Horovod, where a loss scaler skips such a step."""
+    """A skipped dense step changes no residual: with density 1, a loss scaler skips it, as with Horovod alone."""
     reduce = fresh("gradient_dropping", scope, density=DenseInOddSteps())
     balance = {name: np.zeros(SHAPES[name]) for name in SPARSE}
     for t in range(6):

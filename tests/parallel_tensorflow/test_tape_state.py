@@ -25,7 +25,7 @@ BOTH = [("gradient_dropping", "tensor"), ("dgc", "tensor"), ("dgc", "model")]
 
 @functools.cache
 def traced(method, scope, number):
-    """Return a reducer, with variables of its own; tests share its graph."""
+    """Return a reducer with separate variables; tests share its graph."""
     variables = make_variables(SHAPES)
     compression = getattr(Compression, method)(list(variables.values()), scope=scope, **SETTINGS[method])
     return Reducer(variables, compression)
@@ -145,7 +145,7 @@ def test_a_summed_state_is_shared_out(method, scope):
 
 
 def test_fewer_ranks_continue_from_a_summed_state():
-    """As after the loss of a worker: those left take over its residual; a state of its own would be refused."""
+    """As after the loss of a worker: the remaining ranks take over its residual. A per-rank state raises an error."""
     reduce = fresh("gradient_dropping", "tensor")
     train(reduce, range(3))
     expected = total(memory_of(reduce.compression, "weight"))
@@ -246,7 +246,7 @@ def test_stats_are_those_worked_out_by_hand(dtype, scope, values):
 
 
 def test_stats_follow_a_warm_up_from_dense():
-    """All travels dense in the first step, 5 % of the large in the second."""
+    """Everything is sent dense in the first step, 5 % of the large tensor in the second."""
     variables = make_variables(SHAPES)
     schedule = WarmUp(0.05, steps=1, initial=1.0, factor=0.05)
     compression = Compression.gradient_dropping(list(variables.values()), density=schedule, min_numel=100)

@@ -111,7 +111,7 @@ def test_nothing_is_lost_and_ranks_agree(make, form):
 
 
 def test_counts_drift_until_the_threshold_is_taken_anew():
-    """With a life-span of 5 the count is k in the steps where it is taken, and another in most of those between."""
+    """With a life-span of 5, the count is k in steps that renew the threshold, and differs in most other steps."""
     shapes = {"only": (1000,)}
     reduce = reducer(METHODS["dct"], shapes, lifespan=5, band=None)
     counts = []

@@ -32,7 +32,7 @@ REDUCTIONS = {
     "sum": {"op": hvd.Sum},
     "predivide": {"op": hvd.Average, "gradient_predivide_factor": 3.0},
 }
-PLACES = {"dense": {"min_numel": 10**6}, "payload": {"min_numel": 0}}  # how a variable travels
+PLACES = {"dense": {"min_numel": 10**6}, "payload": {"min_numel": 0}}  # how a variable is sent
 SETTINGS = {
     "tensor": ("dgc", {"clip_norm": 0.25}),
     "model": ("dgc", {"clip_norm": 0.25, "scope": "model", "clip_scope": "model"}),
@@ -42,7 +42,7 @@ SETTINGS = {
     "decay, samomentum": ("samomentum", {"weight_decay": 0.1}),
 }
 
-REDUCED = [  # which settings, reduced how, and how they travel
+REDUCED = [  # which settings, how they are reduced, and how they are sent
     ("tensor", "average", "payload"),
     ("tensor", "predivide", "dense"),
     ("model", "sum", "payload"),

@@ -78,5 +78,5 @@ def assert_ranks_agree(arrays):
 
 
 def assert_alive():
-    """Assert that collectives still work, on all ranks: nobody was left behind."""
+    """Assert that collectives still work on all ranks."""
     assert hvd.allreduce(tf.ones([3]), op=hvd.Sum, name="alive").numpy().tolist() == [hvd.size()] * 3

@@ -194,7 +194,7 @@ def test_interrupting_mpirun_ends_all_ranks(tmp_path):
 
 
 def is_alive(pid):
-    """Whether a process does anything: one that nobody has waited for is still listed."""
+    """Return whether a process runs. A process that ended is listed until its parent waits for it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
@@ -231,7 +231,7 @@ def test_ranks_that_differ_say_in_what(run_job, what):
     ],
 )
 def test_one_worker_that_differs_is_left_out(run_job, options, difference):
-    """It alone raises; the others train to the end, and the server says who is missing and why."""
+    """Only this worker raises an error; the others finish, and the server reports who is missing and why."""
     code, output = run_job(f"run({options})")
     assert code != 0 and output.count("ServerRefused: ") == 1
     assert "loss" in output and len(losses(output)) == 1 and "ended 0" in output and "ended 2" in output, output
@@ -319,7 +319,7 @@ def test_saved_and_restored_with_other_numbers(run_job, tmp_path):
 
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_worker_that_was_silent_comes_back(run_job, servers):
-    """Stopped for longer than `silence`, it is dropped; it then joins again by itself. Each push counts once."""
+    """Stopped for longer than `silence`, the worker is dropped, then joins again. Each push counts once."""
     code, output = run_job(
         f"""
         def before(step):

@@ -179,7 +179,7 @@ def test_an_empty_contribution_clears_nothing():
 
 
 def test_hints_learn_in_place():
-    """As `ThresholdHint` does, step by step; a bucket is the same as with hints that are handed to it."""
+    """Hints on the operator's tensor equal those of `ThresholdHint`, step by step, and so do the selections."""
     found, expected = Bucket({"momentum": 0.9}, {}), Bucket({"momentum": 0.9}, {})
     hints, oracle = ops.new_hints(len(SIZES)), [ThresholdHint() for _ in SIZES]
     for step in range(12):

@@ -180,7 +180,7 @@ def test_the_same_bytes_and_the_same_entries_read_from_them(case, coding, value_
     payload = reference.pack(indices, values, n, k, *form)
     assert payload.size == wire.payload_size(n, k, *form) == ops.payload_size(n, k, *form)
     chosen = wire.resolve_coding(coding, n, k)
-    assert payload[5] == wire.CODINGS[chosen]  # a header never says auto
+    assert payload[5] == wire.CODINGS[chosen]  # a header never contains "auto"
     out = torch.full((payload.size,), 255, dtype=torch.uint8)
     ops.pack(tensor(indices), tensor(values), n, k, out, *form)
     same(out, payload)
@@ -248,7 +248,7 @@ COUNTS = [[30, 0, 1000], [0, 5, 1], [66_000, 2, 17]]  # by rank and member: so "
 
 
 def located_message(coding, value_dtype):
-    """The messages of all ranks, where each payload lies, and the sums of all members, halved."""
+    """The messages of all ranks, the offset of each payload, and the sums of all members, halved."""
     rng, parts, sizes = np.random.default_rng(3), [], []
     sums = [np.zeros(n, np.float32) for n in NS]
     for counts in COUNTS:

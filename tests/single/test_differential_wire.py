@@ -187,7 +187,7 @@ def buckets(draw):
     coding = draw(st.sampled_from([*wire.CODINGS, "auto"]))
     dtype = draw(st.sampled_from([one for one in wire.VALUE_DTYPES if one not in ("none", "float64")]))
     is_joint, grouped = draw(st.booleans()), dtype in wire.LOW_BITS
-    smallest = [0] if is_joint and not grouped else []  # whatever has a selection or groups of its own has elements
+    smallest = [0] if is_joint and not grouped else []  # a member with its own selection or groups has elements
     sizes = st.lists(st.sampled_from([*smallest, 1, 2, 63, 64, 65, 500, 2049, 65_537]), min_size=1, max_size=4)
     sizes = draw(sizes.filter(any))
     channels = [draw(st.integers(1, min(n, 700))) for n in sizes] if grouped else []
@@ -223,7 +223,7 @@ def accumulated_by_the_twins(rule, level, selections, seed):
         sent = reference.quantize(values, form.value_dtype, level, indices, form.segments)
         payloads.append(reference.pack(indices, sent, *form))
         thresholds.append(threshold)
-        with np.errstate(all="ignore"):  # what overflowed may travel too
+        with np.errstate(all="ignore"):  # overflowed values may be sent, too
             joined[0][indices] = 0.0 if form.value_dtype == "float32" else values - sent
         joined[1][indices] = 0.0
         for member in members:

@@ -30,7 +30,7 @@ def run_elastic(directory, scenario, hosts, method, job="elastic_job.py", fails=
 
 
 def assert_nothing_is_lost(processes):
-    """All gradients of all processes, less what waits in their residuals, is what the weights have moved by."""
+    """Assert that the change of the weights equals the gradients of all processes minus their residuals."""
     last = max(processes, key=lambda process: process["batch"])
     arrived = sum(process["total"] - process["waiting"] for process in processes)
     np.testing.assert_array_equal(arrived, last["moved"])
@@ -74,7 +74,7 @@ def test_a_process_that_dies_in_a_step_and_a_state_that_keeps_the_compression(tm
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["hosts", "crash"])
 def test_a_reduce_scatter_whose_ranks_come_and_go(tmp_path, scenario):
-    """A rank that comes knows no regions: all agree on them anew, and nobody waits."""
+    """A new rank knows no regions: all ranks agree on new ones, and none waits forever."""
     hosts = ["localhost", "127.1", "127.0.1"][: 3 if scenario == "crash" else 2]
     settings = {"density": 0.01, "exchange": "reduce_scatter", "dense_fallback": None}
     ended, processes, output = run_elastic(tmp_path, scenario, hosts, "gradient_dropping", **settings)

@@ -19,7 +19,7 @@ REFUSED = (
 
 
 def run(*arguments):
-    """Return, for each rank that raised, what it raised, and all that was printed."""
+    """Return the error of each rank that raised one, and the whole output."""
     code, output = launch([*mpirun(4), sys.executable, JOB, *map(str, arguments)], {"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert code != 0, output
     refused = re.findall(r"rank \d refuses (.*)", output)

@@ -76,7 +76,7 @@ JOIN = {
     ],
 )
 def test_join_with_uneven_steps_is_refused(run_job, settings, first):
-    """Rank `first`, the coordinator or another, has joined; the other, which trains on, says what is wrong."""
+    """Rank `first`, the coordinator or another, has joined; the other rank, which still trains, raises the error."""
     code, output = run_job(UNEVEN.format(settings=JOIN[settings], first=first))
     assert code != 0
     assert "RuntimeError: hvd_sparse does not work with hvd.join()" in output, output
@@ -84,7 +84,7 @@ def test_join_with_uneven_steps_is_refused(run_job, settings, first):
 
 
 def test_join_after_equal_steps_works(run_job):
-    """In a job of its own: collectives that tests before it left unanswered would meet the ranks that have joined."""
+    """In a separate job, because unanswered collectives of earlier tests would meet the ranks that have joined."""
     script = """
         parameters, optimizer = make(["a", "b"], density=0.03)
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_join_after_equal_steps_works(run_job):
 
 
 def test_compressions_built_in_another_order_are_refused(run_job):
-    """Nobody can tell at once, but nobody waits for ever."""
+    """The difference is not visible at once, but no rank waits forever."""
     code, output = run_job(
         """
         from hvd_sparse.torch import exchange

@@ -233,7 +233,7 @@ def test_by_group_of_a_single_group_and_of_nothing():
 @pytest.mark.parametrize("value_dtype", LOW_BIT)
 @pytest.mark.parametrize("level", reference.LEVELS)
 def test_by_group_changes_no_level(value_dtype, level):
-    """Entries in the order of their groups, as if they were a tensor of their own, have the levels that they had."""
+    """Entries in the order of their groups, as if they were a separate tensor, keep their levels."""
     rng, segments = np.random.default_rng(0), np.array([[0, 7], [500, 1], [600, 40]])
     indices = np.sort(rng.choice(1000, 300, replace=False))
     values = rng.standard_normal(300).astype(np.float32)

@@ -27,7 +27,7 @@ GIGABIT = Network(1e9, 5e-5)
 
 
 def play(network, world_size, rounds):
-    """Seconds of rounds in which every rank sends one message of so many bytes to another, all at the same time."""
+    """Return the seconds of rounds in which every rank sends one message of the given size at the same time."""
     clock = [0.0] * world_size
     for size in rounds:
         done = [at + network.latency + 8 * size / network.bandwidth for at in clock]

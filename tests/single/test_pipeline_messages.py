@@ -21,7 +21,7 @@ OVERHEAD = 200_000  # bytes: Python's own objects
 
 
 def description(shapes, structure=0, dtype=0, form=MASKED, gradient=0, columns=None, kept=1):
-    """Return the description of tensors of these shapes, as the module says it is laid out."""
+    """Return the description of tensors of these shapes, in the layout that the module documents."""
     text = json.dumps(structure).encode()
     parts = [struct.pack("<H", len(text)), text]
     for shape in shapes:
@@ -184,7 +184,7 @@ def test_next_to_nothing_is_sent_as_a_bitmap_and_comes_back(kept):
 
 @pytest.mark.parametrize("describe", [True, False])
 def test_any_flipped_bit_is_damage(describe):
-    """Also of tensors that are sent whole, whose bytes have no checksum of their own."""
+    """Also in dense tensors, whose bytes have no separate checksum."""
     likes = [masked((4, 6), 3), Tensor(np.arange(6, dtype=np.float32), "float32", None, True)]
     kind = Kind.FORWARD if describe else Kind.BACKWARD
     encoded = message.encode(Head(kind, 1, 0, 1, 4, 4), [0, 1] if describe else None, likes, describe)

@@ -97,7 +97,7 @@ def snapshot(server):
 
 
 def every_kind(server, worker):
-    """One message of each kind, as it travels."""
+    """Return one encoded message of each kind."""
     random = np.random.default_rng(1)
     hello = encode(
         Message(Kind.HELLO, 2, 5, body=protocol.as_body("\n".join(introduction(server.layout, server.method))))

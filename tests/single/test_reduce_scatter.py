@@ -126,7 +126,7 @@ def test_what_a_rank_receives_does_not_grow_with_the_ranks(ranks):
 
 
 def test_messages_have_one_size_while_selections_change():
-    """Horovod negotiates a message of another size anew."""
+    """Horovod negotiates a message again if its size changes."""
     n, k, ranks = 100_000, 1000, 8
     job, sizes = Job(n, k, ranks), set()
     job.agree(drawn(n, k, ranks))

@@ -120,7 +120,7 @@ def test_both_frameworks_agree(settings, overlap):
 
 
 def schedule(keras):
-    boundaries = [int(step) for step in range(STEPS - 1)]  # a rate of its own for every step
+    boundaries = [int(step) for step in range(STEPS - 1)]  # a different learning rate for every step
     return keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, [rate(step) for step in range(STEPS)])
 
 
@@ -219,7 +219,7 @@ def test_what_has_not_changed_is_not_assigned():
         assigned, updated = [], session.updated
         session.updated = lambda names: (assigned.append(names), updated(names))
         step = stepper(session.optimizer(1.0), variables, tf.function)
-        for name, factor in (("b", 1.0), ("d", 10.0)):  # what waits of b is less
+        for name, factor in (("b", 1.0), ("d", 10.0)):  # the residual of b is smaller
             step({other: tf.fill([100], factor if other == name else 0.125) for other in variables})
         assert assigned == [{"b"}, {"d"}]
         assert [np.count_nonzero(variable) for variable in variables.values()] == [0, 4, 0, 4]

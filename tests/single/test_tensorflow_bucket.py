@@ -68,7 +68,7 @@ class Variables:
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
 
         def call(factors, ks, hints, is_active):
-            """Pass all that may change from step to step as tensors."""
+            """Pass all values that may change from step to step as tensors."""
             numbers = {"factors": factors, "ks": ks, "threshold_hints": hints, "is_active": is_active, "seed": 3}
             return ops.accumulate_bucket(*lists, **numbers, **self.rule, level=self.level, **self.wire)
 
@@ -114,7 +114,7 @@ def traced(request):
 def test_payloads_memories_and_sums_are_those_of_torch(rule, form, joint, traced, dtype):
     bucket = bucket_of(joint, rule, form, dtype)
     variables = Variables(bucket, joint, traced)
-    for hint in (0.0, 2.0, 50.0):  # none, a good one, one that misses; the memory goes on
+    for hint in (0.0, 2.0, 50.0):  # none, a good one, one that misses; the error feedback continues
         message, finite, info = variables.accumulate(hint)
         expected = bucket.accumulate(hint)
         for found, wanted in zip((message, info, finite), (bucket.out, *expected), strict=True):
@@ -150,7 +150,7 @@ def test_inactive_it_only_looks(rule, form, joint, traced):
     message, finite, info = variables.accumulate(is_active=False)
     variables.check_memory(bucket)
     assert finite.numpy().tolist() == [True, True, False, True, True]
-    still = bucket_of(joint, {}, form)  # a gradient of zeros selects in what the memory holds, too
+    still = bucket_of(joint, {}, form)  # a gradient of zeros also selects from the stored residuals
     still.gradients = [torch.zeros(n) for n in SIZES]
     same_as_torch(info, still.accumulate()[0])
     same_as_torch(message, still.out)

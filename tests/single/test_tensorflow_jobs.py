@@ -144,7 +144,7 @@ hvd.join()
 
 @pytest.mark.parametrize(("scope", "first"), [pytest.param("tensor", 0, marks=pytest.mark.exhaustive), ("model", 1)])
 def test_join_with_uneven_steps_is_refused(scope, first):
-    """Rank `first`, the coordinator or another, has joined; the other, which trains on, says what is wrong."""
+    """Rank `first`, the coordinator or another, has joined; the other rank, which still trains, raises the error."""
     code, output = launch([*mpirun(2), sys.executable, "-c", JOIN.format(scope=scope, first=first)], QUIET)
     assert code != 0
     assert "hvd_sparse does not work with hvd.join()" in output, output

@@ -345,7 +345,7 @@ def test_hostile_payloads():
 
 
 def test_only_tokens_are_stateful():
-    """A pure function of a constant is folded, and what follows it may be; a token travels anew in every step."""
+    """TensorFlow may fold a pure function of a constant and ops that depend on it; a token is sent in every step."""
     with tf.Graph().as_default() as graph:
         values = tf.ones([5])
         ops.token(3)

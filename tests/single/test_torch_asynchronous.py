@@ -218,7 +218,7 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     model.register_buffer("hidden", torch.ones(3), persistent=False)
     session = join(model)
     optimizer = session.optimizer(lr=0.1)
-    learn(model, optimizer, 12)  # buffers travel at the tenth step
+    learn(model, optimizer, 12)  # buffers are sent at the tenth step
     session.synchronize()
     assert session.state()[1].size == 9 + 9 + 3
     state = session.global_state_dict()

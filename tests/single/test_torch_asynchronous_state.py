@@ -105,7 +105,7 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("call", "error", "text"), BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
 def test_bad_arguments(join, call, error, text):
     if text == "^$":
-        assert call(join) == {}  # a co-located rank serves by itself
+        assert call(join) == {}  # a co-located rank serves in a thread
         return
     with pytest.raises(error, match=text):
         call(join)

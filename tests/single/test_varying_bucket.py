@@ -16,7 +16,7 @@ from hvd_sparse.torch import ops
 
 SIZES = (1, 7, 1000, 65_537, 70_000)
 CHANNELS = [1 + n // 100 for n in SIZES]
-THRESHOLDS = [0.5, 0.0, 2.5, math.inf, -1.0]  # the last is taken anew
+THRESHOLDS = [0.5, 0.0, 2.5, math.inf, -1.0]  # the last threshold is renewed
 KS = [0, 0, 0, 0, 700]
 SMALLEST = 2.0**-149
 

@@ -95,7 +95,7 @@ def test_bad_arguments_are_named(arguments, message):
         (1500, 0.001, 2),  # 1.5 rounds up
         (2500, 0.001, 3),  # and so does 2.5: half up, not to even
         (1, 0.001, 1),
-        (400, 0.001, 1),  # 0.4 rounds to 0, but one entry always travels
+        (400, 0.001, 1),  # 0.4 rounds to 0, but at least one entry is sent
         (7, 1.0, 7),
         (7, 0.99, 7),
         (25_600_000, 0.001, 25_600),
@@ -248,7 +248,7 @@ def test_hostile_payload_cut_or_flipped_anywhere():
 
 
 def test_hostile_bitmap():
-    """Three blocks, the first full: a bit that says another is full too, or more than full, is refused."""
+    """Three blocks, the first full. A bitmap that marks another block as full, or has more bits, raises an error."""
     n, k = 131_082, 65_537
     good = reference.pack(np.append(np.arange(65_536), 70_000), np.ones(k, np.float32), n, k)
     assert good[32:39].tolist() == [0, 0, 1, 0, 0, 0, 0b001]

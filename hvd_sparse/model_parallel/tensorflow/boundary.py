@@ -83,7 +83,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         return tf.where(mask, activations, tf.zeros([], activations.dtype))
 
     def mask(self, activations: tf.Tensor, training=None) -> tf.Tensor:
-        """Return what is kept, bool[B, f], and take note of it, as `call` does."""
+        """Return the mask, bool[B, f], and count the kept elements, like `call`."""
         rows, columns = self._rows(tf.stop_gradient(activations))
         settings, counters, numel = self.settings, self._counters, tf.size(rows, tf.int64)
         if settings.density == 1.0:
@@ -160,7 +160,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
 
 
 class Counters(tf.__internal__.tracking.AutoTrackable):
-    """How much was kept of how much, int64[2], of the last batch and in total. No weights: Keras does not save them."""
+    """Kept and all elements, int64[2], of the last batch and in total. Keras does not save them, unlike weights."""
 
     def __init__(self):
         self.last = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="last")
@@ -174,7 +174,7 @@ class Counters(tf.__internal__.tracking.AutoTrackable):
 
 
 def _if(condition, then, otherwise) -> tf.Tensor:
-    """Return what one of two functions does; the condition may be a tensor, which a graph decides on when it runs."""
+    """Return the result of one of two functions. If the condition is a tensor, the graph decides when it runs."""
     value = tf.get_static_value(condition) if tf.is_tensor(condition) else condition
     if value is None and tf.is_tensor(condition):
         return tf.cond(tf.cast(condition, tf.bool), then, otherwise)

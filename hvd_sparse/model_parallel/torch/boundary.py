@@ -63,7 +63,7 @@ class ThresholdBoundary(torch.nn.Module):
         return torch.where(mask, activations, activations.new_zeros(()))
 
     def mask(self, activations: torch.Tensor) -> torch.Tensor:
-        """Return what is kept, bool[B, f], and take note of it, as `forward` does."""
+        """Return the mask, bool[B, f], and count the kept elements, like `forward`."""
         settings = self.settings
         with torch.no_grad():
             rows = activations.detach().reshape(settings.row_shape(activations.shape))

@@ -176,7 +176,7 @@ class Message:
         return payload, excess.indices, excess.values
 
     def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return all kept sums; and of this rank's entries among them, indices, residuals and next residuals."""
+        """Return all kept sums, and for this rank's entries among them indices, residuals and next residuals."""
         kept, sent = self._regions.join(gathered), self._sent.entries
         own = native_changes.find_common(sent.indices, kept.indices)
         old, survived = self._selected.values[own], sent.values[own]

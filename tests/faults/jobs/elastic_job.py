@@ -49,7 +49,7 @@ def injector_for(number: int) -> Injector:
 
 
 def write_down(batch: int) -> None:
-    """Keep what this process has put in, what waits here, and what the weights have moved by."""
+    """Record this process's gradients, its residual, and the change of the weights."""
     waiting = compression.state_dict()["memory"]["weights"].get("residual", torch.zeros(NUMEL))
     partial = folder / f"{os.getpid()}.partial"
     with open(partial, "wb") as file:

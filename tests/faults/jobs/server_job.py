@@ -27,7 +27,7 @@ rank = MPI.COMM_WORLD.Get_rank()
 
 
 def write_down(**arrays) -> None:
-    """Keep what this rank has put in, and what waits, or what has moved."""
+    """Record this rank's gradients and residual, or the change of the server's parameters."""
     partial = folder / f"{rank}.partial"
     with open(partial, "wb") as file:
         np.savez(file, **arrays)

@@ -1,4 +1,4 @@
-// Arrays as a device would hold them, each of its exact size, and values of every awkward kind.
+// Arrays that simulate device memory, each with its exact size, and values of every awkward kind.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace hvd_sparse {
 
-// Bytes that hold rubbish at first, as a framework's allocator gives them.
+// Uninitialised bytes, as from a framework's allocator.
 class Scratch {
  public:
   explicit Scratch(int64_t size) : bytes_(new(std::align_val_t{256}) uint8_t[static_cast<size_t>(size) + 1]) {

@@ -1,4 +1,4 @@
-// A bucket on a device, run on the host, against the core's: memories, payloads, what was sent taken out, sums.
+// Compares a bucket on a device, run on the host, with the core's: error feedback, payloads, clearing, sums.
 #pragma once
 
 #include "../../../csrc/cuda/bucket.h"
@@ -10,7 +10,7 @@
 
 namespace hvd_sparse {
 
-// What a bucket is made of: which shapes, and how each payload is coded.
+// The shapes of a bucket's tensors, and the format of each payload.
 struct Setting {
   std::vector<const Shape*> shapes;
   Coding coding = Coding::kRunLength;
@@ -31,7 +31,7 @@ struct Tensors {
   Members residual, velocity;
 };
 
-// One side: the memories, and the message.
+// One side of the comparison: error feedback and message.
 struct Side {
   explicit Side(const Setting& setting) {
     for (size_t s = 0; s < setting.shapes.size(); ++s) {
@@ -100,7 +100,7 @@ inline std::vector<Part> PartsOf(const Setting& setting, const Gradients& gradie
 using Words = std::vector<uint64_t>;
 inline uint8_t* BytesOf(Words& words) { return reinterpret_cast<uint8_t*>(words.data()); }
 
-// What came of a bucket.
+// The results for a bucket.
 struct Outcome {
   std::vector<Words> payloads;
   std::vector<double> info;
@@ -166,7 +166,7 @@ inline void ExpectSameMemory(const Setting& setting, Side& expected, Side& found
   }
 }
 
-// What each rank sent, taken out of the memory, and the sum of two ranks.
+// Clears each rank's sent values from its error feedback, and computes the sum of two ranks.
 inline void CheckWayBack(const Setting& setting, Outcome& sent, float kept, Side& expected, Side& found) {
   ReduceSelections cleared, summed;
   std::vector<Words> gathered;

@@ -1,6 +1,6 @@
-// Stands in for the CUDA runtime where the tests run kernels on the host: every thread of a block is a context of its
-// own, switched where it waits for others. What a device forbids and this can see ends the program: a barrier that not
-// all threads of a block reach, a warp's intrinsic that not all its threads call. Races it cannot see.
+// Replaces the CUDA runtime when the tests run kernels on the host. Every thread of a block is a separate context,
+// which is switched when it waits for others. Two kinds of errors end the program: a barrier that not all threads of a
+// block reach, and a warp intrinsic that not all threads of the warp call. Races are not detected.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 2;  // so that grids go round more than once
+  *value = 2;  // so that kernels need several iterations
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t size, cudaStream_t) {
@@ -42,7 +42,7 @@ namespace hvd_sparse {
 
 cudaError_t RunOnHost(dim3 blocks, int threads, cudaStream_t stream, const std::function<void()>& kernel);
 
-// The value that every thread of the block, or of its warp, brings to where all of them wait.
+// Exchanges a value of each thread of the block, or of its warp, at a point where all of them wait.
 uint64_t* MeetBlock(uint64_t value);
 uint64_t* MeetWarp(uint64_t value);
 

@@ -1,4 +1,4 @@
-// Runs a kernel's blocks one after the other, and the threads of a block in turn, each from one wait to the next.
+// Runs a kernel's blocks one after the other. The threads of a block take turns; each runs until it has to wait.
 #include <cuda_runtime_api.h>
 #include <ucontext.h>
 
@@ -17,12 +17,12 @@ constexpr unsigned kWarp = 32;
 
 enum class Waits { kNot, kForWarp, kForBlock, kIsDone };
 
-using Place = void* [5];  // of __builtin_setjmp: where to go on, without the two system calls of swapcontext
+using Place = void* [5];  // for __builtin_setjmp, which avoids the two system calls of swapcontext
 
 struct Thread {
   Place place;
   ucontext_t begin;
-  std::unique_ptr<char[]> stack;  // none yet: it has never run
+  std::unique_ptr<char[]> stack;  // null if the thread has never run
   Waits waits = Waits::kNot;
 };
 
@@ -30,9 +30,9 @@ struct Block {
   std::vector<Thread> threads;
   unsigned size = 0;
   unsigned running = 0;
-  std::vector<uint64_t> brought;    // of those who wait
-  std::vector<uint64_t> warp_met;   // what the warps' last meetings were told
-  std::vector<uint64_t> block_met;  // the block's
+  std::vector<uint64_t> brought;    // values of waiting threads
+  std::vector<uint64_t> warp_met;   // values of the warps' last barriers
+  std::vector<uint64_t> block_met;  // values of the block's last barrier
   Place scheduler;
   const std::function<void()>* kernel = nullptr;
 };
@@ -44,12 +44,12 @@ Block& TheBlock() {
 
 [[noreturn]] __attribute__((noinline)) void GoOn(Place& place) { __builtin_longjmp(place, 1); }
 
-// Goes on at `to`; comes back when somebody goes on at `from`.
+// Continues at `to`. Returns when another context continues at `from`.
 __attribute__((noinline)) void Switch(Place& from, Place& to) {
   if (__builtin_setjmp(from) == 0) GoOn(to);
 }
 
-// A thread of one block after the other.
+// Runs a thread of consecutive blocks.
 void Enter() {
   Block& block = TheBlock();
   for (;;) {
@@ -77,7 +77,7 @@ void Wait(Waits waits, uint64_t value) {
   Switch(thread.place, block.scheduler);
 }
 
-// Lets [begin, end) go on if all of them wait alike; what has returned cannot be waited for.
+// Releases threads [begin, end) if all of them wait in the same way. A thread that has returned is an error.
 bool Release(Block& block, unsigned begin, unsigned end, Waits waits, std::vector<uint64_t>* met) {
   for (unsigned t = begin; t < end; ++t) {
     if (block.threads[t].waits != waits) return false;
@@ -97,7 +97,7 @@ bool ReleaseAny(Block& block) {
   return any;
 }
 
-// One turn for every thread that does not wait; returns how many there were.
+// Runs each thread that does not wait once, and returns their number.
 unsigned RunThreads(Block& block) {
   unsigned ran = 0;
   for (unsigned t = 0; t < block.size; ++t) {
