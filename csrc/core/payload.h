@@ -59,6 +59,11 @@ Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const u
 // Writes `view.entries` indices, and values as float32 (float64 for that wire dtype, zero for kNone).
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 
+// Validate and Unpack together, without counts and runs in between: indices[format.k], values[format.k], and how many
+// of them there are. Of a payload that is refused some may have been written.
+Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
+                     int64_t* entries);
+
 // The j-th value as float32.
 float ValueAt(const PayloadView& view, DType dtype, int64_t j);
 
