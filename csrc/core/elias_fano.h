@@ -31,36 +31,24 @@ class EliasFanoWriter {
   // Indices ascend.
   void Put(int64_t index) {
     const auto bits = static_cast<uint64_t>(index);
-    const uint64_t lower = bits & ((uint64_t{1} << low_) - 1);
+    pending_ |= (bits & ((uint64_t{1} << low_) - 1)) << filled_;
+    filled_ += low_;
     if (low_ > kHalf) {  // so many would not fit behind half a word
-      pending_ |= lower << filled_;
-      for (filled_ += low_; filled_ >= 8; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
-    } else {
-      AppendLower(lower, low_);
+      for (; filled_ >= 8; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
+    } else if (filled_ >= kHalf) {
+      std::memcpy(out_, &pending_, kHalf / 8);
+      out_ += kHalf / 8;
+      filled_ -= kHalf;
+      pending_ >>= kHalf;
     }
     const int64_t position = (index >> low_) + count_++;
-    StartWord(position / kWord);
+    if (position / kWord != word_) {
+      WriteUpper(kWord / 8);  // something follows it, so there are as many bytes
+      word_ = position / kWord;
+      ones_ = 0;
+    }
     ones_ |= uint64_t{1} << (position % kWord);
   }
-
-  // Puts `count` > 0 indices of those from `base` on, a multiple of 2^low(): lower is their low bits, at most 64, one
-  // after the other; upper is a bit for each of them, and after those that share an index >> low() a zero.
-  void PutTogether(int64_t base, int count, uint64_t upper, uint64_t lower) {
-    const int bits = count * low_;
-    AppendLower(lower & ~uint32_t{0}, bits < kHalf ? bits : kHalf);
-    if (bits > kHalf) AppendLower(lower >> kHalf, bits - kHalf);
-    const int64_t position = (base >> low_) + count_;
-    count_ += count;
-    StartWord(position / kWord);
-    const int at = static_cast<int>(position % kWord);
-    ones_ |= upper << at;
-    const uint64_t rest = at == 0 ? 0 : upper >> (kWord - at);
-    if (rest == 0) return;
-    StartWord(word_ + 1);
-    ones_ = rest;
-  }
-
-  int low() const { return low_; }
 
   // After the last one.
   void Finish() {
@@ -71,25 +59,6 @@ class EliasFanoWriter {
  private:
   static constexpr int kHalf = 32;
   static constexpr int kWord = 64;
-
-  // At most kHalf bits.
-  void AppendLower(uint64_t lower, int bits) {
-    pending_ |= lower << filled_;
-    filled_ += bits;
-    if (filled_ < kHalf) return;
-    std::memcpy(out_, &pending_, kHalf / 8);
-    out_ += kHalf / 8;
-    filled_ -= kHalf;
-    pending_ >>= kHalf;
-  }
-
-  // Of the upper section, for a bit that is to be set in it.
-  void StartWord(int64_t word) {
-    if (word == word_) return;
-    WriteUpper(kWord / 8);  // something follows it, so there are as many bytes
-    word_ = word;
-    ones_ = 0;
-  }
 
   void WriteUpper(size_t bytes) { std::memcpy(upper_ + word_ * kWord / 8, &ones_, bytes); }
 

@@ -9,7 +9,7 @@
 #include "marks.h"
 #include "run_length.h"
 
-// Whether vectors can be compressed, and bits extracted fast, is asked when it is wanted, as in checksum.cc.
+// Whether there are vectors that can be compressed is asked when it is wanted, as in checksum.cc.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(HVD_SPARSE_PORTABLE)
 #define HVD_SPARSE_COMPRESSES
 #include <immintrin.h>
@@ -40,39 +40,6 @@ __attribute__((target("avx512f"))) uint8_t* CompressWords(const float* values, c
   return out;
 }
 
-constexpr int kMostLow = 3;  // low bits of positions that are found for many elements at once
-
-// Bit i: bit `bit` of i, for kPlanes[bit]. Every low-th bit, for kStrides[low - 1].
-constexpr uint64_t kPlanes[kMostLow] = {0xAAAAAAAAu, 0xCCCCCCCCu, 0xF0F0F0F0u};
-constexpr uint64_t kStrides[kMostLow] = {~uint64_t{0}, 0x5555555555555555u, 0x9249249249249249u};
-
-// Puts what whole words of [begin, end) mark, 32 elements at a time.
-template <int low>
-__attribute__((target("bmi2,popcnt"))) void PutWords(const uint64_t* marks, int64_t begin, int64_t end,
-                                                     EliasFanoWriter* positions) {
-  constexpr int64_t kTogether = 32;
-  constexpr int kShared = 1 << low;  // elements whose index >> low is the same; a zero follows their bits
-  uint64_t zeros = 0;
-  for (int64_t i = 0; i < kTogether / kShared; ++i) zeros |= uint64_t{1} << (i * (kShared + 1) + kShared);
-  EliasFanoWriter writer = *positions;
-  for (int64_t base = begin; base < end; base += kTogether) {
-    const uint64_t bits = marks[base / kMarkBits] >> (base % kMarkBits) & ~uint32_t{0};
-    const int count = __builtin_popcountll(bits);
-    if (count == 0) continue;
-    if (count * low > kMarkBits) {
-      for (uint64_t left = bits; left != 0; left &= left - 1) writer.Put(base + __builtin_ctzll(left));
-      continue;
-    }
-    uint64_t lower = 0;
-    for (int bit = 0; bit < low; ++bit) {
-      lower |= _pdep_u64(_pext_u64(kPlanes[bit], bits), kStrides[low - 1] << bit);
-    }
-    const uint64_t ones = _pdep_u64(bits, ~zeros);
-    writer.PutTogether(base, count, _pext_u64(ones, ones | zeros), lower);
-  }
-  *positions = writer;
-}
-
 #endif
 
 // Writes marked values block by block, and their positions if these are coded as Elias and Fano do.
@@ -87,14 +54,14 @@ class BlockWriter {
 
   // Writes at `out` what is marked in [begin, end); returns where it ends.
   uint8_t* Write(int64_t begin, int64_t end, const uint8_t* out_end, uint8_t* out) {
+    EliasFanoWriter positions = positions_;  // a local one is not written to memory with every byte
     int64_t rest = begin;
 #ifdef HVD_SPARSE_COMPRESSES
     if (is_dense_) out = CompressWords(values_, marks_, end, out_end, &rest, out);
 #else
     static_cast<void>(out_end);
 #endif
-    if (is_elias_fano_) PutMarked(begin, rest);
-    EliasFanoWriter positions = positions_;  // a local one is not written to memory with every byte
+    if (is_elias_fano_) ForEachMarked(marks_, begin, rest, [&](int64_t i) { positions.Put(i); });
     const auto fetch = [&](int64_t i) { __builtin_prefetch(values_ + i); };
     ForEachMarkedAhead(marks_, rest, end, fetch, [&](int64_t i) {
       if (is_elias_fano_) positions.Put(i);
@@ -110,22 +77,9 @@ class BlockWriter {
   }
 
  private:
-  // What is marked in whole words of [begin, end).
-  void PutMarked(int64_t begin, int64_t end) {
-#ifdef HVD_SPARSE_COMPRESSES
-    switch (positions_.low()) {
-      case 1: return PutWords<1>(marks_, begin, end, &positions_);
-      case 2: return PutWords<2>(marks_, begin, end, &positions_);
-      case 3: return PutWords<3>(marks_, begin, end, &positions_);
-      default: break;
-    }
-#endif
-    ForEachMarked(marks_, begin, end, [&](int64_t i) { positions_.Put(i); });
-  }
-
   static bool Compresses() {
 #ifdef HVD_SPARSE_COMPRESSES
-    static const bool kCompresses = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("bmi2");
+    static const bool kCompresses = __builtin_cpu_supports("avx512f") != 0;
     return kCompresses;
 #else
     return false;
