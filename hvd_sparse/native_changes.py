@@ -21,7 +21,7 @@ from hvd_sparse.native import (
     _checked,
     _form,
 )
-from hvd_sparse.wire import BLOCK, payload_size
+from hvd_sparse.wire import BLOCK, HEADER_BYTES, payload_size
 
 TINIEST = 2.0**-149  # the smallest magnitude of float32 above 0
 
@@ -29,10 +29,12 @@ _ARGUMENTS.update(
     {
         "add_entries": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
         "find_common": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
-        "apply_update": [_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER],
+        "apply_update": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER],
+        "set_clocks": [_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _POINTER],
         "mark_updates": [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
         "mark_changed_after": [_POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER],
         "pack_marked": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "sealed_crc": [_POINTER, _SIZE, _POINTER],
         "select_marked": [
             *[_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double],
             *[_POINTER, _POINTER, _POINTER, _POINTER],
@@ -98,28 +100,30 @@ def make_marks(n: int) -> np.ndarray:
     return np.zeros(-(-n // 64), np.uint64)
 
 
-def apply_update(
-    parameters: np.ndarray, clocks: np.ndarray | None, indices: np.ndarray, values: np.ndarray, clock: int
-) -> Changed:
-    """Subtract values from parameters at ascending indices, and set the clocks there, all in place."""
+def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray) -> Changed:
+    """Subtract values from parameters at ascending indices, in place."""
     n = _checked("parameters", parameters, np.float32).size
     _check_changed("parameters", parameters, n)
-    if clocks is not None:
-        _checked("clocks", clocks, np.uint32, n)
     m = _checked("indices", indices, np.int64).size
     _checked("values", values, np.float32, m)
     changed = Changed(np.empty(-(-n // BLOCK), np.uint32), np.empty(m, np.uint16))
-    given = (_address(indices), _address(values), m, clock)
-    _call("apply_update", *given, _address(parameters), _address(clocks), n, *map(_address, changed))
+    given = (_address(indices), _address(values), m, _address(parameters), n)
+    _call("apply_update", *given, *map(_address, changed))
     return changed
+
+
+def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
+    """Set the clocks, uint32[n], of what an update changed, in place."""
+    n = _checked("clocks", clocks, np.uint32).size
+    _check_update(changed, n)
+    _call("set_clocks", *map(_address, changed), n, clock, _address(clocks))
 
 
 def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
     """Mark what updates of n elements changed, beside what is marked already; return how many marks there are."""
     _check_marks(marks, n)
-    for counts, places in updates:
-        _checked("counts", counts, np.uint32, -(-n // BLOCK))
-        _checked("places", places, np.uint16, int(counts.sum(dtype=np.int64)))
+    for update in updates:
+        _check_update(update, n)
     counts, places = (np.array([_address(update[which]) for update in updates], np.uint64) for which in (0, 1))
     marked = ctypes.c_int64()
     given = (_address(counts), _address(places), len(updates), n)
@@ -142,6 +146,15 @@ def pack_marked(marks: np.ndarray, values: np.ndarray, k: int, coding: str, payl
     _checked("payload", payload, np.uint8, payload_size(n, k, coding))
     form = _form(n, k, coding, "float32", None)
     _call("pack_marked", ctypes.byref(form), _address(values), _address(marks), _address(payload))
+
+
+def sealed_crc(payload: np.ndarray) -> int:
+    """Return the CRC-32 of a payload, uint8[payload_size], that was just packed, from its checksum."""
+    size, found = _checked("payload", payload, np.uint8).size, ctypes.c_uint32()
+    if size < HEADER_BYTES:
+        raise ValueError(f"payload must have at least {HEADER_BYTES} bytes, got {size}")
+    _call("sealed_crc", _address(payload), size, ctypes.byref(found))
+    return found.value
 
 
 def select_marked(
@@ -219,6 +232,11 @@ def subtract(minuend: np.ndarray, subtrahend: np.ndarray) -> np.ndarray:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return minuend - subtrahend
+
+
+def _check_update(update: Changed, n: int) -> None:
+    _checked("counts", update.counts, np.uint32, -(-n // BLOCK))
+    _checked("places", update.places, np.uint16, int(update.counts.sum(dtype=np.int64)))
 
 
 def _check_marks(marks: np.ndarray, n: int) -> None:

@@ -14,7 +14,7 @@ namespace hvd_sparse {
 namespace {
 
 constexpr int64_t kSpan = 4096;  // elements that are subtracted at a time: they stay in a cache
-constexpr int64_t kAhead = 24;   // entries whose elements are fetched ahead: they lie in lines of their own
+constexpr int64_t kAhead = 48;   // entries whose elements are fetched ahead: they lie in lines of their own
 
 HVD_SPARSE_MULTIVERSION void Subtract(const float* minuend, const float* subtrahend, int64_t n, float* difference) {
   for (int64_t i = 0; i < n; ++i) difference[i] = minuend[i] - subtrahend[i];
@@ -30,26 +30,18 @@ HVD_SPARSE_MULTIVERSION void OfferChunks(const float* difference, int64_t n, Can
 
 }  // namespace
 
-Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock, const Elements& elements,
+Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, float* parameters, int64_t n,
                    uint32_t* counts, uint16_t* places) {
-  int64_t last = -1;
-  for (int64_t j = 0; j < count; ++j) {
-    if (indices[j] <= last || indices[j] >= elements.n) {
-      return Status::InvalidArgument("indices must ascend in [0, " + std::to_string(elements.n) + "), got " +
-                                     std::to_string(indices[j]) + " after " + std::to_string(last));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(indices, count, n));
+  int64_t j = 0;
+  for (int64_t block = 0; block < BlockCount(n); ++block) {
+    const int64_t first = j;
+    for (const int64_t end = (block + 1) * kBlock; j < count && indices[j] < end; ++j) {
+      if (j + kAhead < count) __builtin_prefetch(parameters + indices[j + kAhead], 1);
+      parameters[indices[j]] -= values[j];
+      places[j] = static_cast<uint16_t>(indices[j]);  // modulo kBlock
     }
-    last = indices[j];
-  }
-  std::fill(counts, counts + BlockCount(elements.n), 0u);
-  for (int64_t j = 0; j < count; ++j) {
-    if (j + kAhead < count) {
-      __builtin_prefetch(elements.parameters + indices[j + kAhead], 1);
-      if (elements.clocks) __builtin_prefetch(elements.clocks + indices[j + kAhead], 1);
-    }
-    elements.parameters[indices[j]] -= values[j];
-    if (elements.clocks) elements.clocks[indices[j]] = clock;
-    places[j] = static_cast<uint16_t>(indices[j] % kBlock);
-    ++counts[indices[j] / kBlock];
+    counts[block] = static_cast<uint32_t>(j - first);
   }
   return Status::Ok();
 }

@@ -10,17 +10,10 @@
 
 namespace hvd_sparse {
 
-// Elements of a server, and the time at which each changed last.
-struct Elements {
-  float* parameters;
-  uint32_t* clocks;  // may be null
-  int64_t n;
-};
-
-// Subtracts values[j] from the parameter at indices[j] and sets its clock, for `count` of them, which ascend. Writes
-// what changed as marks.h has it: counts[BlockCount(n)], places[count]. InvalidArgument, and nothing is changed, if
-// indices do not ascend in [0, n).
-Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, uint32_t clock, const Elements& elements,
+// Subtracts values[j] from parameters[indices[j]] of n, for `count` of them, which ascend. Writes what changed as
+// marks.h has it: counts[BlockCount(n)], places[count]. InvalidArgument, and nothing is changed, if indices do not
+// ascend in [0, n).
+Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, float* parameters, int64_t n,
                    uint32_t* counts, uint16_t* places);
 
 // SelectTopK of minuend[i] - subtrahend[i], in float32.

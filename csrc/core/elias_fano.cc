@@ -14,7 +14,11 @@ int64_t Bytes(int64_t bits) { return (bits + 7) / 8; }
 // Reads a little-endian word. Bytes at `end` and beyond count as zero.
 uint64_t ReadWord(const uint8_t* at, const uint8_t* end) {
   uint64_t word = 0;
-  std::memcpy(&word, at, static_cast<size_t>(std::min<int64_t>(8, end - at)));
+  if (end - at >= 8) {  // a copy of known size is one load
+    std::memcpy(&word, at, 8);
+  } else {
+    std::memcpy(&word, at, static_cast<size_t>(end - at));
+  }
   return word;
 }
 
@@ -50,13 +54,6 @@ int64_t EliasFanoLowerSize(int64_t n, int64_t k) { return Bytes(k * EliasFanoLow
 
 int64_t EliasFanoSize(int64_t n, int64_t k) {
   return EliasFanoLowerSize(n, k) + Bytes(UpperBits(n, k, EliasFanoLowBits(n, k)));
-}
-
-EliasFanoWriter::EliasFanoWriter(int64_t n, int64_t k, uint8_t* out)
-    : low_(EliasFanoLowBits(n, k)), out_(out), upper_(out + EliasFanoLowerSize(n, k)) {}
-
-void EliasFanoWriter::Finish() {
-  for (; filled_ > 0; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
 }
 
 void EncodeEliasFano(const int64_t* indices, int64_t k, int64_t n, uint8_t* out) {

@@ -24,10 +24,11 @@ int64_t EliasFanoSize(int64_t n, int64_t k);
 // [0, n); not checked.
 void EncodeEliasFano(const int64_t* indices, int64_t k, int64_t n, uint8_t* out);
 
-// Writes the same code index by index.
+// The same index by index. Inline, so that its numbers can stay in registers while bytes are written.
 class EliasFanoWriter {
  public:
-  EliasFanoWriter(int64_t n, int64_t k, uint8_t* out);
+  EliasFanoWriter(int64_t n, int64_t k, uint8_t* out)
+      : low_(EliasFanoLowBits(n, k)), out_(out), upper_(out + EliasFanoLowerSize(n, k)) {}
 
   // Appends an index. Indices must ascend.
   void Put(int64_t index) {
@@ -43,19 +44,33 @@ class EliasFanoWriter {
       pending_ >>= kHalf;
     }
     const int64_t position = (index >> low_) + count_++;
-    upper_[position / 8] |= static_cast<uint8_t>(1u << (position % 8));
+    if (position / kWord != word_) {
+      WriteUpper(kWord / 8);  // something follows it, so there are as many bytes
+      word_ = position / kWord;
+      ones_ = 0;
+    }
+    ones_ |= uint64_t{1} << (position % kWord);
   }
 
-  // Must be called after the last index.
-  void Finish();
+  // After the last one.
+  void Finish() {
+    for (; filled_ > 0; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
+    WriteUpper(static_cast<size_t>(kWord - __builtin_clzll(ones_ | 1) + 7) / 8);
+  }
 
  private:
   static constexpr int kHalf = 32;
+  static constexpr int kWord = 64;
+
+  void WriteUpper(size_t bytes) { std::memcpy(upper_ + word_ * kWord / 8, &ones_, bytes); }
+
   int low_;
   uint8_t* out_;
   uint8_t* upper_;
   uint64_t pending_ = 0;  // low bits that have not been written
   int filled_ = 0;
+  uint64_t ones_ = 0;  // a word of the upper section that is not written yet, and which one
+  int64_t word_ = 0;
   int64_t count_ = 0;
 };
 

@@ -32,7 +32,10 @@ Header MakeHeader(const PayloadFormat& format, int64_t entries);
 // Returns the offset of the values.
 int64_t ValuesAt(const PayloadFormat& format);
 
-// Offsets of run lengths from the start of the positions: u16 counts, then the bitmap of full blocks, then u16 runs.
+// Writes the header, with the checksum, before positions and values; values_crc: Crc32 of all bytes from ValuesAt on.
+void SealAround(const PayloadFormat& format, int64_t entries, int64_t size, uint32_t values_crc, uint8_t* payload);
+
+// Of run lengths, from the start of the positions: u16 counts come first, then the bitmap of full blocks, u16 runs.
 int64_t FullAt(int64_t n);
 int64_t RunsAt(int64_t n, int64_t k);
 

@@ -21,6 +21,21 @@ void MarkPlaces(const uint16_t* places, uint32_t count, uint64_t* block) {
   for (uint32_t j = 0; j < count; ++j) block[places[j] / kMarkBits] |= uint64_t{1} << (places[j] % kMarkBits);
 }
 
+// The last block alone may be shorter than a place can say.
+Status CheckPlaces(const Changed& update, int64_t n) {
+  const int64_t last = BlockCount(n) - 1;
+  if (last < 0) return Status::Ok();
+  const uint16_t* places = update.places;
+  for (int64_t block = 0; block < last; ++block) places += update.counts[block];
+  for (uint32_t j = 0; j < update.counts[last]; ++j) {
+    if (places[j] >= BlockLength(n, last)) {
+      return Status::InvalidArgument("places in the last block must be below " + std::to_string(BlockLength(n, last)) +
+                                     ", got " + std::to_string(places[j]));
+    }
+  }
+  return Status::Ok();
+}
+
 HVD_SPARSE_MULTIVERSION void CompareWithClock(const uint32_t* clocks, int64_t n, uint32_t after, uint8_t* above) {
   for (int64_t i = 0; i < n; ++i) above[i] = clocks[i] > after;
 }
@@ -105,17 +120,7 @@ int64_t CountMarks(const uint64_t* marks, int64_t words) { return Count(marks, w
 
 Status MarkUpdates(const std::vector<Changed>& updates, int64_t n, uint64_t* marks, int64_t* marked) {
   const int64_t blocks = BlockCount(n);
-  for (const Changed& update : updates) {
-    if (blocks == 0) break;
-    const uint16_t* last = update.places;  // the last block alone may be shorter than a place can say
-    for (int64_t block = 0; block + 1 < blocks; ++block) last += update.counts[block];
-    for (uint32_t j = 0; j < update.counts[blocks - 1]; ++j) {
-      if (last[j] >= BlockLength(n, blocks - 1)) {
-        return Status::InvalidArgument("places in the last block must be below " +
-                                       std::to_string(BlockLength(n, blocks - 1)) + ", got " + std::to_string(last[j]));
-      }
-    }
-  }
+  for (const Changed& update : updates) HVD_SPARSE_RETURN_IF_ERROR(CheckPlaces(update, n));
   std::vector<const uint16_t*> at;
   for (const Changed& update : updates) at.push_back(update.places);
   *marked = 0;
@@ -126,6 +131,20 @@ Status MarkUpdates(const std::vector<Changed>& updates, int64_t n, uint64_t* mar
       at[u] += updates[u].counts[block];
     }
     *marked += CountMarks(words, MarkWords(BlockLength(n, block)));
+  }
+  return Status::Ok();
+}
+
+Status SetClocks(const Changed& update, int64_t n, uint32_t clock, uint32_t* clocks) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckPlaces(update, n));
+  const uint16_t* places = update.places;
+  for (int64_t block = 0; block < BlockCount(n); ++block, clocks += kBlock) {
+    const uint32_t count = update.counts[block];
+    for (uint32_t j = 0; j < count; ++j) {
+      if (j + kAhead < count) __builtin_prefetch(clocks + places[j + kAhead], 1);
+      clocks[places[j]] = clock;
+    }
+    places += count;
   }
   return Status::Ok();
 }

@@ -57,11 +57,17 @@ struct Changed {
 // nothing is marked, if a place is not below n.
 Status MarkUpdates(const std::vector<Changed>& updates, int64_t n, uint64_t* marks, int64_t* marked);
 
+// Sets the clocks, of n, of what an update changed. InvalidArgument, and nothing is set, as MarkUpdates.
+Status SetClocks(const Changed& update, int64_t n, uint32_t clock, uint32_t* clocks);
+
 // Marks the clocks that are above `after`, and nothing else; returns how many there are.
 int64_t MarkChangedAfter(const uint32_t* clocks, int64_t n, uint32_t after, uint64_t* marks);
 
 // Pack of the marked values of values[format.n]: float32, format.k of them. InvalidArgument if there are not as many.
 Status PackMarked(const PayloadFormat& format, const float* values, const uint64_t* marks, uint8_t* payload);
+
+// The Crc32 of all bytes of a payload whose checksum is right, without reading them.
+uint32_t SealedCrc(const uint8_t* payload, int64_t size);
 
 // Two vectors, float32, whose difference minuend - subtrahend is looked at in [begin, end).
 struct Difference {

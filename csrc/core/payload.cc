@@ -8,7 +8,6 @@
 #include "elias_fano.h"
 #include "layout.h"
 #include "low_bit.h"
-#include "marks.h"
 #include "quantize.h"
 #include "run_length.h"
 
@@ -47,14 +46,6 @@ void WriteValues(const PayloadFormat& format, const void* values, uint8_t* out) 
   }
 }
 
-// Header and checksum around positions and values.
-void Seal(const PayloadFormat& format, int64_t entries, int64_t size, uint8_t* payload) {
-  Header header = MakeHeader(format, entries);
-  std::memcpy(payload, &header, sizeof header);
-  header.checksum = Checksum(payload, size);
-  std::memcpy(payload, &header, sizeof header);
-}
-
 template <typename Number>
 Status Expect(const char* what, Number expected, Number received) {
   if (expected == received) return Status::Ok();
@@ -72,6 +63,28 @@ Status CheckHeader(const PayloadFormat& format, const Header& header) {
   HVD_SPARSE_RETURN_IF_ERROR(Expect("element count n", static_cast<uint64_t>(format.n), header.n));
   if (header.entries == 0) return Status::Ok();
   return Expect("entries", static_cast<uint64_t>(format.k), header.entries);
+}
+
+// Checks size, header and checksum, and reads the number of entries.
+Status CheckBytes(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* entries) {
+  int64_t expected;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &expected));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("size in bytes", expected, size));
+  Header header;
+  std::memcpy(&header, payload, sizeof header);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckHeader(format, header));
+  HVD_SPARSE_RETURN_IF_ERROR(Expect("checksum", Checksum(payload, size), header.checksum));
+  *entries = static_cast<int64_t>(header.entries);
+  return Status::Ok();
+}
+
+// Of `view.values`, as Unpack writes them.
+void CopyValues(const PayloadFormat& format, const PayloadView& view, void* values) {
+  if (format.dtype == DType::kFloat64 || format.dtype == DType::kFloat32) {
+    std::memcpy(values, view.values, static_cast<size_t>(view.entries * ItemSize(format.dtype)));
+    return;
+  }
+  for (int64_t j = 0; j < view.entries; ++j) static_cast<float*>(values)[j] = ValueAt(view, format.dtype, j);
 }
 
 void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView* view) {
@@ -94,6 +107,15 @@ Header MakeHeader(const PayloadFormat& format, int64_t entries) {
   const auto coding = static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k));
   const auto n = static_cast<uint64_t>(format.n);
   return {kMagic, kVersion, coding, static_cast<uint8_t>(format.dtype), 0, n, static_cast<uint64_t>(entries), 0, 0};
+}
+
+void SealAround(const PayloadFormat& format, int64_t entries, int64_t size, uint32_t values_crc, uint8_t* payload) {
+  static constexpr CrcPowers kPowers = MakeCrcPowers();
+  Header header = MakeHeader(format, entries);
+  std::memcpy(payload, &header, sizeof header);
+  const int64_t at = ValuesAt(format);
+  header.checksum = CrcShift(Checksum(payload, at), static_cast<uint64_t>(size - at), kPowers) ^ values_crc;
+  std::memcpy(payload, &header, sizeof header);
 }
 
 Status PayloadSize(const PayloadFormat& format, int64_t* size) {
@@ -139,62 +161,13 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
   } else if (entries > 0) {
     WriteValues(format, values, payload + ValuesAt(format));
   }
-  Seal(format, entries, size, payload);
-  return Status::Ok();
-}
-
-Status PackMarked(const PayloadFormat& format, const float* values, const uint64_t* marks, uint8_t* payload) {
-  int64_t size;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
-  if (format.dtype != DType::kFloat32) return Status::InvalidArgument("marked values are packed as float32");
-  const int64_t marked = CountMarks(marks, MarkWords(format.n));
-  if (marked != format.k) {
-    return Status::InvalidArgument("k must be the number of marks, " + std::to_string(marked) + ", got " +
-                                   std::to_string(format.k));
-  }
-  const Coding coding = ResolveCoding(format.coding, format.n, format.k);
-  if (coding == Coding::kRunLength) {
-    std::vector<int64_t> indices;
-    std::vector<float> gathered;
-    ForEachMarked(marks, 0, format.n, [&](int64_t i) {
-      indices.push_back(i);
-      gathered.push_back(values[i]);
-    });
-    return Pack(format, indices.data(), gathered.data(), format.k, payload);
-  }
-  std::memset(payload, 0, static_cast<size_t>(ValuesAt(format)));
-  std::memset(payload + size - 8, 0, 8);  // padding is the end of these
-  uint8_t* out = payload + ValuesAt(format);
-  uint8_t* positions = payload + kPositionsAt;
-  const auto fetch = [&](int64_t i) { __builtin_prefetch(values + i); };
-  const auto put = [&](int64_t i) {
-    std::memcpy(out, values + i, sizeof(float));
-    out += sizeof(float);
-  };
-  if (coding == Coding::kEliasFano) {
-    EliasFanoWriter writer(format.n, format.k, positions);
-    ForEachMarkedAhead(marks, 0, format.n, fetch, [&](int64_t i) {
-      writer.Put(i);
-      put(i);
-    });
-    writer.Finish();
-  } else {
-    if (coding == Coding::kBitmap) std::memcpy(positions, marks, static_cast<size_t>(BitmapSize(format.n)));
-    ForEachMarkedAhead(marks, 0, format.n, fetch, put);
-  }
-  Seal(format, format.k, size, payload);
+  const int64_t at = ValuesAt(format);
+  SealAround(format, entries, size, Crc32(payload + at, static_cast<size_t>(size - at)), payload);
   return Status::Ok();
 }
 
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view) {
-  int64_t expected;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &expected));
-  HVD_SPARSE_RETURN_IF_ERROR(Expect("size in bytes", expected, size));
-  Header header;
-  std::memcpy(&header, payload, sizeof header);
-  HVD_SPARSE_RETURN_IF_ERROR(CheckHeader(format, header));
-  HVD_SPARSE_RETURN_IF_ERROR(Expect("checksum", Checksum(payload, size), header.checksum));
-  view->entries = static_cast<int64_t>(header.entries);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view->entries));
   HVD_SPARSE_RETURN_IF_ERROR(
       ReadPositions(format.coding, payload + kPositionsAt, format.n, format.k, view->entries, &view->positions));
   ReadValues(format, payload, view);
@@ -256,11 +229,24 @@ float ValueAt(const PayloadView& view, DType dtype, int64_t j) {
 
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values) {
   DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices);
-  if (format.dtype == DType::kFloat64) {
-    std::memcpy(values, view.values, static_cast<size_t>(view.entries) * sizeof(double));
-    return;
+  CopyValues(format, view, values);
+}
+
+Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
+                     int64_t* entries) {
+  PayloadView view;
+  if (IsLowBit(format.dtype)) {  // whose levels need the positions
+    HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
+    Unpack(format, view, indices, values);
+  } else {
+    HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view.entries));
+    HVD_SPARSE_RETURN_IF_ERROR(
+        ReadIndices(format.coding, payload + kPositionsAt, format.n, format.k, view.entries, indices));
+    view.values = payload + ValuesAt(format);
+    CopyValues(format, view, values);
   }
-  for (int64_t j = 0; j < view.entries; ++j) static_cast<float*>(values)[j] = ValueAt(view, format.dtype, j);
+  *entries = view.entries;
+  return Status::Ok();
 }
 
 }  // namespace hvd_sparse

@@ -60,7 +60,12 @@ Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const u
 // Writes `view.entries` indices and values: float64 for the wire dtype float64, else float32; zeros for kNone.
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 
-// Returns the j-th value as float32.
+// Validate and Unpack together, without counts and runs in between: indices[format.k], values[format.k], and how many
+// of them there are. Of a payload that is refused some may have been written.
+Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
+                     int64_t* entries);
+
+// The j-th value as float32.
 float ValueAt(const PayloadView& view, DType dtype, int64_t j);
 
 }  // namespace hvd_sparse

@@ -39,6 +39,24 @@ Status ReadRunLengths(const uint8_t* section, int64_t n, int64_t k, int64_t entr
   return ValidateRunLength(positions->counts.data(), positions->in_place, entries, n);
 }
 
+// Of any coding but run lengths: indices in [0, n) or beyond, in any order.
+Status DecodeIndices(Coding coding, const uint8_t* section, int64_t n, int64_t k, int64_t entries, int64_t* indices) {
+  if (entries == 0 && std::any_of(section, section + PositionsSize(coding, n, k), [](uint8_t b) { return b != 0; })) {
+    return Status::CorruptPayload("there are positions, but no entries");
+  }
+  if (coding == Coding::kDense) {
+    for (int64_t j = 0; j < entries; ++j) indices[j] = j;
+  } else if (entries > 0) {
+    return coding == Coding::kBitmap ? DecodeBitmap(section, k, n, indices) : DecodeEliasFano(section, k, n, indices);
+  }
+  return Status::Ok();
+}
+
+Status AsCorrupt(Status status) {
+  if (!status.ok()) status.kind = StatusKind::kCorruptPayload;
+  return status;
+}
+
 }  // namespace
 
 int64_t FullAt(int64_t n) { return 2 * BlockCount(n); }
@@ -80,22 +98,24 @@ Status ReadPositions(Coding coding, const uint8_t* section, int64_t n, int64_t k
                      Positions* positions) {
   coding = ResolveCoding(coding, n, k);
   if (coding == Coding::kRunLength) return ReadRunLengths(section, n, k, entries, positions);
-  if (entries == 0 && std::any_of(section, section + PositionsSize(coding, n, k), [](uint8_t b) { return b != 0; })) {
-    return Status::CorruptPayload("there are positions, but no entries");
-  }
   positions->in_place = nullptr;
   std::vector<int64_t> indices(static_cast<size_t>(entries));
-  if (coding == Coding::kDense) {
-    for (int64_t j = 0; j < entries; ++j) indices[static_cast<size_t>(j)] = j;
-  } else if (entries > 0) {
-    HVD_SPARSE_RETURN_IF_ERROR(coding == Coding::kBitmap ? DecodeBitmap(section, k, n, indices.data())
-                                                         : DecodeEliasFano(section, k, n, indices.data()));
-  }
+  HVD_SPARSE_RETURN_IF_ERROR(DecodeIndices(coding, section, n, k, entries, indices.data()));
   positions->counts.resize(static_cast<size_t>(BlockCount(n)));
   positions->runs.resize(indices.size());
-  Status status = EncodeRunLength(indices.data(), entries, n, positions->counts.data(), positions->runs.data());
-  if (!status.ok()) status.kind = StatusKind::kCorruptPayload;
-  return status;
+  return AsCorrupt(EncodeRunLength(indices.data(), entries, n, positions->counts.data(), positions->runs.data()));
+}
+
+Status ReadIndices(Coding coding, const uint8_t* section, int64_t n, int64_t k, int64_t entries, int64_t* indices) {
+  coding = ResolveCoding(coding, n, k);
+  if (coding == Coding::kRunLength) {
+    Positions positions;
+    HVD_SPARSE_RETURN_IF_ERROR(ReadRunLengths(section, n, k, entries, &positions));
+    DecodeRunLength(positions.counts.data(), positions.Runs(), n, indices);
+    return Status::Ok();
+  }
+  HVD_SPARSE_RETURN_IF_ERROR(DecodeIndices(coding, section, n, k, entries, indices));
+  return AsCorrupt(CheckAscending(indices, entries, n));
 }
 
 }  // namespace hvd_sparse

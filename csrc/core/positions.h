@@ -37,4 +37,7 @@ void WritePositions(Coding coding, const int64_t* indices, int64_t n, int64_t k,
 Status ReadPositions(Coding coding, const uint8_t* section, int64_t n, int64_t k, int64_t entries,
                      Positions* positions);
 
+// The same as ascending indices[entries].
+Status ReadIndices(Coding coding, const uint8_t* section, int64_t n, int64_t k, int64_t entries, int64_t* indices);
+
 }  // namespace hvd_sparse

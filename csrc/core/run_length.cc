@@ -5,15 +5,30 @@
 
 namespace hvd_sparse {
 
+namespace {
+
+Status NotAscending(int64_t n, int64_t index, int64_t previous) {
+  return Status::InvalidArgument("indices must be strictly ascending in [0, " + std::to_string(n) + "), got " +
+                                 std::to_string(index) + " after " + std::to_string(previous));
+}
+
+}  // namespace
+
+Status CheckAscending(const int64_t* indices, int64_t k, int64_t n) {
+  int64_t previous = -1;
+  for (int64_t j = 0; j < k; ++j) {
+    if (indices[j] <= previous || indices[j] >= n) return NotAscending(n, indices[j], previous);
+    previous = indices[j];
+  }
+  return Status::Ok();
+}
+
 Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* counts, uint16_t* runs) {
   std::fill(counts, counts + BlockCount(n), 0u);
   int64_t previous = -1;
   for (int64_t j = 0; j < k; ++j) {
     const int64_t index = indices[j];
-    if (index <= previous || index >= n) {
-      return Status::InvalidArgument("indices must be strictly ascending in [0, " + std::to_string(n) + "), got " +
-                                     std::to_string(index) + " after " + std::to_string(previous));
-    }
+    if (index <= previous || index >= n) return NotAscending(n, index, previous);
     const int64_t block = index / kBlock;
     runs[j] = static_cast<uint16_t>(index - std::max(previous + 1, block * kBlock));
     ++counts[block];

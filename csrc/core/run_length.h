@@ -16,8 +16,11 @@ HVD_SPARSE_HD inline int64_t BlockLength(int64_t n, int64_t block) {
   return n - block * kBlock < kBlock ? n - block * kBlock : kBlock;
 }
 
-// Writes counts[BlockCount(n)], the number of entries in each block, and runs[k], the number of zeros between an entry
-// and the previous entry in its block (or the start of the block). indices: k strictly ascending numbers in [0, n).
+// InvalidArgument unless `indices`, k of them, ascend strictly in [0, n).
+Status CheckAscending(const int64_t* indices, int64_t k, int64_t n);
+
+// `indices`: k of [0, n), strictly ascending. Writes counts[BlockCount(n)], the entries of each block, and runs[k],
+// the zeros between an entry and the one before it in its block (or the block's start).
 Status EncodeRunLength(const int64_t* indices, int64_t k, int64_t n, uint32_t* counts, uint16_t* runs);
 
 // Returns the j-th run. `runs` may be unaligned, as in a payload.

@@ -26,12 +26,17 @@ HVD_SPARSE_API int hvd_sparse_find_common(const int64_t* indices, int64_t count,
   return 0;
 }
 
-// parameters[n]; clocks[n] or null; counts[BlockCount(n)] and places[count]: what changed.
-HVD_SPARSE_API int hvd_sparse_apply_update(const int64_t* indices, const float* values, int64_t count, uint32_t clock,
-                                           float* parameters, uint32_t* clocks, int64_t n, uint32_t* counts,
-                                           uint16_t* places, char* message) {
-  return Report(hvd_sparse::ApplyUpdate(indices, values, count, clock, {parameters, clocks, n}, counts, places),
-                message);
+// parameters[n]; counts[BlockCount(n)] and places[count]: what changed.
+HVD_SPARSE_API int hvd_sparse_apply_update(const int64_t* indices, const float* values, int64_t count,
+                                           float* parameters, int64_t n, uint32_t* counts, uint16_t* places,
+                                           char* message) {
+  return Report(hvd_sparse::ApplyUpdate(indices, values, count, parameters, n, counts, places), message);
+}
+
+// counts and places: of an update, as apply_update wrote them; clocks[n].
+HVD_SPARSE_API int hvd_sparse_set_clocks(const uint32_t* counts, const uint16_t* places, int64_t n, uint32_t clock,
+                                         uint32_t* clocks, char* message) {
+  return Report(hvd_sparse::SetClocks({counts, places}, n, clock, clocks), message);
 }
 
 // counts and places: of each update, as apply_update wrote them; marks[(n + 63) / 64]; marked: how many there are.
@@ -81,6 +86,12 @@ HVD_SPARSE_API int hvd_sparse_add_marked(const int64_t* indices, const float* va
 
 HVD_SPARSE_API int hvd_sparse_crc32(const uint8_t* data, int64_t size, uint32_t* crc, char* /*message*/) {
   *crc = hvd_sparse::Crc32(data, static_cast<size_t>(size));
+  return 0;
+}
+
+// payload: what has been packed.
+HVD_SPARSE_API int hvd_sparse_sealed_crc(const uint8_t* payload, int64_t size, uint32_t* crc, char* /*message*/) {
+  *crc = hvd_sparse::SealedCrc(payload, size);
   return 0;
 }
 

@@ -100,13 +100,7 @@ HVD_SPARSE_API int hvd_sparse_pack(const HvdSparseForm* form, const int64_t* ind
 // indices and values: room for form->k; entries: the number of entries in the payload.
 HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int64_t* indices,
                                      void* values, int64_t* entries, char* message) {
-  const hvd_sparse::PayloadFormat format = FormatOf(*form);
-  hvd_sparse::PayloadView view;
-  const hvd_sparse::Status status = hvd_sparse::Validate(format, payload, size, &view);
-  if (!status.ok()) return Report(status, message);
-  hvd_sparse::Unpack(format, view, indices, values);
-  *entries = view.entries;
-  return 0;
+  return Report(hvd_sparse::UnpackChecked(FormatOf(*form), payload, size, indices, values, entries), message);
 }
 
 // Unpacks `count` consecutive payloads of float32 values, with n, k and coding of each. indices and values: room for
@@ -121,13 +115,15 @@ HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t s
     const hvd_sparse::PayloadFormat format{
         ns[p], ks[p], static_cast<hvd_sparse::Coding>(codings[p]), DType::kFloat32, {}};
     int64_t own = 0;
-    hvd_sparse::PayloadView view;
+    int64_t found = 0;
     hvd_sparse::Status status = hvd_sparse::PayloadSize(format, &own);
-    if (status.ok()) status = hvd_sparse::Validate(format, payloads + at, std::min(own, size - at), &view);
+    if (status.ok()) {
+      status = hvd_sparse::UnpackChecked(format, payloads + at, std::min(own, size - at), indices + *entries,
+                                         values + *entries, &found);
+    }
     if (!status.ok()) return Report(status, message);
-    hvd_sparse::Unpack(format, view, indices + *entries, values + *entries);
-    for (int64_t j = 0; j < view.entries; ++j) indices[*entries + j] += begin;
-    *entries += view.entries;
+    for (int64_t j = 0; j < found; ++j) indices[*entries + j] += begin;
+    *entries += found;
     at += own;
     begin += ns[p];
   }

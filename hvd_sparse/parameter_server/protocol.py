@@ -106,11 +106,15 @@ def frame(size: int) -> np.ndarray:
     return np.empty(HEADER_BYTES + size, np.uint8)
 
 
-def seal(encoded: np.ndarray, message: Message) -> np.ndarray:
-    """Write the header of a message whose body is already in `encoded`; return `encoded`. Ignores `message.body`."""
+def seal(encoded: np.ndarray, message: Message, body_check: int | None = None) -> np.ndarray:
+    """Write the header of a message before the body that is there, and return it; message.body does not count.
+
+    body_check: The CRC-32 of the body, if it is known.
+    """
     numbers = (message.worker, message.incarnation, message.sequence, message.clock, message.k)
     body = encoded[HEADER_BYTES:]
-    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, body.size, native.crc32(body))
+    check = native.crc32(body) if body_check is None else body_check
+    fields = (MAGIC, VERSION, message.kind, message.reason, message.form, *numbers, body.size, check)
     HEADER.pack_into(encoded, 0, *fields, 0)
     struct.pack_into("<I", encoded, HEADER_BYTES - 4, zlib.crc32(encoded[: HEADER_BYTES - 4]))
     return encoded

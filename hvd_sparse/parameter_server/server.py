@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_sparse import native_changes
 from hvd_sparse._version import __version__
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
@@ -209,7 +210,10 @@ class Server:
     def _reply(self, message: Message) -> np.ndarray:
         k, encoded = self._tracker.answer(message.worker, message.clock)
         place = (message.worker, message.incarnation, message.sequence, self.clock, k)
-        return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form))
+        body = encoded[protocol.HEADER_BYTES :]
+        is_payload = 0 < k < self.numel
+        check = native_changes.sealed_crc(body) if is_payload else None
+        return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form), check)
 
     def _average(self, message: Message) -> None:
         """Move the buffers towards a worker's by 1/N of the difference, for N current workers."""

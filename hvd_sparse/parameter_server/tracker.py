@@ -1,10 +1,9 @@
-"""Tracking of each worker's parameters: by the clock of each element's last change, or by a mirror for each worker.
+"""Tracking of each worker's parameters: by what changed since its last answer, or by a mirror for each worker.
 
 The paper stores v_k, the updates sent to worker k, for every worker: N times the parameters (section 5.6.2). Unless
 answers are incomplete (secondary compression) or rounded, v_k = M at the worker's last visit (Equation 4). Then the
-clock of an element's last change, one number for all workers, tells whether the worker has the current value, and the
-answer contains the parameter itself. So every worker's parameters equal the server's, bit for bit, and an answer may be
-sent twice.
+updates since that visit, a log for all workers, tell which values the worker does not have, and the answer contains the
+parameters themselves. So every worker's parameters equal the server's, bit for bit, and an answer may be sent twice.
 """
 
 from dataclasses import dataclass
@@ -22,30 +21,41 @@ from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded
 from hvd_sparse.wire import payload_size
 
 NO_CLOCK = 2**32 - 1
+PART = 2  # a log has at most 1/2 as many indices as there are elements,
+PART_BESIDE_CLOCKS = 4  # and beside an array for each element 1/4
 
 
 class ChangeTracker:
-    """Stores the clock of each element's last change; answers are float32 and contain all changes."""
+    """Finds what changed after a clock in a log of updates; answers are float32 and contain all changes.
+
+    A worker names the clock of its last answer, or of the one before if it repeats a push. An update that no worker can
+    ask for any more is removed from the log. If the log gets too long for one that comes seldom, the oldest updates
+    move from it to an array of clocks, of each element's last change.
+    """
 
     form = Form.VALUES
 
     def __init__(self, parameters: np.ndarray, method: Method):
         self._parameters, self._coding = parameters, method.coding
-        self._changed = np.zeros(parameters.size, np.uint32)
         self._all_changed = 0  # the clock of the last dense update, which spares a pass over memory
         self._log = ChangeLog(parameters.size)
+        self._seen: dict[int, int] = {}  # the clock that each worker has named
+        self._forgotten = 0  # the clock of the last update that is in neither log nor clocks
+        self._clocks: np.ndarray | None = None  # of the updates that left the log, allocated at the first one
         self._marks: np.ndarray | None = None  # scratch buffer, allocated at the first sparse answer
 
     @property
     def nbytes(self) -> int:
         """The memory of the tracker in bytes."""
-        return self._changed.nbytes + self._log.nbytes + (0 if self._marks is None else self._marks.nbytes)
+        return self._log.nbytes + sum(array.nbytes for array in (self._clocks, self._marks) if array is not None)
 
     def join(self, worker: int) -> None:
-        """Do nothing: there is no state per worker."""
+        """Add a worker that has received all parameters, now or, if it has said so before, then."""
+        self._seen.setdefault(worker, self._log.clock)
 
     def leave(self, worker: int) -> None:
-        """Do nothing: there is no state per worker."""
+        """Forget a worker."""
+        self._seen.pop(worker, None)
 
     def apply(self, update: Update, clock: int) -> None:
         """Subtract an update from the parameters, and record the changed elements."""
@@ -56,11 +66,23 @@ class ChangeTracker:
             self._all_changed = clock
             self._log.clear(clock)
         else:
-            changed = native_changes.apply_update(self._parameters, self._changed, update.indices, update.values, clock)
+            changed = native_changes.apply_update(self._parameters, update.indices, update.values)
             self._log.append(changed, clock)
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Remove from the log what no worker can ask for, and move to the clocks what is beyond its limit."""
+        last = min(self._seen.values(), default=self._log.clock)
+        self._forgotten = max(self._forgotten, last)
+        self._log.forget(last)
+        for changed, clock in self._log.remove_beyond(PART if self._clocks is None else PART_BESIDE_CLOCKS):
+            if self._clocks is None:
+                self._clocks = np.zeros(self._parameters.size, np.uint32)
+            native_changes.set_clocks(changed, self._clocks, clock)
 
     def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
         """Return k and a frame with a payload: the values of all elements that changed after the clock `have`."""
+        self._seen[worker] = have
         n = self._parameters.size
         k = n if have < self._all_changed else self._mark(have)
         if k == 0:
@@ -75,12 +97,15 @@ class ChangeTracker:
         return k, encoded
 
     def _mark(self, have: int) -> int:
-        """Mark the elements that changed after a clock; return their number."""
+        """Mark the elements that changed after a clock; return their number: all if the clock is none of a worker's."""
         if self._marks is None:
             self._marks = make_marks(self._parameters.size)
-        if not self._log.covers(have):
-            return native_changes.mark_changed_after(self._changed, have, self._marks)
-        self._marks.fill(0)
+        if self._log.covers(have):
+            self._marks.fill(0)
+        elif have < self._forgotten:
+            return self._parameters.size
+        else:
+            native_changes.mark_changed_after(self._clocks, have, self._marks)
         return self._log.mark(have, self._marks)
 
 
@@ -114,7 +139,7 @@ class MirrorTracker:
         self._groups = groups_of(pieces, begin, method)
         self._density = method.pull_density or 1.0
         self._segments = segments_of(pieces, begin)
-        self._log, self._clock = ChangeLog(parameters.size), 0
+        self._log = ChangeLog(parameters.size)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +151,7 @@ class MirrorTracker:
         """Add a worker that has received all parameters; if these are finite, no difference reaches any floor."""
         self._mirrors[worker] = self._parameters.copy()
         floor = TINIEST if np.isfinite(self._parameters).all() else None
-        self._markings[worker] = Marking([floor] * len(self._groups), self._clock)
+        self._markings[worker] = Marking([floor] * len(self._groups), self._log.clock)
 
     def leave(self, worker: int) -> None:
         """Forget a worker."""
@@ -135,14 +160,14 @@ class MirrorTracker:
 
     def apply(self, update: Update, clock: int) -> None:
         """Subtract an update from the parameters, and record the changed elements."""
-        self._clock = clock
         if update.indices is None:
             self._parameters -= update.values
             self._log.clear(clock)
         else:
-            self._log.append(
-                native_changes.apply_update(self._parameters, None, update.indices, update.values, 0), clock
-            )
+            changed = native_changes.apply_update(self._parameters, update.indices, update.values)
+            self._log.append(changed, clock)
+            self._log.forget(min((marking.clock for marking in self._markings.values()), default=clock))
+            self._log.remove_beyond(PART_BESIDE_CLOCKS)
 
     def answer(self, worker: int, have: int) -> tuple[int, np.ndarray]:
         """Return k and a frame with a payload of the differences to send; the mirror then counts them as sent."""
@@ -180,7 +205,7 @@ class MirrorTracker:
             self._log.mark(marking.clock, marking.marks)
         else:
             marking.floors[:] = [None] * len(marking.floors)
-        marking.clock = self._clock
+        marking.clock = self._log.clock
         return marking.marks
 
     def _largest(self, worker: int, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -55,7 +55,9 @@ from hvd_sparse.reference.marks import (
     marked_indices,
     marks_of,
     pack_marked,
+    sealed_crc,
     select_marked,
+    set_clocks,
 )
 from hvd_sparse.reference.partition import accumulate_partition
 from hvd_sparse.reference.positions import (

@@ -1,5 +1,7 @@
 """Elements that updates changed, as bitmaps: bit i % 64 of word i // 64. The twin of marks."""
 
+import zlib
+
 import numpy as np
 
 from hvd_sparse.reference.changes import select_top_k_of_difference
@@ -20,19 +22,27 @@ def marks_of(indices, n) -> np.ndarray:
     return np.packbits(flags, bitorder="little").view("<u8").astype(np.uint64)
 
 
-def apply_update(parameters, clocks, indices, values, clock) -> tuple[np.ndarray, np.ndarray]:
-    """Subtract values from parameters and set the clocks, in place; return counts of blocks, and places in these."""
+def apply_update(parameters, indices, values) -> tuple[np.ndarray, np.ndarray]:
+    """Subtract values from parameters, in place; return counts of blocks, and places in these."""
     parameters[indices] -= values
-    if clocks is not None:
-        clocks[indices] = clock
     blocks = -(-parameters.size // BLOCK)
     return np.bincount(indices // BLOCK, minlength=blocks).astype(np.uint32), (indices % BLOCK).astype(np.uint16)
+
+
+def changed_indices(counts, places) -> np.ndarray:
+    """Return the ascending indices of what an update changed."""
+    return np.repeat(np.arange(counts.size), counts) * BLOCK + places
+
+
+def set_clocks(changed, clocks, clock) -> None:
+    """Set the clocks of what an update changed, in place."""
+    clocks[changed_indices(*changed)] = clock
 
 
 def mark_updates(updates, n, marks) -> int:
     """Mark what updates changed, in place; return how many marks there are."""
     found = [marked_indices(marks, n)]
-    found += [np.repeat(np.arange(counts.size), counts) * BLOCK + places for counts, places in updates]
+    found += [changed_indices(counts, places) for counts, places in updates]
     indices = np.unique(np.concatenate(found))
     marks[:] = marks_of(indices, n)
     return indices.size
@@ -49,6 +59,11 @@ def pack_marked(marks, values, k, coding) -> np.ndarray:
     """Return the payload of the marked values."""
     indices = marked_indices(marks, values.size)
     return pack(indices, values[indices], values.size, k, coding)
+
+
+def sealed_crc(payload) -> int:
+    """Return the CRC-32 of a payload."""
+    return zlib.crc32(payload)
 
 
 def select_marked(minuend, subtrahend, marks, k, part, seed, floor):

@@ -275,6 +275,23 @@ void CheckAccepted(const Input& input, const Bytes& bytes, const Exact& copy, co
   Require(located || view.entries == 0, format, "does not locate what it accepted");  // none: as one of k = 1
 }
 
+// UnpackChecked must say what Validate says, and write what Unpack writes.
+void CheckUnpackedAtOnce(const PayloadFormat& format, const Exact& copy, int64_t size, const Status& status,
+                         const Entries* entries) {
+  const auto room = static_cast<size_t>(format.k);
+  const std::unique_ptr<int64_t[]> indices(new int64_t[room]);
+  const std::unique_ptr<double[]> values(new double[room]);  // float64 is the widest
+  int64_t count = 0;
+  const Status other = UnpackChecked(format, copy.get(), size, indices.get(), values.get(), &count);
+  Require(other.kind == status.kind && other.message == status.message, format, "unpacks at once what is refused");
+  if (entries == nullptr) return;
+  Require(static_cast<size_t>(count) == entries->count &&
+              std::equal(entries->indices.get(), entries->indices.get() + count, indices.get()),
+          format, "unpacks other indices at once");
+  const size_t bytes = entries->count * (format.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+  Require(std::memcmp(entries->values.get(), values.get(), bytes) == 0, format, "unpacks other values at once");
+}
+
 void CheckPayload(const Input& input, int64_t size) {
   Bytes bytes = input.bytes;
   if ((input.flags & kFitted) != 0) Fit(input, size, &bytes);
@@ -284,11 +301,14 @@ void CheckPayload(const Input& input, int64_t size) {
   if (status.ok()) {
     ++TheFuzzCounts().accepted;
     CheckAccepted(input, bytes, copy, view);
+    const Entries entries(input.format, view);
+    CheckUnpackedAtOnce(input.format, copy, static_cast<int64_t>(bytes.size()), status, &entries);
     return;
   }
   ++TheFuzzCounts().refused;
   Require(status.kind == StatusKind::kCorruptPayload && !status.message.empty(), input.format,
           "refused in another way");
+  CheckUnpackedAtOnce(input.format, copy, static_cast<int64_t>(bytes.size()), status, nullptr);
   CheckRows(input.format, copy, static_cast<int64_t>(bytes.size()), nullptr);
   if (bytes.size() <= kOracleBytes) CheckAgainstOracle(input.format, bytes, nullptr);
 }

@@ -5,6 +5,7 @@
 #include <set>
 #include <vector>
 
+#include "checksum.h"
 #include "expect.h"
 
 namespace hvd_sparse {
@@ -69,6 +70,18 @@ TEST(UpdatesAreMarkedBesideWhatIs) {
   }
 }
 
+TEST(ClocksOfAnUpdateAreSet) {
+  for (const int64_t n : kSizes) {
+    const Indices own = Draw(n, 100, 2);
+    const Update update(own, n);
+    std::vector<uint32_t> expected(static_cast<size_t>(n), 3);
+    std::vector<uint32_t> clocks = expected;
+    for (const int64_t i : own) expected[static_cast<size_t>(i)] = 7;
+    EXPECT_STATUS(StatusKind::kOk, SetClocks(update.changed(), n, 7, clocks.data()), "n " << n);
+    EXPECT_EQ(expected, clocks, "clocks, n " << n);
+  }
+}
+
 TEST(PlacesFromNOnAreRefused) {
   const int64_t n = kBlock + 10;
   const Update beyond(Indices{3, kBlock + 10}, kBlock + 64);
@@ -76,6 +89,9 @@ TEST(PlacesFromNOnAreRefused) {
   int64_t marked = -1;
   EXPECT_STATUS(StatusKind::kInvalidArgument, MarkUpdates({beyond.changed()}, n, marks.data(), &marked), "beyond");
   EXPECT_EQ(MarksOf({5}, n), marks, "unchanged");
+  std::vector<uint32_t> clocks(static_cast<size_t>(n), 3);
+  EXPECT_STATUS(StatusKind::kInvalidArgument, SetClocks(beyond.changed(), n, 7, clocks.data()), "beyond");
+  EXPECT_EQ(std::vector<uint32_t>(static_cast<size_t>(n), 3), clocks, "clocks, unchanged");
 }
 
 TEST(ClocksAboveAreMarked) {
@@ -110,32 +126,37 @@ TEST(MarkedElementsAreVisitedInAnyRange) {
   }
 }
 
+void CheckPackedMarks(Coding coding, int64_t drawn) {
+  for (const int64_t n : kSizes) {
+    const Indices chosen = Draw(n, drawn, 4);
+    const std::vector<int64_t> indices(chosen.begin(), chosen.end());
+    const std::vector<float> values = DrawValues(n, 5);
+    std::vector<float> own;
+    for (const int64_t i : indices) own.push_back(values[static_cast<size_t>(i)]);
+    PayloadFormat format;
+    format.n = n;
+    format.k = static_cast<int64_t>(indices.size());
+    format.coding = coding;
+    int64_t size = 0;
+    EXPECT_STATUS(StatusKind::kOk, PayloadSize(format, &size), "n " << n);
+    std::vector<uint8_t> expected(static_cast<size_t>(size)), found(static_cast<size_t>(size));
+    EXPECT_STATUS(StatusKind::kOk, Pack(format, indices.data(), own.data(), format.k, expected.data()), "n " << n);
+    const std::vector<uint64_t> marks = MarksOf(chosen, n);
+    EXPECT_STATUS(StatusKind::kOk, PackMarked(format, values.data(), marks.data(), found.data()), "n " << n);
+    EXPECT_EQ(expected, found, "bytes, n " << n);
+    EXPECT_EQ(Crc32(found.data(), found.size()), SealedCrc(found.data(), size), "checksum, n " << n);
+    if (format.k < n) {
+      ++format.k;
+      std::vector<uint8_t> larger(static_cast<size_t>(size) + 1024);
+      EXPECT_STATUS(StatusKind::kInvalidArgument, PackMarked(format, values.data(), marks.data(), larger.data()),
+                    "a mark is missing, n " << n);
+    }
+  }
+}
+
 TEST(PackedMarksAreAPackedSelection) {
   for (const Coding coding : {Coding::kRunLength, Coding::kEliasFano, Coding::kBitmap}) {
-    for (const int64_t n : kSizes) {
-      const Indices chosen = Draw(n, 500, 4);
-      const std::vector<int64_t> indices(chosen.begin(), chosen.end());
-      const std::vector<float> values = DrawValues(n, 5);
-      std::vector<float> own;
-      for (const int64_t i : indices) own.push_back(values[static_cast<size_t>(i)]);
-      PayloadFormat format;
-      format.n = n;
-      format.k = static_cast<int64_t>(indices.size());
-      format.coding = coding;
-      int64_t size = 0;
-      EXPECT_STATUS(StatusKind::kOk, PayloadSize(format, &size), "n " << n);
-      std::vector<uint8_t> expected(static_cast<size_t>(size)), found(static_cast<size_t>(size));
-      EXPECT_STATUS(StatusKind::kOk, Pack(format, indices.data(), own.data(), format.k, expected.data()), "n " << n);
-      const std::vector<uint64_t> marks = MarksOf(chosen, n);
-      EXPECT_STATUS(StatusKind::kOk, PackMarked(format, values.data(), marks.data(), found.data()), "n " << n);
-      EXPECT_EQ(expected, found, "bytes, n " << n);
-      if (format.k < n) {
-        ++format.k;
-        std::vector<uint8_t> larger(static_cast<size_t>(size) + 1024);
-        EXPECT_STATUS(StatusKind::kInvalidArgument, PackMarked(format, values.data(), marks.data(), larger.data()),
-                      "a mark is missing, n " << n);
-      }
-    }
+    for (const int64_t drawn : {1, 500, 30'000, 400'000}) CheckPackedMarks(coding, drawn);  // rare, frequent, most
   }
 }
 

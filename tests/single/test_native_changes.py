@@ -68,15 +68,17 @@ def test_a_difference_that_overflows_is_infinite_without_a_warning():
 @given(st.data(), SIZES)
 @examples(200)
 def test_updates_are_applied_and_marked(data, n):
-    parameters, clocks, twins, marks, updates = array(data, n), np.zeros(n, np.uint32), [], make_marks(n), []
-    twins, twin_marks = (parameters.copy(), clocks.copy()), marks.copy()
+    parameters, clocks, marks, updates = array(data, n), np.zeros(n, np.uint32), make_marks(n), []
+    twin, twin_clocks, twin_marks = parameters.copy(), clocks.copy(), marks.copy()
     for _ in range(data.draw(st.integers(0, 4))):
         indices, clock = drawn_indices(data, n), data.draw(st.integers(0, 2**32 - 1))
         values = array(data, indices.size + 1)[:-1]
         with np.errstate(all="ignore"):
-            expected = reference.apply_update(*twins, indices, values, clock)
-        updates.append(native_changes.apply_update(parameters, clocks, indices, values, clock))
-        for found, other in zip((parameters, clocks, *updates[-1]), (*twins, *expected), strict=True):
+            expected = reference.apply_update(twin, indices, values)
+        updates.append(native_changes.apply_update(parameters, indices, values))
+        native_changes.set_clocks(updates[-1], clocks, clock)
+        reference.set_clocks(expected, twin_clocks, clock)
+        for found, other in zip((parameters, clocks, *updates[-1]), (twin, twin_clocks, *expected), strict=True):
             same(found, other)
     assert native_changes.mark_updates(updates, n, marks) == reference.mark_updates(updates, n, twin_marks)
     same(marks, twin_marks)
@@ -95,6 +97,7 @@ def test_pack_marked(data, n, coding):
     marks, payload = reference.marks_of(indices, n), np.empty(payload_size(n, indices.size, coding), np.uint8)
     native_changes.pack_marked(marks, values, indices.size, coding, payload)
     same(payload, reference.pack_marked(marks, values, indices.size, coding))
+    assert native_changes.sealed_crc(payload) == reference.sealed_crc(payload) == native.crc32(payload)
 
 
 @given(st.data(), SIZES, st.integers(0, 2**64 - 1))
@@ -145,15 +148,18 @@ REFUSALS = [
     ),
     (
         native_changes.apply_update,
-        (read_only(), CLOCKS, np.arange(2), ones(2), 1),
+        (read_only(), np.arange(2), ones(2)),
         {},
         "parameters is changed in",
     ),
-    (native_changes.apply_update, (ones(), CLOCKS[:7], np.arange(2), ones(2), 1), {}, "clocks must have 8 elements"),
-    (native_changes.apply_update, (ones(), CLOCKS, np.arange(2), ones(3), 1), {}, "values must have 2 elements, got 3"),
-    (native_changes.apply_update, (ones(), CLOCKS, np.array([8]), ones(1), 1), {}, r"must ascend in \[0, 8\), got 8"),
-    (native_changes.apply_update, (ones(), CLOCKS, np.array([0, -1]), ones(2), 1), {}, r"in \[0, 8\), got -1"),
-    (native_changes.apply_update, (ones(), CLOCKS, np.array([2, 2]), ones(2), 1), {}, "ascend .* got 2 after 2"),
+    (native_changes.apply_update, (ones(), np.arange(2), ones(3)), {}, "values must have 2 elements, got 3"),
+    (native_changes.apply_update, (ones(), np.array([8]), ones(1)), {}, r"ascending in \[0, 8\), got 8"),
+    (native_changes.apply_update, (ones(), np.array([0, -1]), ones(2)), {}, r"in \[0, 8\), got -1"),
+    (native_changes.apply_update, (ones(), np.array([2, 2]), ones(2)), {}, "ascending .* got 2 after 2"),
+    (native_changes.set_clocks, (TOO_FAR, CLOCKS, 1), {}, "places in the last block must be below 8, got 8"),
+    (native_changes.set_clocks, (SHORT, CLOCKS, 1), {}, "places must have 2 elements, got 1"),
+    (native_changes.set_clocks, (SHORT, CLOCKS.astype(np.int64), 1), {}, "clocks must be a contiguous array"),
+    (native_changes.sealed_crc, (np.zeros(31, np.uint8),), {}, "payload must have at least 32 bytes, got 31"),
     (native_changes.mark_changed_after, (CLOCKS.astype(np.int64), 1, MARKS), {}, "clocks must be a contiguous array"),
     (native_changes.mark_changed_after, (CLOCKS, 1, np.zeros(2, np.uint64)), {}, "marks must have 1 elements, got 2"),
     (native_changes.mark_updates, ([TOO_FAR], 8, MARKS), {}, "places in the last block must be below 8, got 8"),

@@ -46,6 +46,8 @@ def test_changes_are_those_whose_clock_is_later(kinds, coding):
     parameters = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
     twin, clocks = parameters.copy(), np.zeros(NUMEL, np.int64)
     tracker, have = ChangeTracker(parameters, method), [0] * 5
+    for worker in range(5):
+        tracker.join(worker)
     for clock, update in zip(range(1, 121), updates_of(0, kinds), strict=False):
         twin[update.at] -= update.values
         clocks[update.at] = clock
@@ -55,7 +57,38 @@ def test_changes_are_those_whose_clock_is_later(kinds, coding):
         expected = np.flatnonzero(clocks > have[worker])
         assert (np.arange(NUMEL)[found.at] == expected).all()
         assert found.values.tobytes() == twin[expected].tobytes()
-        have[worker] = clock
+        if clock % 7:  # else the answer gets lost, and the worker asks again
+            have[worker] = clock
+
+
+def test_a_clock_that_no_worker_can_name_is_answered_with_all():
+    method = METHODS["dgs"](min_numel=20)
+    parameters = np.zeros(NUMEL, np.float32)
+    tracker = ChangeTracker(parameters, method)
+    tracker.join(0)
+    for clock, update in zip(range(1, 4), updates_of(0, ["few"]), strict=False):
+        tracker.apply(update, clock)
+        assert values_in(tracker, 0, clock - 1, method).indices is not None
+    found = values_in(tracker, 0, 0, method)
+    assert found.indices is None and found.values.tobytes() == parameters.tobytes()
+
+
+def test_the_log_keeps_what_some_worker_can_ask_for():
+    tracker = ChangeTracker(np.zeros(NUMEL, np.float32), METHODS["dgs"](min_numel=20))
+    tracker.join(0)
+    for clock, update in zip(range(1, 31), updates_of(0, ["few"]), strict=False):
+        tracker.apply(update, clock)
+        tracker.answer(0, clock - 1)
+    settled = tracker.nbytes
+    tracker.join(1)
+    for clock, update in zip(range(31, 41), updates_of(0, ["few"]), strict=False):
+        tracker.apply(update, clock)
+    assert settled < NUMEL  # marks, and two updates
+    assert tracker.nbytes >= settled + 8 * 2 * (NUMEL // 100)
+    tracker.leave(1)
+    tracker.answer(0, 40)
+    tracker.apply(update, 41)
+    assert tracker.nbytes <= settled
 
 
 class Scan:
@@ -136,7 +169,8 @@ def test_memory_is_that_of_clocks_or_mirrors_and_an_eighth_and_half_of_the_param
     method = METHODS["dgs"](pull_density=0.01, min_numel=20)
     trackers = [ChangeTracker(np.zeros(NUMEL, np.float32), method), MirrorTracker(np.zeros(NUMEL), method, PIECES, 0)]
     trackers[1]._parameters = np.zeros(NUMEL, np.float32)
-    trackers[1].join(0)
+    for tracker in trackers:
+        tracker.join(0)
     for clock, update in zip(range(1, 60), updates_of(0, ["few", "many"]), strict=False):
         for tracker in trackers:
             tracker.apply(update, clock)
