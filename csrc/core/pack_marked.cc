@@ -23,6 +23,7 @@ constexpr int64_t kRare = 16;  // elements per mark from which on these are look
 #ifdef HVD_SPARSE_COMPRESSES
 
 constexpr int64_t kLanes = 16;
+constexpr int64_t kAhead = 1024;  // values to fetch ahead
 
 // Writes the marked ones of values[begin, end), one after the other, in whole words and as long as as many values as a
 // word can mark fit before `out_end`. Returns where they end, and where in the values.
@@ -31,6 +32,7 @@ __attribute__((target("avx512f"))) uint8_t* CompressWords(const float* values, c
   for (; *begin + kMarkBits <= end && out_end - out >= kMarkBits * int64_t{sizeof(float)}; *begin += kMarkBits) {
     const uint64_t bits = marks[*begin / kMarkBits];
     for (int64_t lane = 0; lane < kMarkBits; lane += kLanes) {
+      __builtin_prefetch(values + *begin + lane + kAhead);  // the hardware's own prefetcher ends at every page
       const auto mask = static_cast<__mmask16>(bits >> lane);
       const __m512 compressed = _mm512_maskz_compress_ps(mask, _mm512_loadu_ps(values + *begin + lane));
       _mm512_storeu_ps(out, compressed);  // what lies behind the marked ones is overwritten by the next
