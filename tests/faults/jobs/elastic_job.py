@@ -5,7 +5,7 @@
 STATE is "summed": each commit holds the sum of all residuals, of which every rank takes its share after a failure; or
 "own": hvd.elastic's state has the compression, so that each rank goes back to its own residual, and that of the rank
 that was killed is lost. Gradients are small whole numbers, the learning rate is 1. Each process writes down what it has
-put in, and what waits in its residual, as of its last commit.
+put in, and what waits in its residual, as of its last commit; one that will be killed in a step, its gradient too.
 """
 
 import json
@@ -48,12 +48,13 @@ def injector_for(number: int) -> Injector:
     return Injector(fault if number < kills and hvd.size() == RANKS else None, hvd.rank())
 
 
-def write_down(batch: int) -> None:
-    """Keep what this process has put in, what waits here, and what the weights have moved by."""
+def write_down(batch: int, gradient=0) -> None:
+    """Keep what this process has put in, what waits here, what the weights have moved by, and a step's gradient."""
     waiting = compression.state_dict()["memory"]["weights"].get("residual", torch.zeros(NUMEL))
     partial = folder / f"{os.getpid()}.partial"
     with open(partial, "wb") as file:
-        np.savez(file, total=committed, waiting=waiting, moved=-weights.detach().numpy(), batch=batch)
+        np.savez(file, total=committed, waiting=waiting, moved=-weights.detach().numpy(), batch=batch,
+                 gradient=np.broadcast_to(gradient, NUMEL))  # fmt: skip
     partial.rename(folder / f"{os.getpid()}.npz")
 
 
@@ -77,6 +78,7 @@ def train(state):
         loss = (weights * torch.tensor(gradient, dtype=torch.float32)).sum()
         if injector.fault and injector.fault["step"] == batches:
             place.say("kill", state)
+            write_down(state.batch, gradient)
         injector.enter("backward")
         loss.backward()
         optimizer.step()
