@@ -19,7 +19,7 @@ os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 import scenario  # noqa: E402 - the loop above finds it
 
-FILES = ("elastic", "ranks", "mpi", "files", "numbers", "damage", "network")
+FILES = ("elastic", "ranks", "mpi", "files", "numbers", "damage", "network", "recovery")
 
 
 def main() -> int:
