@@ -22,6 +22,7 @@ from pathlib import Path
 
 INSIDE = "HVD_SPARSE_SWITCH"  # set in the process that is in the switch's namespace
 NETWORK = "10.99.0"
+SWITCH = f"{NETWORK}.254"  # where hosts reach what runs beside the switch
 WAYS_IN = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
 SLEEP = """#include <time.h>
 int sched_yield(void) { struct timespec wait = {0, 50000}; return nanosleep(&wait, 0); }
@@ -97,8 +98,12 @@ class Hosts:
         for name in environment:
             options += ["-x", name]
         own = ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}"]
+        return self.job(0, [*own, "mpirun", *options, *command])
+
+    def job(self, host: int, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host, as a process that ends when the hosts do."""
         among = ["nsenter", f"--pid=/proc/{self._jobs.pid}/ns/pid_for_children"]
-        return [*among, *self.inside(0, [*own, "mpirun", *options, *command])]
+        return [*among, *self.inside(host, command)]
 
     def _own_folder(self, host: int) -> Path:
         """Return a host's folder for temporary files. Daemons that start at once in the same folder may fail."""
@@ -109,13 +114,25 @@ class Hosts:
     def shape(self, rate: str | None) -> None:
         """Limit all links to a rate, such as "1gbit", in both directions; None: no limit."""
         for host in range(len(self.holders)):
-            for command in (["tc"], self.inside(host, ["tc"])):
-                device = f"host{host}" if command == ["tc"] else "eth0"
-                subprocess.run([*command, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
-                if rate is not None:
-                    burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # 0.004 seconds between two ticks
-                    limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
-                    _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
+            self.limit(host, rate, rate)
+
+    def limit(self, host: int, sends: str | None, receives: str | None) -> None:
+        """Limit what a host sends, and what it receives, to a rate each; None: no limit."""
+        ends = ((self.inside(host, ["tc"]), "eth0", sends), (["tc"], f"host{host}", receives))
+        for command, device, rate in ends:
+            subprocess.run([*command, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
+            if rate is not None:
+                burst = max(128_000, int(bits_per_second(rate) / 8 * 0.004))  # seconds between two ticks
+                limit = ["rate", rate, "burst", str(burst), "latency", "50ms"]
+                _run([*command, "qdisc", "add", "dev", device, "root", "tbf", *limit])
+
+    def cut(self, host: int) -> None:
+        """Cut a host's link: it loses what is sent either way until `mend`."""
+        _run(["ip", "link", "set", f"host{host}", "down"])
+
+    def mend(self, host: int) -> None:
+        """Join a host to the switch again, with the rates it had."""
+        _run(["ip", "link", "set", f"host{host}", "up"])
 
     def _sleep(self) -> Path:
         """Return the path of a library whose sched_yield sleeps for 50 us."""
@@ -141,6 +158,7 @@ class Hosts:
         self._jobs = _hold("pid")
         _run(["ip", "link", "set", "lo", "up"])
         _run(["ip", "link", "add", "switch", "type", "bridge"])
+        _run(["ip", "addr", "add", f"{SWITCH}/24", "dev", "switch"])
         _run(["ip", "link", "set", "switch", "up"])
         for host, address in enumerate(self.addresses):
             holder = _hold("net")

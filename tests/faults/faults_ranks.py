@@ -25,14 +25,19 @@ SUBMISSION = re.compile(r"Current thread .*\n.*horovod/torch/mpi_ops.py.* in _al
 _expected: dict[tuple[str, float], list[str]] = {}
 
 
-def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+def gradients(step: int, rank: int, scale: int = 1) -> dict[str, np.ndarray]:
     """Return small whole numbers, float32: sums are exact."""
     draw = np.random.default_rng([step, rank])
-    return {name: draw.integers(-2, 3, size).astype(np.float32) for name, size in SIZES.items()}
+    return {name: draw.integers(-2, 3, scale * size).astype(np.float32) for name, size in SIZES.items()}
 
 
-def torch_job(rank: int, fault: dict | None, folder: str, density: float) -> list[str]:
-    """Train; write down a digest of the parameters after each step, and when the fault is to happen."""
+def torch_job(
+    rank: int, fault: dict | None, folder: str, density: float, steps: int = STEPS, scale: int = 1, pause: float = 0.0
+) -> list[str]:
+    """Train; write down a digest of the parameters after each step, and when the fault is to happen.
+
+    scale: how many times larger the model is. pause: seconds to wait after each step.
+    """
     import horovod.torch as hvd
     import torch
 
@@ -42,14 +47,14 @@ def torch_job(rank: int, fault: dict | None, folder: str, density: float) -> lis
     torch.set_num_threads(1)
     hvd.init()
     injector = Injector(fault, rank)
-    model = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
+    model = {name: torch.nn.Parameter(torch.zeros(scale * size)) for name, size in SIZES.items()}
     compression = Compression.gradient_dropping(model.items(), density=density, **SETTINGS)
     inner = torch.optim.SGD(list(model.values()), lr=1.0)
     optimizer = hvd.DistributedOptimizer(inner, model.items(), compression=compression, op=hvd.Sum)
-    for step in range(STEPS):
+    for step in range(steps):
         injector.begin(step)
         optimizer.zero_grad()
-        loss = sum((model[name] * torch.from_numpy(one)).sum() for name, one in gradients(step, rank).items())
+        loss = sum((model[name] * torch.from_numpy(one)).sum() for name, one in gradients(step, rank, scale).items())
         injector.enter("backward")
         loss.backward()
         optimizer.step()
@@ -57,6 +62,7 @@ def torch_job(rank: int, fault: dict | None, folder: str, density: float) -> lis
         if step % EVERY == 0:
             with atomic_file(f"{folder}/{rank}.pt") as file:
                 torch.save(compression.state_dict(), file)
+        time.sleep(pause)
     hvd.shutdown()
     return notes(folder, rank)
 

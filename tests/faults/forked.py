@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,14 +86,21 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="forked") as folder:
-        server, port = _start_rendezvous(ranks)
-        began = time.monotonic()
-        try:
+        with rendezvous(ranks) as port:
+            began = time.monotonic()
             pids = [_fork(function, rank, ranks, port, Path(folder), environment) for rank in range(ranks)]
             return _wait(pids, began, limit, Path(folder), watch)
-        finally:
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
+
+
+@contextlib.contextmanager
+def rendezvous(ranks: int) -> Iterator[int]:
+    """Give the port of Horovod's rendezvous server, for as long as the block runs."""
+    server, port = _start_rendezvous(ranks)
+    try:
+        yield port
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def _start_rendezvous(ranks: int) -> tuple[int, int]:
@@ -134,7 +141,7 @@ def _fork(function, rank: int, ranks: int, port: int, folder: Path, environment)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(os.dup(1), "w", 1), os.fdopen(os.dup(2), "w", 1)
         faulthandler.enable(sys.stderr)
-        os.environ.update(_environment(rank, ranks, port), **dict(environment))
+        os.environ.update(environment_of(rank, ranks, port), **dict(environment))
         status = _work(function, rank, folder)
     finally:
         sys.stdout.flush()
@@ -142,16 +149,19 @@ def _fork(function, rank: int, ranks: int, port: int, folder: Path, environment)
         os._exit(status)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment_of(
+    rank: int, ranks: int, port: int, address: str = "127.0.0.1", interface: str = "lo"
+) -> dict[str, str]:
+    """Return the variables that tell a rank its place, and where the rendezvous server is."""
     numbers = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     named = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
     return named | {
         "HOROVOD_HOSTNAME": "localhost",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_GLOO_IFACE": "lo",
+        "HOROVOD_GLOO_IFACE": interface,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",  # ranks may wait long for a core
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }

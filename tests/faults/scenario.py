@@ -12,6 +12,10 @@ TABLE = ROOT / "benchmarks" / "results" / "faults.md"
 COMMAND = "scripts/run.sh python tests/faults/run.py"
 
 
+class Skipped(Exception):
+    """A scenario cannot run on this machine; says what is missing."""
+
+
 @dataclass
 class Found:
     """What became of the tries of one scenario."""
@@ -95,10 +99,11 @@ def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:
     kept = {name: Found(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
     lines = [
         "What was injected, how often, and what became of it: `make test-faults`, or one row with",
-        f"`{COMMAND} NAME --tries NUMBER`. A failure is a hang, a rank that differs, a gradient that is lost or twice",
-        "there, or an error that does not say what went wrong. Seconds are the worst ones from a fault until training",
-        "went on, or until the last rank had its error. They include waiting for a core: the machine had two, shared",
-        "with other work.",
+        f"`{COMMAND} NAME --tries NUMBER`; with `--add`, new tries are",
+        "added to the row's. A failure is a hang, a rank that differs, a gradient that is lost or twice there, or an",
+        "error that does not say what went wrong. Seconds are the worst ones from a fault until training went on, or",
+        "until the last rank had its error. They include waiting for a core: the machine had two, shared with other",
+        "work.",
         "",
         "| | what happens | name | tries | failures | worst, s | minutes | |",
         "|---|---|---|---:|---:|---:|---:|---|",

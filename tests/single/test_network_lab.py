@@ -52,6 +52,32 @@ with hosts(2) as lab:
     if {waits}:
         time.sleep(60)
 """
+LINKS = """
+import subprocess, sys
+sys.path.insert(0, {folder!r})
+from hosts import enter_switch, hosts
+
+enter_switch()
+with hosts(2) as lab:
+    def reaches(address):
+        program = "import socket, sys; socket.create_connection((sys.argv[1], 5000), 0.5)"
+        command = lab.inside(0, [sys.executable, "-c", program, address])
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+    serve = "import socket, time; s = socket.create_server(('', 5000)); print(flush=True); time.sleep(60)"
+    server = subprocess.Popen(lab.inside(1, [sys.executable, "-c", serve]), stdout=subprocess.PIPE)
+    server.stdout.readline()
+    lab.limit(1, "10mbit", None)
+    print(reaches(lab.addresses[1]))
+    lab.cut(1)
+    print(reaches(lab.addresses[1]))
+    lab.mend(1)
+    print(reaches(lab.addresses[1]))
+    shown = [subprocess.run([*command, "qdisc", "show", "dev", device], capture_output=True, text=True).stdout
+             for command, device in ((lab.inside(1, ["tc"]), "eth0"), (["tc"], "host1"))]
+    print(*["rate 10Mbit" in one for one in shown])
+    server.kill()
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,6 +126,12 @@ def test_links_have_their_rate_in_turn():
     slow, fast = map(float, rates)
     assert 40e6 < slow < 52e6 and 140e6 < fast < 208e6
     assert_gone(map(int, pids.split()))
+
+
+def test_a_link_is_cut_and_mended_and_has_a_rate_each_way():
+    program = LINKS.format(folder=str(FOLDER))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "False", "True", "True", "False"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

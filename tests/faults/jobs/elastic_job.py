@@ -5,7 +5,7 @@
 STATE is "summed": each commit has the sum of all residuals, and every rank takes its share after a failure. Or "own":
 hvd.elastic's state contains the compression, so each rank restores its own residual, and that of the killed rank is
 lost. Gradients are small whole numbers, and the learning rate is 1. Each process records its gradients and its residual
-as of its last commit.
+as of its last commit; a process that will be killed in a step also records its gradient.
 """
 
 import json
@@ -48,12 +48,13 @@ def injector_for(number: int) -> Injector:
     return Injector(fault if number < kills and hvd.size() == RANKS else None, hvd.rank())
 
 
-def write_down(batch: int) -> None:
-    """Record this process's gradients, its residual, and the change of the weights."""
+def write_down(batch: int, gradient=0) -> None:
+    """Record this process's gradients, its residual, the change of the weights, and a step's gradient."""
     waiting = compression.state_dict()["memory"]["weights"].get("residual", torch.zeros(NUMEL))
     partial = folder / f"{os.getpid()}.partial"
     with open(partial, "wb") as file:
-        np.savez(file, total=committed, waiting=waiting, moved=-weights.detach().numpy(), batch=batch)
+        np.savez(file, total=committed, waiting=waiting, moved=-weights.detach().numpy(), batch=batch,
+                 gradient=np.broadcast_to(gradient, NUMEL))  # fmt: skip
     partial.rename(folder / f"{os.getpid()}.npz")
 
 
@@ -77,6 +78,7 @@ def train(state):
         loss = (weights * torch.tensor(gradient, dtype=torch.float32)).sum()
         if injector.fault and injector.fault["step"] == batches:
             place.say("kill", state)
+            write_down(state.batch, gradient)
         injector.enter("backward")
         loss.backward()
         optimizer.step()
