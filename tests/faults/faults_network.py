@@ -146,6 +146,6 @@ SCENARIOS = {
     "link_cut_for_good_torch": Scenario(
         "10", "a host's link is cut for good, Gloo and MPI over TCP, PyTorch", 12, link_cut_for_good),
     "asymmetric_rates_torch": Scenario(
-        "10", "each host sends and receives at rates of its own, 10 Mbit/s to 1 Gbit/s, PyTorch", 12,
+        "10", "each host sends and receives at different rates, 10 Mbit/s to 1 Gbit/s, PyTorch", 12,
         asymmetric_rates),
 }  # fmt: skip

@@ -29,7 +29,7 @@ def loss_of(job: Ended) -> float:
 
 
 def undisturbed() -> list[float]:
-    """Return the losses of runs that nothing disturbs, each with a seed of its own."""
+    """Return the losses of runs that nothing disturbs, each with a different seed."""
     while len(_undisturbed) < SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             job = train(1000 + len(_undisturbed), f"{folder}/saved.npz")

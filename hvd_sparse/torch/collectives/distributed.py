@@ -22,12 +22,13 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
 PADDED = 1.25  # largest ratio of padded to unpadded bytes at which vectors are padded and gathered in one collective
-LAST = 16  # number of finished works that are never freed
+LAST = 16  # number of finished works that are kept
 
 _subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
 
-# If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold the last works, so
-# these are never freed.
+# If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold one of the last works,
+# so these are kept, and the reference below keeps them until the process has ended. This makes the abort unlikely;
+# only destroy_process_group, which waits for the threads, excludes it.
 _last: deque[Any] = deque(maxlen=LAST)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
 

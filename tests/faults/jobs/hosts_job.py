@@ -1,9 +1,10 @@
-"""A synchronous job on hosts of the network lab, whose links are cut or have rates of their own.
+"""A synchronous job on hosts of the network lab, whose links are cut or have different rates.
 
     hosts_job.py PLAN
 
 PLAN is JSON: see `Plan`. Moves into a network namespace, starts the job on Gloo or on MPI, cuts the link, and waits for
-all ranks to end. Prints one JSON object: see `run`. When its input is closed, it ends all that it started, and itself.
+all ranks to end. Prints one JSON object: see `run`. When its input is closed, it ends every process that it started,
+then itself.
 """
 
 import contextlib
