@@ -5,8 +5,6 @@ passes the sums over a host's ranks to that step and distributes its results. Ho
 any step.
 """
 
-import itertools
-
 import numpy as np
 import torch
 
@@ -17,7 +15,7 @@ from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
-from hvd_sparse.torch.exchange import Exchange
+from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
@@ -28,7 +26,7 @@ from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
 HALF = (torch.float16, torch.bfloat16)
-HOST_BYTES = 1 << 25  # size of one message of dense gradients within a host
+HOST_BYTES = 1 << 22  # of one message of dense gradients within a host; larger tensors are sent alone, without a copy
 
 
 class HierarchicalStep:
@@ -197,21 +195,12 @@ class HierarchicalStep:
         late = plan_buckets({name: self._bytes(name) for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
             self._start(title, names)
-        came = {}
+        flags, self._within = self._start_flags(), {}
         for names, pending in self._groups.values():
             with self.traffic.timed("exchange"):
                 total = pending.wait()
-            came |= self._shards_of(names, total)
+            self._pass_on(self._shards_of(names, total, flags))
         self._handed_over.clear()
-        self._within = {}
-        for name in sorted(came):
-            entry = came[name]
-            carried = self.inner.add(entry)
-            pending = None
-            if not entry.carries_token:
-                pending = self.inner.exchange.allreduce(f"dense.{name}", carried)
-                self._collectives.append(pending)
-            self._within[name] = entry, pending
         if self.inner is not None:
             self.inner.finish()
         self._count()
@@ -279,20 +268,23 @@ class HierarchicalStep:
                 self._start(title, names)
 
     def _start(self, title: str, names: list[str]) -> None:
-        """Start summing gradients over the host's ranks. Two flags precede each: has it arrived, does it train?"""
+        """Start summing gradients over the host's ranks."""
         if title in self._groups:
             return
-        shards = self.hierarchy.shards
-        parts: list[list[torch.Tensor]] = [[] for _ in range(shards)]
-        for name in names:
-            entry = self.entries.get(name)
-            flags = torch.tensor([float(entry is not None), float(entry is not None and not entry.frozen)])
-            whole = self._outgoing(name, entry)
-            for part, (begin, end) in zip(parts, itertools.pairwise(self.cuts[name].tolist()), strict=True):
-                part += [flags, whole[begin:end]]
-        pending = self._host.scatter(title, parts)
+        tensors = [self._outgoing(name, self.entries.get(name)) for name in names]
+        pending = self._host.scatter(title, tensors, [self.cuts[name].tolist() for name in names])
         self._groups[title] = names, pending
         self._collectives.append(pending)
+
+    def _start_flags(self) -> Pending:
+        """Start counting the host's ranks with a gradient, and those where it trains: [large tensors, 2]."""
+        flags = torch.zeros(len(self.cuts), 2, dtype=torch.float64)
+        for row, name in zip(flags, self.cuts, strict=True):
+            if name in self.entries:
+                row[0], row[1] = 1.0, not self.entries[name].frozen
+        pending = self._host.total("flags", flags)
+        self._collectives.append(pending)
+        return pending
 
     def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
         """Return a gradient for the sum within the host: float32[n], clipped, plus the residuals of old shards."""
@@ -306,19 +298,30 @@ class HierarchicalStep:
             whole = whole + self._handed_over[name] * self.units.loss_scale
         return whole
 
-    def _shards_of(self, names: list[str], total: torch.Tensor) -> dict[str, Entry]:
+    def _shards_of(self, names: list[str], total: torch.Tensor, flags: Pending) -> dict[str, Entry]:
         """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""
         entries, at = {}, 0
         if self._shard is None:
             return entries
+        with self.traffic.timed("exchange"):
+            counts = dict(zip(self.cuts, flags.wait().tolist(), strict=True))
         for name in names:
             begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
-            came, trains = total[at : at + 2].tolist()
-            gradient = total[at + 2 : at + 2 + end - begin]
-            at += 2 + end - begin
+            came, trains = counts[name]
             if came > 0:
-                entries[name] = Entry(name, gradient, frozen=trains == 0)
+                entries[name] = Entry(name, total[at : at + end - begin], frozen=trains == 0)
+            at += end - begin
         return entries
+
+    def _pass_on(self, entries: dict[str, Entry]) -> None:
+        """Compress shards and start exchanging them with other hosts, while further sums are under way."""
+        for name, entry in entries.items():
+            carried = self.inner.add(entry)
+            pending = None
+            if not entry.carries_token:
+                pending = self.inner.exchange.allreduce(f"dense.{name}", carried)
+                self._collectives.append(pending)
+            self._within[name] = entry, pending
 
     def _deliver(self, scale: float) -> dict[str, list[tuple[Part, int]]]:
         """Return, for each tensor, its shards: the gathered part of each, and the tensor's start in this part."""
@@ -329,8 +332,7 @@ class HierarchicalStep:
                 sum(int(self.cuts[name][j + 1] - self.cuts[name][j]) for name in names)
                 for j in range(self._host.shards)
             ]
-            part = torch.cat(own) if own else torch.empty(0)
-            started.append((names, self._host.gather(f"{title}.result", part, sizes)))
+            started.append((names, self._host.gather(f"{title}.result", own, sizes)))
         sums: dict[str, list[tuple[Part, int]]] = {}
         for names, pending in started:
             with self.traffic.timed("exchange"):

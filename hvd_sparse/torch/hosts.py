@@ -41,16 +41,19 @@ class Host:
         self.exchange = exchange
         self.size, self.place, self.shards = len(ranks), exchange.rank(), shards
 
-    def scatter(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> Pending:
-        """Start a reduce-scatter over the host's ranks; the result is the sum of this rank's part, float32[n].
+    def scatter(self, name: str, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> Pending:
+        """Start a reduce-scatter over the host's ranks; the result is the sum of this rank's shards, float32[n].
 
-        parts: one for each shard, as a list of pieces, float32[m]. Values are summed in rank order. The result of a
-        rank without a shard is empty.
+        tensors: float32[m] each; the only one is sent as it is. cuts: the shards' bounds in each. Values are summed
+        in rank order. The result of a rank without a shard is empty.
         """
-        message = torch.cat([piece for part in parts for piece in part])
+        message = tensors[0]
+        if len(tensors) > 1:
+            pairs = list(zip(tensors, cuts, strict=True))
+            message = torch.cat([one[cut[j] : cut[j + 1]] for j in range(self.shards) for one, cut in pairs])
         if self.size == 1:
             return Pending(finish=lambda: message)
-        sizes = [sum(piece.numel() for piece in part) for part in parts] + [0] * (self.size - self.shards)
+        sizes = np.diff(cuts).sum(axis=0).tolist() + [0] * (self.size - self.shards)
         own = sizes[self.place]
 
         def add(received: torch.Tensor) -> torch.Tensor:
@@ -62,15 +65,23 @@ class Host:
 
         return self.exchange.alltoall_floats(name, message, sizes, add)
 
-    def gather(self, name: str, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """Start gathering the shards, float32[n_j] each; the result is a list with a `Part` for each of `sizes`.
+    def total(self, name: str, own: torch.Tensor) -> Pending:
+        """Start an all-reduce over the host's ranks: the sum of a tensor, in place."""
+        if self.size == 1 or own.numel() == 0:
+            return Pending(finish=lambda: own)
+        self.exchange.traffic.count(payload_bytes=own.nbytes)
+        return self.exchange.allreduce(name, own)
 
-        A shard that is mostly zeros is sent as indices and values.
+    def gather(self, name: str, pieces: Sequence[torch.Tensor], sizes: Sequence[int]) -> Pending:
+        """Start gathering the shards; the result is a list with a `Part` for each of `sizes`.
+
+        pieces: this rank's shard, as float32[n_j] each; empty for a rank without one. A shard that is mostly zeros is
+        sent as indices and values.
         """
         if self.size == 1:
-            return Pending(finish=lambda: [Part(part.numel(), None, part)])
+            return Pending(finish=lambda: [Part(sizes[0], None, torch.cat(list(pieces)))])
         most = WORD_BYTES * (2 + max(sizes))
-        gathered = self.exchange.allgather(name, _packed(part), most)
+        gathered = self.exchange.allgather(name, _packed(pieces), most)
         return Pending(finish=lambda: list(_unpacked(gathered.wait(), sizes)))
 
 
@@ -106,15 +117,18 @@ class Shards(dict[str, Shard]):
     device = torch.device("cpu")
 
 
-def _packed(part: torch.Tensor) -> torch.Tensor:
+def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a vector as bytes: number of entries, indices and values; or all elements, if these are no larger."""
-    indices = torch.from_numpy(np.flatnonzero(part.numpy() != 0.0))
-    count = indices.numel()
-    values = part[indices]
-    if 3 * count > part.numel():
-        count, indices, values = DENSE, indices[:0], part
-    padding = values.new_zeros(values.numel() % 2)
-    words = [torch.tensor([count]), indices, torch.cat([values, padding]).view(torch.int64)]
+    found = [torch.from_numpy(np.flatnonzero(piece.numpy() != 0.0)) for piece in pieces]
+    *begins, size = np.cumsum([0, *(piece.numel() for piece in pieces)]).tolist()
+    count = sum(indices.numel() for indices in found)
+    if 3 * count > size:
+        values, found, count = pieces, [], DENSE
+    else:
+        values = [piece[indices] for piece, indices in zip(pieces, found, strict=True)]
+        found = [indices.add_(begin) for indices, begin in zip(found, begins, strict=True)]
+    padding = torch.zeros(sum(one.numel() for one in values) % 2)
+    words = [torch.tensor([count]), *found, torch.cat([*values, padding]).view(torch.int64)]
     return torch.cat(words).view(torch.uint8)
 
 
