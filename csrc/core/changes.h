@@ -1,5 +1,4 @@
-// What a parameter server does with its elements: applies an update, finds which have changed, and which differ most
-// from what a worker has.
+// A parameter server's updates, and its selection of the elements that differ most from a worker's.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +9,13 @@
 
 namespace hvd_sparse {
 
-// Subtracts values[j] from parameters[indices[j]] of n, for `count` of them, which ascend. Writes what changed as
-// marks.h has it: counts[BlockCount(n)], places[count]. InvalidArgument, and nothing is changed, if indices do not
-// ascend in [0, n).
+// Subtracts values[j] from parameters[indices[j]], for count ascending indices. Writes the changed elements in the form
+// of `Changed` (marks.h): counts[BlockCount(n)], places[count]. Returns InvalidArgument, and changes nothing, unless
+// indices ascend in [0, n).
 Status ApplyUpdate(const int64_t* indices, const float* values, int64_t count, float* parameters, int64_t n,
                    uint32_t* counts, uint16_t* places);
 
-// SelectTopK of minuend[i] - subtrahend[i], in float32.
+// Calls SelectTopK on the differences minuend[i] - subtrahend[i], in float32.
 Status SelectTopKOfDifference(const float* minuend, const float* subtrahend, int64_t n, const SelectParams& params,
                               const ParallelFor& parallel_for, Selection* selection);
 

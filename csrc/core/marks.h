@@ -1,5 +1,5 @@
-// Sets of elements as bitmaps, "marks": what a parameter server's last updates changed, and what a worker may lack.
-// Element i is bit i % 64 of word i / 64; (n + 63) / 64 words, bits from n on are zero.
+// Marks: a bitmap of elements, for example of those that a parameter server's last updates changed. Element i is bit
+// i % 64 of word i / 64. There are (n + 63) / 64 words; the unused bits of the last word are zero.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr int64_t kMarkBits = 64;
 
 inline int64_t MarkWords(int64_t n) { return (n + kMarkBits - 1) / kMarkBits; }
 
-// Calls function(i), ascending, for each marked element of [begin, end). It may take the mark of i away.
+// Calls function(i), ascending, for each marked element of [begin, end). It may clear the mark of i.
 template <typename Function>
 inline __attribute__((always_inline)) void ForEachMarked(const uint64_t* marks, int64_t begin, int64_t end,
                                                          Function&& function) {
@@ -27,7 +27,7 @@ inline __attribute__((always_inline)) void ForEachMarked(const uint64_t* marks, 
   }
 }
 
-// The same; fetch(i), which asks for memory, is called for an element some elements before function(i).
+// The same, and calls fetch(i), which prefetches memory, some elements before function(i).
 template <typename Fetch, typename Function>
 inline __attribute__((always_inline)) void ForEachMarkedAhead(const uint64_t* marks, int64_t begin, int64_t end,
                                                               Fetch&& fetch, Function&& function) {
@@ -46,30 +46,31 @@ inline __attribute__((always_inline)) void ForEachMarkedAhead(const uint64_t* ma
 
 int64_t CountMarks(const uint64_t* marks, int64_t words);
 
-// What one update changed: counts[BlockCount(n)], how many elements of each block of 65,536, and the place of each of
-// these in its block.
+// The elements that one update changed: the number of them in each block of 65,536 elements, counts[BlockCount(n)], and
+// the place of each in its block.
 struct Changed {
   const uint32_t* counts;
   const uint16_t* places;
 };
 
-// Marks what updates changed, beside what is marked already; returns how many marks there are. InvalidArgument, and
-// nothing is marked, if a place is not below n.
+// Marks the elements that updates changed. Existing marks stay; `marked` receives the number of all marks. Returns
+// InvalidArgument, and marks nothing, if a place is not below n.
 Status MarkUpdates(const std::vector<Changed>& updates, int64_t n, uint64_t* marks, int64_t* marked);
 
-// Sets the clocks, of n, of what an update changed. InvalidArgument, and nothing is set, as MarkUpdates.
+// Sets the clocks, clocks[n], of the elements that an update changed. Returns InvalidArgument as MarkUpdates does, and
+// then sets nothing.
 Status SetClocks(const Changed& update, int64_t n, uint32_t clock, uint32_t* clocks);
 
-// Marks the clocks that are above `after`, and nothing else; returns how many there are.
+// Marks the elements with a clock above `after`, and clears all other marks; returns the number of marks.
 int64_t MarkChangedAfter(const uint32_t* clocks, int64_t n, uint32_t after, uint64_t* marks);
 
-// Pack of the marked values of values[format.n]: float32, format.k of them. InvalidArgument if there are not as many.
+// Packs the marked ones of values[format.n], as Pack does. Returns InvalidArgument unless format.k elements are marked.
 Status PackMarked(const PayloadFormat& format, const float* values, const uint64_t* marks, uint8_t* payload);
 
-// The Crc32 of all bytes of a payload whose checksum is right, without reading them.
+// Returns the Crc32 of all bytes of a payload with a correct checksum, without reading them.
 uint32_t SealedCrc(const uint8_t* payload, int64_t size);
 
-// Two vectors, float32, whose difference minuend - subtrahend is looked at in [begin, end).
+// The elements [begin, end) of the difference minuend - subtrahend.
 struct Difference {
   const float* minuend;
   const float* subtrahend;
@@ -77,23 +78,23 @@ struct Difference {
   int64_t end;
 };
 
-// What is selected among marked elements.
+// A selection among marked elements.
 struct MarkedSelection {
   std::vector<int64_t> indices;  // ascending, counted from `begin`
   std::vector<float> values;     // the differences there
-  int64_t reaching = 0;          // how many reach the floor
-  double floor = 0;              // to go on with: where more than 2k reach the old one, what 3/2 k do
-  bool has_nan = false;          // some marked difference is NaN
+  int64_t reaching = 0;          // number of elements that reach the floor
+  double floor = 0;              // for the next selection: if more than 2k reach the old floor, one that 3/2 k reach
+  bool has_nan = false;          // whether a marked difference is NaN
 };
 
-// The k largest of a difference, in the order of SelectTopK, among marked elements whose magnitude reaches a floor > 0;
-// all of these if there are fewer. Takes away the marks of numbers below the floor. So it is the same as SelectTopK if
-// at least k reach the floor, and everything that does is marked.
+// Selects the k largest elements of a difference, in the order of SelectTopK, among marked elements whose magnitude
+// reaches a floor > 0; all of them if there are fewer. Clears the marks of numbers below the floor. The result is that
+// of SelectTopK if at least k elements reach the floor, and all that reach it are marked.
 Status SelectMarked(const Difference& difference, int64_t k, uint64_t seed, double floor, uint64_t* marks,
                     MarkedSelection* selected);
 
-// Adds values to subtrahend at indices, and takes away the marks of those whose difference is a number below the floor
-// then. InvalidArgument, and nothing is changed, if an index is none of [0, n).
+// Adds values to subtrahend at indices, then clears the marks of those whose difference is a number below the floor.
+// Returns InvalidArgument, and changes nothing, if an index is not in [0, n).
 Status AddMarked(const int64_t* indices, const float* values, int64_t count, const float* minuend, double floor,
                  int64_t n, float* subtrahend, uint64_t* marks);
 

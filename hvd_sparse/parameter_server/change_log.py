@@ -1,4 +1,4 @@
-"""A log of the indices that recent updates changed, so that an answer's cost depends only on the changes.
+"""A log of the indices that recent updates changed, so that the cost of an answer depends only on the changes.
 
 An index takes two bytes.
 """
@@ -43,7 +43,7 @@ class ChangeLog:
             self._remove_oldest()
 
     def remove_beyond(self, part: int) -> list[tuple[Changed, int]]:
-        """Remove the oldest updates until at most n/part indices are left, and MOST updates; return them and clocks."""
+        """Remove the oldest updates until at most n/part indices and MOST updates are left; return them with clocks."""
         removed = []
         while self._entries * part > self._n or len(self._updates) > MOST:
             oldest = self._oldest

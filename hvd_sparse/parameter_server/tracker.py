@@ -21,16 +21,16 @@ from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded
 from hvd_sparse.wire import payload_size
 
 NO_CLOCK = 2**32 - 1
-PART = 2  # a log has at most 1/2 as many indices as there are elements,
-PART_BESIDE_CLOCKS = 4  # and beside an array for each element 1/4
+PART = 2  # a log has at most n/2 indices,
+PART_BESIDE_CLOCKS = 4  # or n/4 if there is also an array of n elements
 
 
 class ChangeTracker:
     """Finds what changed after a clock in a log of updates; answers are float32 and contain all changes.
 
     A worker names the clock of its last answer, or of the one before if it repeats a push. An update that no worker can
-    ask for any more is removed from the log. If the log gets too long for one that comes seldom, the oldest updates
-    move from it to an array of clocks, of each element's last change.
+    ask for any more is removed from the log. If a slow worker makes the log too long, its oldest updates move to an
+    array of clocks: the clock of each element's last change.
     """
 
     form = Form.VALUES
@@ -50,7 +50,7 @@ class ChangeTracker:
         return self._log.nbytes + sum(array.nbytes for array in (self._clocks, self._marks) if array is not None)
 
     def join(self, worker: int) -> None:
-        """Add a worker that has received all parameters, now or, if it has said so before, then."""
+        """Add a worker that has received all parameters now, or before if it is known already."""
         self._seen.setdefault(worker, self._log.clock)
 
     def leave(self, worker: int) -> None:
@@ -71,7 +71,7 @@ class ChangeTracker:
             self._shorten()
 
     def _shorten(self) -> None:
-        """Remove from the log what no worker can ask for, and move to the clocks what is beyond its limit."""
+        """Remove from the log the updates that no worker can ask for; move those beyond its limit to the clocks."""
         last = min(self._seen.values(), default=self._log.clock)
         self._forgotten = max(self._forgotten, last)
         self._log.forget(last)
@@ -97,7 +97,7 @@ class ChangeTracker:
         return k, encoded
 
     def _mark(self, have: int) -> int:
-        """Mark the elements that changed after a clock; return their number: all if the clock is none of a worker's."""
+        """Mark the elements that changed after a clock; return their number: n if the clock is too old to know."""
         if self._marks is None:
             self._marks = make_marks(self._parameters.size)
         if self._log.covers(have):
@@ -224,7 +224,7 @@ class MirrorTracker:
         return self._scan(worker, number, k)
 
     def _scan(self, worker: int, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Do the same by a pass over the group, and mark twice as many elements for later answers."""
+        """Return what `_largest` returns, by a pass over the group, and mark 2k elements for later answers."""
         group, marking = self._groups[number], self._markings[worker]
         parts = [vector[group.begin : group.end] for vector in (self._parameters, self._mirrors[worker])]
         select, twice = native_changes.select_top_k_of_difference, min(2 * k, group.end - group.begin)
