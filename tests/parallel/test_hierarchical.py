@@ -12,7 +12,7 @@ from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
 from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, step, total
 from oracle import CLEAR_GAP, Method, train
 
-from hvd_sparse.torch import Compression
+from hvd_sparse.torch import Compression, hierarchical
 
 pytestmark = [
     pytest.mark.rank_counts,
@@ -112,6 +112,29 @@ def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
     for shard in range(shards):
         wanted = expected.parameters[f"w{shard}"]
         np.testing.assert_allclose(found[cut[shard] : cut[shard + 1]], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_message_for_each_tensor_gives_the_same(layout, monkeypatch):
+    def trained():
+        parameters = make_parameters()
+        exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+        compressor = Compression.dgc(parameters.items(), 0.05, min_numel=0, **exchange)
+        results = []
+        for t in range(6):
+            gradients = draw(SHAPES, t, hvd.rank())
+            parameters["head.weight"].requires_grad_(t != 3 or hvd.rank() > 0)
+            if t == 4:
+                del gradients["body.weight"]
+            order = shuffled(gradients, t, hvd.rank())
+            results.append(drive(compressor, parameters, gradients, order=order))
+        return results
+
+    expected = trained()
+    monkeypatch.setattr(hierarchical, "HOST_BYTES", 1)
+    for t, (found, wanted) in enumerate(zip(trained(), expected, strict=True)):
+        for name in wanted:
+            assert torch.equal(found[name], wanted[name]), (t, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
