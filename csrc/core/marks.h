@@ -89,7 +89,7 @@ struct MarkedSelection {
 
 // Selects the k largest elements of a difference, in the order of SelectTopK, among marked elements whose magnitude
 // reaches a floor > 0; all of them if there are fewer. Clears the marks of numbers below the floor. The result is that
-// of SelectTopK if at least k elements reach the floor, and all that reach it are marked.
+// of SelectTopK if at least k elements reach the floor and each of these is marked.
 Status SelectMarked(const Difference& difference, int64_t k, uint64_t seed, double floor, uint64_t* marks,
                     MarkedSelection* selected);
 

@@ -15,7 +15,7 @@ from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
-from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
@@ -195,11 +195,11 @@ class HierarchicalStep:
         late = plan_buckets({name: self._bytes(name) for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
             self._start(title, names)
-        flags, self._within = self._start_flags(), {}
+        counts, self._within = self._count_in_host(), {}
         for names, pending in self._groups.values():
             with self.traffic.timed("exchange"):
                 total = pending.wait()
-            self._pass_on(self._shards_of(names, total, flags))
+            self._pass_on(self._shards_of(names, total, counts))
         self._handed_over.clear()
         if self.inner is not None:
             self.inner.finish()
@@ -276,15 +276,13 @@ class HierarchicalStep:
         self._groups[title] = names, pending
         self._collectives.append(pending)
 
-    def _start_flags(self) -> Pending:
-        """Start counting the host's ranks with a gradient, and those where it trains: [large tensors, 2]."""
-        flags = torch.zeros(len(self.cuts), 2, dtype=torch.float64)
-        for row, name in zip(flags, self.cuts, strict=True):
-            if name in self.entries:
-                row[0], row[1] = 1.0, not self.entries[name].frozen
-        pending = self._host.total("flags", flags)
-        self._collectives.append(pending)
-        return pending
+    def _count_in_host(self) -> dict[str, list[float]]:
+        """Return, for each large tensor, how many of the host's ranks have a gradient, and on how many it trains."""
+        entries = [self.entries.get(name) for name in self.cuts]
+        own = [[entry is not None, entry is not None and not entry.frozen] for entry in entries]
+        pending = self._host.total("flags", torch.tensor(own, dtype=torch.float64))
+        with self.traffic.timed("exchange"):
+            return dict(zip(self.cuts, pending.wait().tolist(), strict=True))
 
     def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
         """Return a gradient for the sum within the host: float32[n], clipped, plus the residuals of old shards."""
@@ -298,13 +296,11 @@ class HierarchicalStep:
             whole = whole + self._handed_over[name] * self.units.loss_scale
         return whole
 
-    def _shards_of(self, names: list[str], total: torch.Tensor, flags: Pending) -> dict[str, Entry]:
+    def _shards_of(self, names: list[str], total: torch.Tensor, counts: dict[str, list[float]]) -> dict[str, Entry]:
         """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""
         entries, at = {}, 0
         if self._shard is None:
             return entries
-        with self.traffic.timed("exchange"):
-            counts = dict(zip(self.cuts, flags.wait().tolist(), strict=True))
         for name in names:
             begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
             came, trains = counts[name]

@@ -44,8 +44,8 @@ class Host:
     def scatter(self, name: str, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> Pending:
         """Start a reduce-scatter over the host's ranks; the result is the sum of this rank's shards, float32[n].
 
-        tensors: float32[m] each; the only one is sent as it is. cuts: the shards' bounds in each. Values are summed
-        in rank order. The result of a rank without a shard is empty.
+        tensors: float32[m] each; a single one is sent without a copy. cuts: the shards' bounds in each. Values are
+        summed in rank order. The result of a rank without a shard is empty.
         """
         message = tensors[0]
         if len(tensors) > 1:
