@@ -104,7 +104,7 @@ fuzz() {
         build/fuzz/tests/native/fuzz_payload -max_total_time="${SECONDS_OF_FUZZING:-60}" -artifact_prefix=build/fuzz/ build/fuzz/found tests/native/corpus
     else
         echo "no clang++, so no libFuzzer: mutations without its guidance"
-        compile native_tests build/sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-300000}" "${SEED:-2}"
+        compile native_tests build/sanitize -DHVD_SPARSE_SANITIZE=ON && build/sanitize/tests/native/fuzz_payload_test tests/native/corpus "${MUTATIONS:-2000000}" "${SEED:-2}"
     fi
 }
 

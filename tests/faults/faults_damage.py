@@ -11,7 +11,7 @@ import numpy as np
 from scenario import ROOT, Found, Scenario
 
 CORPUS = ROOT / "tests" / "native" / "corpus"
-CHUNK = 10_000  # mutations of one process
+CHUNK = 200_000  # mutations of one process
 MESSAGES = 20_000  # of one try
 
 

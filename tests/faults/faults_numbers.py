@@ -210,6 +210,11 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
+def settled(steps: int) -> int:
+    """Return the step of a long run from which on its memory must not grow."""
+    return min(2000, steps // 10)
+
+
 def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
     """Return what makes a try: a long run, in which memory and open files must not grow."""
 
@@ -220,7 +225,7 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         values = {name: draw.standard_normal(n).astype(np.float32) for name, n in sizes.items()}
         for step in range(steps):
             trainer.reduce(values)
-            if step in (steps // 10, steps // 2, steps - 1):
+            if step in (settled(steps), steps // 2, steps - 1):
                 series.append((step, resident(), len(list(Path("/proc/self/fd").iterdir()))))
         rate = steps / (time.monotonic() - began)
         digest = [float(trainer.reduce(values)["t000"].sum())]
@@ -239,7 +244,7 @@ def soak(tensors: int, numel: int, steps: int, bucket_bytes: int = 1 << 22):
         files = [one.result["series"][-1][2] - one.result["series"][0][2] for one in job.ranks]
         found.check(max(growth) < 0.01, f"memory grew: {[one.result['series'] for one in job.ranks]}")
         found.check(max(files) <= 0, f"open files: {files}")
-        found.note(f"RSS {100 * max(growth):+.2f} % from step {done // 10:,} to {done:,}, open files +{max(files)}")
+        found.note(f"RSS {100 * max(growth):+.2f} % from step {settled(done):,} to {done:,}, open files +{max(files)}")
         found.note(f"{job.ranks[0].result['rate']:.0f} steps/s")
 
     return run
@@ -256,8 +261,8 @@ SCENARIOS = {
         f"refused_{framework}": Scenario("9", f"one rank with other settings, {framework}", 18, refused(framework))
         for framework in FRAMEWORKS
     },
-    "soak": Scenario("6", "a long run of a small model at 3 ranks", 20_000, soak(4, 1000, 20_000), "steps"),
+    "soak": Scenario("6", "a long run of a small model at 3 ranks", 20_000, soak(4, 1000, 100_000), "steps"),
     "soak_300": Scenario("6", "300 tensors, each in a separate bucket: fused all-gathers", 1_000,
-                         soak(300, 2000, 1_000, bucket_bytes=1), "steps"),
+                         soak(300, 2000, 10_000, bucket_bytes=1), "steps"),
     "ranks_64": Scenario("7", "64 ranks on one machine", 1, many_ranks(64)),
 }  # fmt: skip

@@ -38,15 +38,22 @@ void Run(const Bytes& input) {
 
 class Mutator {
  public:
-  Mutator(const std::vector<Bytes>& corpus, uint64_t seed) : corpus_(corpus), random_(seed) {}
+  Mutator(const std::vector<Bytes>& corpus, uint64_t seed) : corpus_(corpus), random_(seed) {
+    for (const Bytes& input : corpus)
+      (hvd_sparse::IsLarge(input.data(), input.size()) ? large_ : small_).push_back(input);
+  }
 
+  // One in kLargeEvery is made from a large input.
   Bytes Next() {
-    Bytes bytes = corpus_[Below(corpus_.size())];
+    const std::vector<Bytes>& from = Below(kLargeEvery) == 0 ? large_ : small_;
+    Bytes bytes = from[Below(from.size())];
     for (size_t left = 1 + Below(4); left > 0; --left) Change(&bytes);
     return bytes;
   }
 
  private:
+  static constexpr size_t kLargeEvery = 100;
+
   size_t Below(size_t limit) { return static_cast<size_t>(random_() % limit); }
   long Place(const Bytes& bytes) { return static_cast<long>(Below(bytes.size())); }
 
@@ -76,6 +83,7 @@ class Mutator {
   }
 
   const std::vector<Bytes>& corpus_;
+  std::vector<Bytes> large_, small_;
   std::mt19937_64 random_;
 };
 

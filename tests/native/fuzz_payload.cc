@@ -24,7 +24,8 @@ namespace {
 // Mutations almost never produce a correct checksum, and rarely a length and a header that fit the mutated format.
 constexpr unsigned kFitted = 1;  // the bytes are cut, or zeros added, to the payload's size; the checksum is put right
 constexpr unsigned kTitled = 2;  // with that, the header is that of the format; entries are k, or none if it says so
-constexpr int64_t kMostElements = int64_t{1} << 18;  // four blocks
+constexpr int64_t kMostElements = int64_t{1} << 18;  // of a large input: four blocks
+constexpr int64_t kFewElements = int64_t{1} << 10;   // of any other
 constexpr size_t kOracleBytes = 2048;                // beyond, wire.h, which goes bit by bit, takes too long
 
 void Require(bool condition, const PayloadFormat& format, const char* what) {
@@ -67,7 +68,7 @@ Input ReadInput(const uint8_t* data, size_t size) {
   input.format.coding = kAny[reader.Take(1) % 5];
   input.format.dtype = static_cast<DType>(reader.Take(1) % 7);
   const int64_t segments = reader.Take(1) % 4;
-  input.format.n = 1 + reader.Take(3) % kMostElements;
+  input.format.n = 1 + reader.Take(3) % (IsLarge(data, size) ? kMostElements : kFewElements);
   input.format.k = reader.Take(3);
   input.ranks = 1 + reader.Take(1) % 3;
   for (int64_t i = 0; i < segments; ++i) {
@@ -314,6 +315,8 @@ void CheckPayload(const Input& input, int64_t size) {
 }
 
 }  // namespace
+
+bool IsLarge(const uint8_t* data, size_t size) { return size > 0 && (data[0] & 0xf0) == kLarge; }
 
 FuzzCounts& TheFuzzCounts() {
   static FuzzCounts counts;

@@ -17,4 +17,9 @@ struct FuzzCounts {
 
 FuzzCounts& TheFuzzCounts();
 
+// Large inputs are of more than a block of elements, and take a hundred times as long as others. The upper half of an
+// input's first byte is kLarge if it is one.
+constexpr uint8_t kLarge = 0x50;
+bool IsLarge(const uint8_t* data, size_t size);
+
 }  // namespace hvd_sparse

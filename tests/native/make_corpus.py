@@ -14,7 +14,7 @@ from hvd_sparse import reference, wire
 FOLDER = pathlib.Path(__file__).parent / "corpus"
 CODINGS = ["run_length", "dense", "elias_fano", "bitmap", "auto"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "none", "int2", "int1"]
-FITTED, TITLED = 1, 2
+FITTED, TITLED, LARGE = 1, 2, 0x50
 FEW = (1, 3, 4, 9)  # of ten
 THREE_BLOCKS = (0, 65_535, 65_536, 70_000, 131_081)
 VALUES = (1.5, -0.25, math.inf, -0.0, 1e-45)
@@ -40,7 +40,7 @@ def entry(n, indices, coding, value_dtype, segments=(), flags=0, ranks=1, k=None
 def full_blocks():
     """Return an input of two full blocks: 131,072 runs, all zero, which fitting adds again."""
     n = k = 2 * wire.BLOCK
-    whole = entry(n, range(n), "run_length", "none", flags=FITTED | TITLED)
+    whole = entry(n, range(n), "run_length", "none", flags=FITTED | TITLED | LARGE)
     return whole[: len(format_bytes(n, k, "run_length", "none")) + wire.HEADER_BYTES + 5]
 
 
@@ -52,7 +52,7 @@ def inputs():
             indices, n = (range(5), 5) if coding == "dense" else (FEW, 10)
             yield name, entry(n, indices, coding, dtype, flags=flags, ranks=ranks)
             if coding == "run_length" or (coding == "elias_fano" and number % 2 == 0):
-                yield f"{name}-blocks", entry(131_082, THREE_BLOCKS, coding, dtype, flags=FITTED | TITLED)
+                yield f"{name}-blocks", entry(131_082, THREE_BLOCKS, coding, dtype, flags=FITTED | TITLED | LARGE)
             if number % 3 == 0 and coding != "dense":
                 yield f"{name}-nothing", entry(1000, (), coding, dtype, flags=flags, k=5)
             if dtype in ("int2", "int1"):
