@@ -25,6 +25,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "network"))
 import char_data
+import pytorch_transformer
 from records import load, save
 
 from hvd_sparse import native
@@ -69,40 +70,6 @@ METHODS = {
     "adam at the ranks": Method(adam="ranks"),
     "adam at the ranks, masked": Method(adam="ranks", masks=True),
 }
-
-
-class Block(torch.nn.Module):
-    """One layer of the transformer: attention, then two linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)])
-        self.attention, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.inner = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [batch, length, width]."""
-        parts = self.attention(self.norms[0](x)).unflatten(2, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.inner(self.norms[1](x))
-
-
-class Transformer(torch.nn.Module):
-    """A decoder over characters."""
-
-    def __init__(self):
-        super().__init__()
-        characters = len(char_data.CHARACTERS)
-        self.embedding, self.places = torch.nn.Embedding(characters, WIDTH), torch.nn.Embedding(LENGTH, WIDTH)
-        self.blocks = torch.nn.Sequential(*(Block() for _ in range(LAYERS)), torch.nn.LayerNorm(WIDTH))
-        self.head = torch.nn.Linear(WIDTH, characters)
-
-    def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Return logits, [batch, length, characters]."""
-        return self.head(self.blocks(self.embedding(characters) + self.places.weight))
 
 
 class Rank:
@@ -163,7 +130,7 @@ def train(run: dict) -> dict:
     method, steps = METHODS[run["method"]], run["steps"]
     training, held_out = char_data.load_text()
     torch.manual_seed(run["seed"])
-    model = Transformer()
+    model = pytorch_transformer.Model(WIDTH, LAYERS, HEADS, LENGTH)
     parameters = list(model.parameters())
     ranks = [Rank(method, parameters, windows(training, rank, run["seed"])) for rank in range(run["ranks"])]
     decays = [{"params": [p for p in parameters if p.dim() > 1]}, {"params": [p for p in parameters if p.dim() < 2]}]

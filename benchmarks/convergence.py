@@ -39,12 +39,21 @@ EXCHANGES = {  # at equal density, a step changes k elements with a reduce-scatt
     for method in ("dgc", "gradient_dropping")
     for exchange in ("gather", "reduce_scatter")
 }
+TRANSFORMER = {  # 6.4 M parameters, AdamW
+    "dense": ["--method", "none"],
+    **{
+        f"dgc {density}, {exchange}": ["--method", "dgc", "--density", str(density), "--exchange", exchange]
+        for density in (0.01, 0.001)
+        for exchange in ("gather", "reduce_scatter")
+    },
+}
 EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each method)}
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
     "exchanges_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", EXCHANGES),
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
+    "transformer": ("pytorch_transformer.py", ["--steps", "500", "--warmup-steps", "100"], "loss", TRANSFORMER),
     "char_lstm_methods": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", methods(0.01, 0.03)),
 }
 
@@ -79,6 +88,23 @@ def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
     where = f"{ranks} ranks; {machine()}"
     (out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1) + "\n")
     (out / f"convergence_{name}.md").write_text(f"{table(name, results)}\n\n{where}\n")
+    if "curve" in results[0]:
+        draw(name, results, out)
+
+
+def draw(name: str, results: list[dict], out: Path) -> None:
+    """Draw the held-out loss of each run over its steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for row in results:
+        steps, losses = zip(*row["curve"], strict=True)
+        axis.plot(steps, losses, marker=".", label=f"{row['label']}, seed {row['seed']}")
+    axis.set(title=f"{name}, {results[0]['world_size']} ranks", xlabel="step", ylabel="held-out loss, nats")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(out / f"convergence_{name}.png", dpi=120)
 
 
 def table(name: str, results: list[dict]) -> str:

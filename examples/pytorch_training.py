@@ -67,20 +67,23 @@ def make_compression(model, args, warmup_steps):
     return compression
 
 
-def distribute(model, args, warmup_steps):
-    """Return the model to train, SGD for it, and its compressor; all ranks begin with the parameters of rank 0."""
-    compression = make_compression(model, args, warmup_steps)
+def make_sgd(model, args):
+    """Return SGD, which leaves momentum and weight decay to a compressor that applies them."""
     if reporting.compresses_momentum(args):
-        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    else:
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=args.lr,
-            momentum=args.momentum,
-            nesterov=args.nesterov,
-            weight_decay=args.weight_decay,
-        )
-    return host_of(args).distribute(model, optimizer, compression, args)
+        return torch.optim.SGD(model.parameters(), lr=args.lr)
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+        nesterov=args.nesterov,
+        weight_decay=args.weight_decay,
+    )
+
+
+def distribute(model, args, warmup_steps, make_optimizer=make_sgd):
+    """Return the model to train, its optimizer and its compressor; all ranks begin with the parameters of rank 0."""
+    compression = make_compression(model, args, warmup_steps)
+    return host_of(args).distribute(model, make_optimizer(model, args), compression, args)
 
 
 def save(model, optimizer, compression, rows, steps, args):

@@ -13,14 +13,14 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kSpan = 4096;  // elements that are subtracted at a time: they stay in a cache
-constexpr int64_t kAhead = 48;   // entries whose elements are fetched ahead: they lie in lines of their own
+constexpr int64_t kSpan = 4096;  // elements per subtraction, few enough for the L1 cache
+constexpr int64_t kAhead = 48;   // prefetch distance, in entries: each is in another cache line
 
 HVD_SPARSE_MULTIVERSION void Subtract(const float* minuend, const float* subtrahend, int64_t n, float* difference) {
   for (int64_t i = 0; i < n; ++i) difference[i] = minuend[i] - subtrahend[i];
 }
 
-// As AccumulateTopK does: a chunk without anything that reaches the bar is passed over.
+// Skips chunks in which nothing reaches the threshold, like AccumulateTopK.
 HVD_SPARSE_MULTIVERSION void OfferChunks(const float* difference, int64_t n, Candidates<float>* candidates) {
   for (int64_t i = 0; i < n; i += kChunk) {
     const int64_t count = std::min(kChunk, n - i);

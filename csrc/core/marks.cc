@@ -15,13 +15,13 @@ namespace hvd_sparse {
 namespace {
 
 constexpr int64_t kBlockWords = kBlock / kMarkBits;
-constexpr int64_t kAhead = 24;  // entries whose elements are fetched ahead
+constexpr int64_t kAhead = 24;  // prefetch distance, in entries
 
 void MarkPlaces(const uint16_t* places, uint32_t count, uint64_t* block) {
   for (uint32_t j = 0; j < count; ++j) block[places[j] / kMarkBits] |= uint64_t{1} << (places[j] % kMarkBits);
 }
 
-// The last block alone may be shorter than a place can say.
+// Checks the places of the last block: it may be shorter than kBlock, which is the range of a place's 16 bits.
 Status CheckPlaces(const Changed& update, int64_t n) {
   const int64_t last = BlockCount(n) - 1;
   if (last < 0) return Status::Ok();
@@ -40,7 +40,7 @@ HVD_SPARSE_MULTIVERSION void CompareWithClock(const uint32_t* clocks, int64_t n,
   for (int64_t i = 0; i < n; ++i) above[i] = clocks[i] > after;
 }
 
-// Bit j: whether byte j, 0 or 1, of 64 is 1.
+// Packs 64 bytes, each 0 or 1, into 64 bits.
 uint64_t BitsOfBytes(const uint8_t* bytes) {
   uint64_t bits = 0;
   for (int j = 0; j < 8; ++j) {
@@ -53,7 +53,7 @@ uint64_t BitsOfBytes(const uint8_t* bytes) {
 
 bool IsNan(uint32_t magnitude) { return magnitude > kInfinityBits<float>; }
 
-// The differences whose magnitude reaches a bar, and their indices counted from where they begin.
+// The differences whose magnitude reaches a bar; their indices are relative to `Difference::begin`.
 struct Reaching {
   std::unique_ptr<float[]> values;
   std::unique_ptr<int64_t[]> indices;
@@ -61,7 +61,7 @@ struct Reaching {
   bool has_nan = false;
 };
 
-// Takes away the marks of the others, but for NaN.
+// Gathers the differences that reach the bar. Clears the marks of all others, except those of NaN.
 Reaching GatherReaching(const Difference& difference, uint32_t bar, uint64_t* marks) {
   const int64_t first = difference.begin / kMarkBits;
   const auto most = static_cast<size_t>(CountMarks(marks + first, MarkWords(difference.end) - first));
@@ -86,7 +86,7 @@ Reaching GatherReaching(const Difference& difference, uint32_t bar, uint64_t* ma
   return found;
 }
 
-// Of those whose magnitude is `least`, the k-th largest of all: the hash of the last to be selected.
+// Returns the hash of the last tie to be selected; `least` is the k-th largest magnitude.
 uint64_t LastTie(const Reaching& reaching, int64_t k, uint32_t least, uint64_t seed) {
   std::vector<uint64_t> ties;
   for (int64_t j = 0; j < reaching.count; ++j) {

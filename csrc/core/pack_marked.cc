@@ -42,7 +42,7 @@ Status PackMarked(const PayloadFormat& format, const float* values, const uint64
   const bool is_elias_fano = coding == Coding::kEliasFano;
   EliasFanoWriter positions(format.n, format.k, payload + kPositionsAt);
   uint8_t* out = payload + ValuesAt(format);
-  uint32_t crc = 0;  // of the values, summed while they are in a cache
+  uint32_t crc = 0;  // of the values, updated block by block while they are in the cache
   const auto fetch = [&](int64_t i) { __builtin_prefetch(values + i); };
   for (int64_t begin = 0; begin < format.n; begin += kBlock) {
     const uint8_t* first = out;
@@ -64,7 +64,7 @@ uint32_t SealedCrc(const uint8_t* payload, int64_t size) {
   static constexpr CrcPowers kPowers = MakeCrcPowers();
   uint32_t checksum;
   std::memcpy(&checksum, payload + kChecksumAt, sizeof checksum);
-  uint32_t remainder = checksum;  // of its four bytes, which are zero where the checksum is taken
+  uint32_t remainder = checksum;  // CRC of the checksum field, which was zero when the checksum was computed
   for (int bit = 0; bit < 32; ++bit) remainder = (remainder >> 1) ^ ((remainder & 1u) != 0 ? kCrcPolynomial : 0u);
   return checksum ^ CrcShift(remainder, static_cast<uint64_t>(size - kChecksumAt) - sizeof checksum, kPowers);
 }

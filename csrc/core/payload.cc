@@ -78,7 +78,7 @@ Status CheckBytes(const PayloadFormat& format, const uint8_t* payload, int64_t s
   return Status::Ok();
 }
 
-// Of `view.values`, as Unpack writes them.
+// Copies `view.values` in the type that Unpack returns.
 void CopyValues(const PayloadFormat& format, const PayloadView& view, void* values) {
   if (format.dtype == DType::kFloat64 || format.dtype == DType::kFloat32) {
     std::memcpy(values, view.values, static_cast<size_t>(view.entries * ItemSize(format.dtype)));
@@ -154,7 +154,7 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     HVD_SPARSE_RETURN_IF_ERROR(WriteLowBit(wide, indices, entries, format.dtype, format.segments, low_bit.data()));
   }
 
-  std::memset(payload, 0, static_cast<size_t>(size));  // from here on nothing is refused
+  std::memset(payload, 0, static_cast<size_t>(size));  // there is no error after this
   WritePositions(format.coding, indices, format.n, format.k, positions, payload + kPositionsAt);
   if (!low_bit.empty()) {
     std::copy(low_bit.begin(), low_bit.end(), payload + ValuesAt(format));
@@ -235,7 +235,7 @@ void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indic
 Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
                      int64_t* entries) {
   PayloadView view;
-  if (IsLowBit(format.dtype)) {  // whose levels need the positions
+  if (IsLowBit(format.dtype)) {  // the levels depend on the positions
     HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
     Unpack(format, view, indices, values);
   } else {

@@ -30,6 +30,12 @@ PHASES = {  # module, class or nothing, functions
     "stage receive": ("hvd_sparse.model_parallel.channel", "Channel", "receive"),
 }
 
+GRAPH_PHASES = {  # the same, and the position of the tensor, or of the dict of tensors, with which the phase begins
+    "compress": ("hvd_sparse.tensorflow.step", "Step", "build", 1),
+    "exchange": ("hvd_sparse.tensorflow.exchange", "Exchange", "allgather", 2),
+    "decompress": ("hvd_sparse.tensorflow.compression", "SparseCompressor", "decompress", 1),
+}
+
 
 class Injected(Exception):
     """What a fault of kind "raise" raises."""
@@ -104,5 +110,39 @@ class Injector:
             if not any(isinstance(one, str) and one.startswith("agree.") for one in arguments):
                 self.enter(phase, arguments)
             return original(*arguments, **named)
+
+        return wrapped
+
+
+class GraphInjector(Injector):
+    """The same for TensorFlow, whose graphs call Python no more than once: the tensor passes through the fault."""
+
+    def _wrap(self, *_) -> None:
+        phase = self.fault["phase"]
+        if phase not in GRAPH_PHASES:
+            super()._wrap(*PHASES[phase])
+            return
+        module, owner, name, position = GRAPH_PHASES[phase]
+        place = getattr(importlib.import_module(module), owner)
+        setattr(place, name, self._passing(getattr(place, name), phase, position))
+
+    def _passing(self, original, phase: str, position: int):
+        import tensorflow as tf
+
+        def happen(array):
+            """Let the fault happen when the graph gets here; return the array, or what the fault made of it."""
+            array = array.copy()
+            self.enter(phase, (array,))
+            return array
+
+        def through(tensor):
+            """Return the tensor behind the fault."""
+            return tf.ensure_shape(tf.numpy_function(happen, [tensor], tensor.dtype), tensor.shape)
+
+        @functools.wraps(original)
+        def wrapped(*arguments):
+            given = arguments[position]
+            passed = {name: through(one) for name, one in given.items()} if isinstance(given, dict) else through(given)
+            return original(*arguments[:position], passed, *arguments[position + 1 :])
 
         return wrapped
