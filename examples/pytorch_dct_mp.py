@@ -11,6 +11,7 @@ Thresholding" (Gupta et al., 2021), with another text and a smaller network.
 import model_parallel_run
 import torch
 import torch.nn.functional as F
+from pytorch_transformer import Block
 from torch import nn
 
 from hvd_sparse.torch.model_parallel import Pipeline, ThresholdBoundary
@@ -29,28 +30,10 @@ class Embedding(nn.Module):
         return self.characters(characters) + self.places[: characters.shape[1]]
 
 
-class Block(nn.Module):
-    """Causal attention and two layers, each normalised before and added: float32[n, length, width]."""
-
-    def __init__(self, args):
-        super().__init__()
-        width, self.heads = args.width, args.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        """Return the block's output for x."""
-        parts = self.mixed(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
-        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.joined(attended.transpose(-2, -3).flatten(-2))
-        return x + self.layers(self.norm2(x))
-
-
 def make_stage(stage, args):
     """Return a stage of the network, the same parameters for any number of stages but for their order."""
     torch.manual_seed(args.seed + 1000)
-    embedding, blocks = Embedding(args), [Block(args) for _ in range(args.blocks)]
+    embedding, blocks = Embedding(args), [Block(args.width, args.heads) for _ in range(args.blocks)]
     decoder = [nn.LayerNorm(args.width), nn.Linear(args.width, model_parallel_run.CHARACTERS)]
     layers = [embedding] if model_parallel_run.is_first(stage) else []
     layers += [blocks[number] for number in model_parallel_run.blocks_of(stage, args)]

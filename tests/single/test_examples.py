@@ -1,5 +1,6 @@
 """The examples run with few steps on two ranks; their last line is a JSON object."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -16,6 +17,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--granularity", "channel"]
 FEW_EPOCHS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "32"]
 FEW_STEPS = ["--steps", "4", "--warmup-steps", "1"]
+TRANSFORMER = [*FEW_STEPS, "--width", "32", "--layers", "2", "--heads", "2", "--sequence-length", "16"]
 METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]
 
 
@@ -31,6 +33,7 @@ def run(example, options):
         ("pytorch_digits.py", FEW_EPOCHS),
         ("tensorflow2_digits.py", FEW_EPOCHS),
         pytest.param("pytorch_char_lstm.py", FEW_STEPS, marks=pytest.mark.exhaustive),
+        pytest.param("pytorch_transformer.py", TRANSFORMER, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_tells_what_was_sent(example, options, tmp_path):
@@ -76,6 +79,7 @@ SYNTHETIC = ["--num-warmup-batches", "0", "--num-batches-per-iter", "2", "--num-
     [
         ("pytorch_digits.py", [*FEW_EPOCHS, *LOW_BIT, "--plot", ""]),
         pytest.param("pytorch_char_lstm.py", [*FEW_STEPS, *LOW_BIT, "--plot", ""], marks=pytest.mark.exhaustive),
+        pytest.param("pytorch_transformer.py", [*TRANSFORMER, *LOW_BIT, "--plot", ""], marks=pytest.mark.exhaustive),
         pytest.param("pytorch_synthetic_benchmark.py", [*SYNTHETIC, *LOW_BIT], marks=pytest.mark.exhaustive),
         pytest.param("pytorch_digits.py", [*FEW_EPOCHS, "--powersgd", "1", "--plot", ""], marks=pytest.mark.exhaustive),
     ],
@@ -87,6 +91,20 @@ def test_an_example_under_ddp(example, options):
     result = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     assert result["world_size"] == 2 and result["steps"] >= 4
     assert result["last_step"]["payload_bytes"] < result["last_step"]["dense_bytes"] / 10
+
+
+@pytest.mark.parametrize(("method", "beta1"), [("none", 0.9), ("gradient_dropping", 0.9), ("dgc", 0.0)])
+def test_the_transformer_has_one_momentum(method, beta1, monkeypatch):
+    """AdamW's first moment, or that of a compressor that applies momentum on the ranks; matrices alone decay."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("pytorch_transformer")
+    args = argparse.Namespace(method=method, size=2, momentum=0.9, lr=0.1, decay=0.5)
+    groups = module.make_optimizer(module.Model(8, 1, 2, 4), args).param_groups
+    assert [group["betas"] for group in groups] == [(beta1, 0.99)] * 2
+    assert {(p.dim() > 1, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (True, 0.5),
+        (False, 0.0),
+    }
 
 
 @pytest.mark.exhaustive
