@@ -53,7 +53,7 @@ EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each 
     "exchanges_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", EXCHANGES),
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
-    "transformer": ("pytorch_transformer.py", ["--steps", "500", "--warmup-steps", "100"], "loss", TRANSFORMER),
+    "transformer": ("pytorch_transformer.py", ["--steps", "600", "--batch-size", "2"], "loss", TRANSFORMER),
     "char_lstm_methods": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", methods(0.01, 0.03)),
 }
 
