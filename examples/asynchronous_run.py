@@ -157,11 +157,6 @@ class CharLSTM:
             yield window[:, :-1], window[:, 1:]
 
 
-def perplexity(loss):
-    """Return the perplexity of a mean loss in nats."""
-    return math.exp(min(700.0, loss))
-
-
 def run(example, description, tasks, prepare, connect, learn):
     """Run an example on every rank: servers serve, workers train, the first of them reports.
 

@@ -1,5 +1,6 @@
 """The text of the character-level examples of both frameworks: the source of Python's standard library."""
 
+import math
 import pathlib
 import string
 import sysconfig
@@ -30,3 +31,8 @@ def split_streams(characters, streams):
     """Cut the text, an array or a tensor, into `streams` rows of equal length that are read side by side."""
     length = len(characters) // streams
     return characters[: streams * length].reshape(streams, length)
+
+
+def perplexity(loss):
+    """Return the perplexity of a mean loss in nats."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -130,11 +130,6 @@ class Text:
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
-def perplexity(loss):
-    """Return the perplexity of a mean loss in nats."""
-    return math.exp(min(700.0, loss))
-
-
 def train(trainer, args):
     """Train; return one dict of metrics per evaluation."""
     text, rows, losses, interval = Text(args), [], [], math.ceil(args.steps / args.evaluations)
@@ -147,7 +142,9 @@ def train(trainer, args):
             if number % interval == 0 or number == args.steps:
                 loss = float(np.mean([trainer.evaluate(*batch) for batch in text.held_out()]))
                 train_loss = float(np.mean(losses))
-                rows.append({"step": number, "train_loss": train_loss, "loss": loss, "perplexity": perplexity(loss)})
+                rows.append(
+                    {"step": number, "train_loss": train_loss, "loss": loss, "perplexity": char_data.perplexity(loss)}
+                )
                 bar.set_postfix(loss=f"{loss:.3f}", perplexity=f"{rows[-1]['perplexity']:.2f}")
                 bar.report({key: float(value) for key, value in rows[-1].items()})
                 losses = []

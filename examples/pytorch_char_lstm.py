@@ -7,7 +7,6 @@ The text comes with the interpreter: compare perplexities of one Python version 
 """
 
 import argparse
-import math
 import time
 
 import char_data
@@ -39,16 +38,9 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     training.add_arguments(parser, batch_size=8, lr=1.0, clip_norm=0.25)
-    parser.add_argument("--steps", type=reporting.positive_integer, default=6000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--warmup-steps",
-        type=reporting.whole_number,
-        default=600,
-        help="steps over which the learning rate rises and the density falls (default: %(default)s)",
-    )
+    training.add_step_arguments(parser, steps=6000, warmup_steps=600, evaluations=6)
     parser.add_argument("--hidden", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
     parser.add_argument("--sequence-length", type=reporting.positive_integer, default=32, help="(default: %(default)s)")
-    parser.add_argument("--evaluations", type=reporting.positive_integer, default=6, help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="PATH", help='(default: char_lstm-METHOD.png; "" for none)')
     return training.start(parser)
 
@@ -67,6 +59,16 @@ def training_windows(characters, args):
             yield window[:, :-1], window[:, 1:], start == 0
 
 
+def training_losses(model, text, args):
+    """Yield the loss of each window endlessly; the LSTM's state goes on from window to window."""
+    state = None
+    for inputs, targets, is_start in training_windows(text, args):
+        model.train()
+        output, state = model(inputs, None if is_start else state)
+        yield F.cross_entropy(output.flatten(0, 1), targets.flatten())
+        state = tuple(part.detach() for part in state)
+
+
 def evaluate(model, characters, args):
     """Return the mean loss per character over the held-out text; the same for any number of ranks."""
     model.eval()
@@ -80,48 +82,6 @@ def evaluate(model, characters, args):
             count += target.numel()
     total, count = training.sum_over_ranks([total, count], "held_out", args)
     return total / count
-
-
-def perplexity(loss):
-    """Turn a mean loss in nats into a perplexity."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def train(model, optimizer, traffic, train_text, held_out_text, args):
-    """Train for `args.steps` steps and return one dict of metrics per evaluation."""
-    rows, losses, state = [], [], None
-    interval = math.ceil(args.steps / args.evaluations)
-    windows = training_windows(train_text, args)
-    bar = reporting.Progress(args.steps, args)
-    for step in range(args.steps):
-        model.train()
-        inputs, targets, is_start = next(windows)
-        state = None if is_start else tuple(part.detach() for part in state)
-        training.set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
-        optimizer.zero_grad()
-        output, state = model(inputs, state)
-        loss = F.cross_entropy(output.flatten(0, 1), targets.flatten())
-        loss.backward()
-        training.apply_gradients(model, optimizer, args)
-        traffic.steps += 1
-        losses.append(loss.item())
-        bar.update()
-        if (step + 1) % interval == 0 or step + 1 == args.steps:
-            train_loss = training.sum_over_ranks([sum(losses) / len(losses)], "train", args)[0] / args.size
-            held_out_loss = evaluate(model, held_out_text, args)
-            rows.append(
-                {
-                    "step": step + 1,
-                    "train_loss": train_loss,
-                    "held_out_loss": held_out_loss,
-                    "perplexity": perplexity(held_out_loss),
-                    **traffic.since_last(),
-                }
-            )
-            bar.report(rows[-1])
-            losses = []
-    bar.close()
-    return rows
 
 
 def main():
@@ -139,7 +99,8 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
-    rows = train(model, optimizer, traffic, train_text, held_out_text, args)
+    losses = training_losses(model, train_text, args)
+    rows = training.train_steps(model, optimizer, losses, lambda: evaluate(model, held_out_text, args), traffic, args)
     seconds = time.perf_counter() - start
 
     if args.rank == 0:

@@ -85,7 +85,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
             logits, state = model(torch.from_numpy(characters), state)
             losses += F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), reduction="sum").item()
             count += targets.size
-        return losses / count, asynchronous_run.perplexity(losses / count)
+        return losses / count, char_data.perplexity(losses / count)
 
 
 TASKS = {"digits": Digits, "char_lstm": CharLSTM}

@@ -5,8 +5,10 @@ own and run without the plugin.
 """
 
 import importlib
+import math
 import os
 
+import char_data
 import reporting
 import torch
 
@@ -126,6 +128,43 @@ def set_learning_rate(optimizer, peak, step, steps, warmup_steps):
     """Set the rate of this step."""
     for group in optimizer.param_groups:
         group["lr"] = reporting.learning_rate(peak, step, steps, warmup_steps)
+
+
+def add_step_arguments(parser, steps, warmup_steps, evaluations):
+    """Add the switches of `train_steps`, with the defaults of one example."""
+    positive, more = reporting.positive_integer, "(default: %(default)s)"
+    rise = f"steps over which the learning rate rises and the density falls {more}"
+    parser.add_argument("--steps", type=positive, default=steps, help=more)
+    parser.add_argument("--warmup-steps", type=reporting.whole_number, default=warmup_steps, help=rise)
+    parser.add_argument("--evaluations", type=positive, default=evaluations, help=more)
+
+
+def train_steps(model, optimizer, losses, evaluate, traffic, args):
+    """Train for `args.steps` steps; return one dict of metrics for each of `args.evaluations`.
+
+    losses: yields the loss of each step. evaluate: returns the mean loss on the held-out data.
+    """
+    rows, seen = [], []
+    interval = math.ceil(args.steps / args.evaluations)
+    bar = reporting.Progress(args.steps, args)
+    for step in range(args.steps):
+        set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
+        optimizer.zero_grad()
+        loss = next(losses)
+        loss.backward()
+        apply_gradients(model, optimizer, args)
+        traffic.steps += 1
+        seen.append(loss.item())
+        bar.update()
+        if (step + 1) % interval == 0 or step + 1 == args.steps:
+            train_loss = sum_over_ranks([sum(seen) / len(seen)], "train", args)[0] / args.size
+            row = {"step": step + 1, "train_loss": train_loss, "held_out_loss": evaluate()}
+            row["perplexity"] = char_data.perplexity(row["held_out_loss"])
+            rows.append(row | traffic.since_last())
+            bar.report(rows[-1])
+            seen = []
+    bar.close()
+    return rows
 
 
 def sum_over_ranks(values, name, args):

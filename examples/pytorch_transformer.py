@@ -9,7 +9,6 @@ one Python version only.
 """
 
 import argparse
-import math
 import time
 
 import char_data
@@ -17,7 +16,7 @@ import pytorch_training as training
 import reporting
 import torch
 import torch.nn.functional as F
-from pytorch_char_lstm import load_text, perplexity
+from pytorch_char_lstm import load_text
 from torch import nn
 
 BETA2 = 0.99
@@ -62,18 +61,11 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     training.add_arguments(parser, batch_size=4, lr=1e-3, clip_norm=1.0)
     parser.set_defaults(weight_decay=0.1)
-    parser.add_argument("--steps", type=reporting.positive_integer, default=1000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--warmup-steps",
-        type=reporting.whole_number,
-        default=100,
-        help="steps over which the learning rate rises and the density falls (default: %(default)s)",
-    )
+    training.add_step_arguments(parser, steps=1000, warmup_steps=100, evaluations=10)
     parser.add_argument("--width", type=reporting.positive_integer, default=256, help="(default: %(default)s)")
     parser.add_argument("--layers", type=reporting.positive_integer, default=8, help="(default: %(default)s)")
     parser.add_argument("--heads", type=reporting.positive_integer, default=8, help="(default: %(default)s)")
     parser.add_argument("--sequence-length", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
-    parser.add_argument("--evaluations", type=reporting.positive_integer, default=10, help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="PATH", help='(default: transformer-METHOD.png; "" for none)')
     args = training.start(parser)
     if args.width % args.heads:
@@ -117,33 +109,6 @@ def evaluate(model, text, args):
     return training.sum_over_ranks([total], "held_out", args)[0] / HELD_OUT_WINDOWS
 
 
-def train(model, optimizer, traffic, train_text, held_out_text, args):
-    """Train for `args.steps` steps and return one dict of metrics per evaluation."""
-    rows, losses = [], []
-    interval = math.ceil(args.steps / args.evaluations)
-    windows = training_windows(train_text, args)
-    bar = reporting.Progress(args.steps, args)
-    for step in range(args.steps):
-        training.set_learning_rate(optimizer, args.lr, step, args.steps, args.warmup_steps)
-        optimizer.zero_grad()
-        loss = loss_of(model, next(windows))
-        loss.backward()
-        training.apply_gradients(model, optimizer, args)
-        traffic.steps += 1
-        losses.append(loss.item())
-        bar.update()
-        if (step + 1) % interval == 0 or step + 1 == args.steps:
-            train_loss = training.sum_over_ranks([sum(losses) / len(losses)], "train", args)[0] / args.size
-            held_out_loss = evaluate(model, held_out_text, args)
-            rows.append(
-                {"step": step + 1, "train_loss": train_loss, "held_out_loss": held_out_loss, **traffic.since_last()}
-            )
-            bar.report(rows[-1])
-            losses = []
-    bar.close()
-    return rows
-
-
 def main():
     """Run the example; every rank takes part, rank 0 reports."""
     args = parse_arguments()
@@ -155,20 +120,23 @@ def main():
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)
 
     start = time.perf_counter()
-    rows = train(model, optimizer, traffic, train_text, held_out_text, args)
+    losses = (loss_of(model, windows) for windows in training_windows(train_text, args))
+    rows = training.train_steps(model, optimizer, losses, lambda: evaluate(model, held_out_text, args), traffic, args)
     seconds = time.perf_counter() - start
 
     if args.rank == 0:
         path = f"transformer-{args.method}.png" if args.plot is None else args.plot
         if path:
             title = f"character transformer, {args.method}, {args.size} ranks"
-            reporting.plot_curves(rows, "step", [["train_loss", "held_out_loss"], ["bytes_per_step"]], title, path)
+            reporting.plot_curves(
+                rows, "step", [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]], title, path
+            )
         reporting.print_json(
             "pytorch_transformer",
             args,
             traffic,
             loss=rows[-1]["held_out_loss"],
-            perplexity=perplexity(rows[-1]["held_out_loss"]),
+            perplexity=rows[-1]["perplexity"],
             curve=[[row["step"], row["held_out_loss"]] for row in rows],
             seconds=seconds,
             sequence_length=args.sequence_length,

@@ -98,7 +98,7 @@ class CharLSTM(asynchronous_run.CharLSTM):
             logits, state = self.split(run([tf.constant(characters), *state]))
             losses += float(loss_of(targets, logits)) * targets.size
             count += targets.size
-        return losses / count, asynchronous_run.perplexity(losses / count)
+        return losses / count, char_data.perplexity(losses / count)
 
 
 TASKS = {"digits": Digits, "char_lstm": CharLSTM}

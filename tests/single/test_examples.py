@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 LOW_BIT = ["--method", "gradient_dropping", "--values", "int2", "--granularity", "channel"]
 FEW_EPOCHS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "32"]
 FEW_STEPS = ["--steps", "4", "--warmup-steps", "1"]
-TRANSFORMER = [*FEW_STEPS, "--width", "32", "--layers", "2", "--heads", "2", "--sequence-length", "16"]
+TRANSFORMER = [*FEW_STEPS, "--width", "64", "--layers", "2", "--heads", "2", "--sequence-length", "16"]
 METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]
 
 
