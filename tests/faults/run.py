@@ -5,6 +5,7 @@ benchmarks/results/faults.json, and the table to benchmarks/results/faults.md.
 """
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -20,6 +21,12 @@ os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 import scenario  # noqa: E402 - the loop above finds it
 
 FILES = ("elastic", "ranks", "mpi", "files", "numbers", "damage", "network", "recovery")
+
+
+def keep_result(name: str, last: scenario.Found, scenarios: dict, found: scenario.Found) -> None:
+    """Write what a scenario found so far, and the table; a run that is interrupted has kept its tries."""
+    scenario.keep(name, found, last)
+    scenario.TABLE.write_text(scenario.table(scenarios))
 
 
 def main() -> int:
@@ -45,9 +52,11 @@ def main() -> int:
             continue
         print(f"==> {name}: {one.title}", flush=True)
         began = time.monotonic()
-        first = scenario.tries_of(name) if args.add else 0
+        last = scenario.kept_of(name) if args.add else scenario.Found()
+        tries = one.tries if args.tries is None else args.tries
+        keep = id if args.dry else functools.partial(keep_result, name, last, scenarios)
         try:
-            found = scenario.make(one, one.tries if args.tries is None else args.tries, args.minutes, first)
+            found = scenario.make(one, tries, args.minutes, last.tries, keep)
         except scenario.Skipped as reason:
             print(f"    skipped: {reason}", flush=True)
             continue
@@ -57,9 +66,6 @@ def main() -> int:
         print(f"    {found.tries:,} {one.unit}, {len(found.failures)} failures, worst {found.worst:.1f} s", end="")
         print(f", in {took:.0f} s; {'; '.join(found.notes)}", flush=True)
         failed += bool(found.failures)
-        if not args.dry:
-            scenario.keep(name, found, args.add)
-            scenario.TABLE.write_text(scenario.table(scenarios))
     return 1 if failed else 0
 
 

@@ -16,6 +16,10 @@ class Skipped(Exception):
     """A scenario cannot run on this machine; says what is missing."""
 
 
+class Repeated(Exception):
+    """A try ended before its fault had consequences, and does not count; says why."""
+
+
 @dataclass
 class Found:
     """What became of the tries of one scenario."""
@@ -58,40 +62,48 @@ class Scenario:
     unit: str = "tries"
 
 
-def make(scenario: Scenario, tries: int, minutes: float, first: int = 0) -> Found:
-    """Make a number of tries, or tries for a number of minutes; stop after five failures. Numbers start at `first`."""
+def make(
+    scenario: Scenario, tries: int, minutes: float, first: int = 0, after_each: Callable[[Found], None] = id
+) -> Found:
+    """Make a number of tries, or tries for a number of minutes; stop after five failures.
+
+    first: the number of the first try. after_each: called after each try with what was found so far.
+    """
     found, began, number = Found(), time.monotonic(), first
     found.asked = tries
     while found.tries < tries and len(found.failures) < 5 and time.monotonic() - began < 60 * minutes:
         before = found.tries
-        scenario.run(found, number)
-        found.tries = max(found.tries, before + 1)
+        try:
+            scenario.run(found, number)
+            found.tries = max(found.tries, before + 1)
+        except Repeated as reason:
+            found.tries = before
+            found.note(f"not counted: {reason}")
+        found.seconds = time.monotonic() - began
         number += 1
-    found.seconds = time.monotonic() - began
+        after_each(found)
     return found
 
 
-def tries_of(name: str, path: Path = KEPT) -> int:
-    """Return how many tries of a scenario the results have: more of them are to be others."""
-    return json.loads(path.read_text()).get(name, {}).get("tries", 0) if path.exists() else 0
-
-
-def keep(name: str, found: Found, adds: bool, path: Path = KEPT) -> Found:
-    """Write a result to the file, replacing the scenario's last result or added to it; return all results."""
+def kept_of(name: str, path: Path = KEPT) -> Found:
+    """Return the result of a scenario that the file has, without tries if it has none."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    if adds and name in kept:
-        last = Found(**kept[name])
-        found = Found(
-            last.tries + found.tries,
-            last.failures + found.failures,
-            max(last.worst, found.worst),
-            last.notes + [note for note in found.notes if note not in last.notes],
-            last.seconds + found.seconds,
-        )
-    found.failures = [failure.split("\n")[0] for failure in found.failures]  # what was printed has all of it
-    kept[name] = asdict(found)
+    return Found(**kept.get(name, {}))
+
+
+def keep(name: str, found: Found, last: Found, path: Path = KEPT) -> None:
+    """Write a result to the file, added to an earlier one."""
+    failures = [failure.split("\n")[0] for failure in found.failures]  # what was printed has all of it
+    total = Found(
+        tries=last.tries + found.tries,
+        failures=last.failures + failures,
+        worst=max(last.worst, found.worst),
+        notes=last.notes + [note for note in found.notes if note not in last.notes],
+        seconds=last.seconds + found.seconds,
+    )
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[name] = asdict(total)
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    return found
 
 
 def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:

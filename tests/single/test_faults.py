@@ -25,6 +25,9 @@ pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="st
     ("name", "tries"),
     [
         ("corrupted_torch", 1),
+        pytest.param("corrupted_tensorflow", 1, marks=pytest.mark.exhaustive),
+        pytest.param("ends_tensorflow", 2, marks=pytest.mark.exhaustive),
+        pytest.param("delays_tensorflow", 2, marks=pytest.mark.exhaustive),
         ("killed_writer", 3),
         ("in_server", 2),
         ("submits_torch", 2),
