@@ -1,5 +1,6 @@
 """Elastic jobs under horovodrun: of 4 ranks one is killed in a step, 3 continue, a new one joins; repeatedly."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import forked
 import numpy as np
 from elastic import RANKS, put_in
 from scenario import Found, Repeated, Scenario
@@ -29,15 +32,37 @@ def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: floa
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(RANKS), "--min-np", str(RANKS - 1)]
     command += ["--max-np", str(RANKS), "--host-discovery-script", str(discover), "--elastic-timeout", "300"]
     command += ["--start-timeout", "300", sys.executable, str(JOBS / job), str(folder), kept, str(kills), str(seed)]
+    stacks = ""
     with open(folder / "output", "w") as output:
         started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = started.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGTERM)
-            started.wait()
             status = None
-    return status, (folder / "output").read_text(errors="replace")
+            stacks = end(ranks_of(folder))
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    return status, (folder / "output").read_text(errors="replace") + stacks
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Return the processes of a job's ranks that are alive: those that have the job's folder as an argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = path.read_bytes().split(b"\0")
+            if len(words) > 2 and words[1].endswith(b"_job.py") and words[2] == os.fsencode(folder):
+                found.append(int(path.parent.name))
+    return found
+
+
+def end(ranks: list[int]) -> str:
+    """Let each rank of a job that hangs print where it stands in Python, and end it; return where its threads stand."""
+    stacks = "".join(f"process {pid}\n{forked.native_stacks(pid)}\n" for pid in ranks)
+    for pid in ranks:
+        os.kill(pid, signal.SIGABRT)
+    time.sleep(2.0)
+    return stacks
 
 
 def killed(kept: str, job: str = "elastic_job.py"):
@@ -48,7 +73,7 @@ def killed(kept: str, job: str = "elastic_job.py"):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "events").touch()
-            status, output = launch(job, folder, kept, wanted, number, limit=600.0 + 120.0 * wanted)
+            status, output = launch(job, folder, kept, wanted, number, limit=300.0 + 100.0 * wanted)
             events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
             processes = {int(file.stem): dict(np.load(file)) for file in folder.glob("*.npz")}
         kills = [one for one in events if one["what"] == "kill"]
@@ -57,7 +82,10 @@ def killed(kept: str, job: str = "elastic_job.py"):
         if status is not None and LATE in output:
             raise Repeated("a rank that replaces another did not start within Horovod's HOROVOD_GLOO_TIMEOUT_SECONDS")
         ended = [json.loads(one) for one in re.findall(r"ended (\{.*?\})", output)]
-        if not found.check(status == 0 and len(ended) == RANKS, f"{title}status {status}\n{output[-4000:]}\n{events}"):
+        if not found.check(
+            status == 0 and len(ended) == RANKS,
+            f"{title}status {status}\n{output[-20000:]}\n{events}",
+        ):
             return
         found.check(all(one["same"] for one in ended) and len(kills) == wanted, f"{title}{ended}, {len(kills)} kills")
         alive = [processes[one["pid"]] for one in ended]

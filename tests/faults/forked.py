@@ -198,7 +198,7 @@ def _starved(pid: int) -> float:
     return max(found)
 
 
-def _native_stacks(pid: int) -> str:
+def native_stacks(pid: int) -> str:
     """Return where the threads of a process that hangs stand, as gdb has it; nothing where there is none."""
     gdb = shutil.which("gdb")
     if gdb is None:
@@ -223,7 +223,7 @@ def _wait(pids: list[int], began: float, limit: float, folder: Path, watch) -> J
         if watch is not None:
             watch(pids, time.monotonic() - began)
         time.sleep(0.005)
-    stacks = {rank: _native_stacks(pid) for rank, pid in left.items()}
+    stacks = {rank: native_stacks(pid) for rank, pid in left.items()}
     for pid in left.values():
         os.kill(pid, signal.SIGABRT)  # it shows where it stands
     time.sleep(1.0 if left else 0.0)

@@ -8,6 +8,7 @@ lost. Gradients are small whole numbers, and the learning rate is 1. Each proces
 as of its last commit; a process that will be killed in a step also records its gradient.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ folder, kept, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), in
 
 torch.set_num_threads(1)
 hvd.init()
+faulthandler.enable()  # a rank that is aborted prints where it stands
 place = Place(folder, hvd)
 weights = torch.nn.Parameter(torch.zeros(NUMEL))
 model = torch.nn.ParameterDict({"weights": weights})

@@ -6,6 +6,7 @@ Each commit has the variables and the sum of all residuals. A gradient depends o
 scenario can compute all gradients from the list of processes. Gradients after the last commit do not count.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ folder, _, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(s
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
+faulthandler.enable()  # a rank that is aborted prints where it stands
 place = Place(folder, hvd)
 weights = tf.Variable(tf.zeros([NUMEL]), name="weights")
 compression = Compression.gradient_dropping([weights], density=0.01, dense_fallback=None)
