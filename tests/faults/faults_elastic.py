@@ -34,7 +34,8 @@ def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: floa
     command += ["--start-timeout", "300", sys.executable, str(JOBS / job), str(folder), kept, str(kills), str(seed)]
     stacks = ""
     with open(folder / "output", "w") as output:
-        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        started = subprocess.Popen(command, env=default_environment(), stdout=output, stderr=subprocess.STDOUT,
+                                   start_new_session=True)  # fmt: skip
         try:
             status = started.wait(limit)
         except subprocess.TimeoutExpired:
@@ -43,6 +44,15 @@ def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: floa
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
     return status, (folder / "output").read_text(errors="replace") + stacks
+
+
+def default_environment() -> dict[str, str]:
+    """Return the environment without dynamic process sets, which `run.py` turns on.
+
+    With them, Horovod 0.28.1 holds a lock for as long as it waits for a rank that is dead, 30 s. A collective that is
+    submitted meanwhile can be added after Horovod has dropped those in flight, and then never ends (docs/faults.md).
+    """
+    return {name: value for name, value in os.environ.items() if name != "HOROVOD_DYNAMIC_PROCESS_SETS"}
 
 
 def ranks_of(folder: Path) -> list[int]:
