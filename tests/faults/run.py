@@ -60,8 +60,6 @@ def main() -> int:
         except scenario.Skipped as reason:
             print(f"    skipped: {reason}", flush=True)
             continue
-        for failure in found.failures:
-            print(failure, flush=True)
         took = time.monotonic() - began
         print(f"    {found.tries:,} {one.unit}, {len(found.failures)} failures, worst {found.worst:.1f} s", end="")
         print(f", in {took:.0f} s; {'; '.join(found.notes)}", flush=True)

@@ -17,7 +17,7 @@ class Skipped(Exception):
 
 
 class Repeated(Exception):
-    """A try ended before its fault had consequences, and does not count; says why."""
+    """A try says nothing about its fault, and does not count; says why."""
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Found:
     worst: float = 0.0  # seconds from a fault to recovery, or to the error on the last rank
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0  # of all tries
+    repeated: int = 0  # tries that do not count
 
     def note(self, text: str) -> None:
         """Keep a remark for the table, once."""
@@ -40,6 +41,7 @@ class Found:
         """Count a failure unless this holds."""
         if not holds:
             self.failures.append(what)
+            print(what, flush=True)
         return holds
 
 
@@ -77,7 +79,7 @@ def make(
             scenario.run(found, number)
             found.tries = max(found.tries, before + 1)
         except Repeated as reason:
-            found.tries = before
+            found.tries, found.repeated = before, found.repeated + 1
             found.note(f"not counted: {reason}")
         found.seconds = time.monotonic() - began
         number += 1
@@ -100,6 +102,7 @@ def keep(name: str, found: Found, last: Found, path: Path = KEPT) -> None:
         worst=max(last.worst, found.worst),
         notes=last.notes + [note for note in found.notes if note not in last.notes],
         seconds=last.seconds + found.seconds,
+        repeated=last.repeated + found.repeated,
     )
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept[name] = asdict(total)
@@ -125,6 +128,7 @@ def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:
             one = kept[name]
             worst = f"{one.worst:.1f}" if one.worst else ""
             tries = f"{one.tries:,}" if scenario.unit == "tries" else f"{one.tries:,} {scenario.unit}"
+            notes = [*one.notes, *([f"{one.repeated} not counted"] if one.repeated else [])]
             row = [scenario.item, scenario.title, f"`{name}`", tries, str(len(one.failures)), worst]
-            lines.append("| " + " | ".join([*row, f"{one.seconds / 60:.1f}", "; ".join(one.notes)]) + " |")
+            lines.append("| " + " | ".join([*row, f"{one.seconds / 60:.1f}", "; ".join(notes)]) + " |")
     return "\n".join(lines) + "\n"
