@@ -142,7 +142,7 @@ bench-server: setup  ## what a push costs a parameter server, over passes over a
 compare: setup  ## train one model with every method; table and plots in comparison/
 	@$(RUN) mpirun -np 4 python examples/compare_methods.py --framework $(FRAMEWORK)
 
-results: setup  ## train every example over seeds and ranks, and write benchmarks/results (an hour)
+results: setup  ## train every example over seeds and ranks, and write benchmarks/results (hours)
 	@$(RUN) python benchmarks/convergence.py
 
 results-asynchronous: setup  ## train with 4 to 32 simulated asynchronous workers over seeds, the rate tuned for each method (hours)

@@ -15,7 +15,7 @@ from pathlib import Path
 import forked
 import numpy as np
 from elastic import RANKS, put_in
-from scenario import Found, Repeated, Scenario
+from scenario import Found, Scenario, Uncounted
 
 JOBS = Path(__file__).resolve().parent / "jobs"
 KILLS = 4  # of one job, but of the first one, which has one
@@ -23,8 +23,8 @@ ABORTED = "terminate called after throwing an instance of 'gloo::"  # by a threa
 MOST_SENT = 30  # elements that a rank sends in a step: density 0.01 of 3,000
 
 
-def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: float) -> tuple[int | None, str]:
-    """Run a job; return its status, None if it hung, and what it printed."""
+def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: float) -> tuple[int | None, str, bool]:
+    """Run a job; return its status, None if it hung, what it printed, and whether Gloo aborted a rank meanwhile."""
     (folder / "hosts").write_text("".join(f"127.{'0' * i}1:1\n" for i in range(RANKS)))
     discover = folder / "discover"
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
@@ -32,18 +32,19 @@ def launch(job: str, folder: Path, kept: str, kills: int, seed: int, limit: floa
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(RANKS), "--min-np", str(RANKS - 1)]
     command += ["--max-np", str(RANKS), "--host-discovery-script", str(discover), "--elastic-timeout", "300"]
     command += ["--start-timeout", "300", sys.executable, str(JOBS / job), str(folder), kept, str(kills), str(seed)]
-    stacks = ""
-    with open(folder / "output", "w") as output:
+    stacks, printed = "", folder / "output"
+    with open(printed, "w") as output:
         started = subprocess.Popen(command, env=default_environment(), stdout=output, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
         try:
             status = started.wait(limit)
+            aborted = ABORTED in printed.read_text(errors="replace")
         except subprocess.TimeoutExpired:
-            status = None
+            status, aborted = None, ABORTED in printed.read_text(errors="replace")  # before ranks are ended below
             stacks = end(ranks_of(folder))
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
-    return status, (folder / "output").read_text(errors="replace") + stacks
+    return status, printed.read_text(errors="replace") + stacks, aborted
 
 
 def default_environment() -> dict[str, str]:
@@ -83,14 +84,14 @@ def killed(kept: str, job: str = "elastic_job.py"):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "events").touch()
-            status, output = launch(job, folder, kept, wanted, number, limit=300.0 + 100.0 * wanted)
+            status, output, aborted = launch(job, folder, kept, wanted, number, limit=300.0 + 100.0 * wanted)
             events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
             processes = {int(file.stem): dict(np.load(file)) for file in folder.glob("*.npz")}
         kills = [one for one in events if one["what"] == "kill"]
         found.tries += len(kills)
         title = f"{job} {number}, {kept}: "
-        if ABORTED in output:
-            raise Repeated("jobs in which Gloo aborted a rank that was not killed, so that fewer than three were left")
+        if status != 0 and aborted:
+            raise Uncounted("jobs in which Gloo aborted a rank that was not killed, so that fewer than three were left")
         ended = [json.loads(one) for one in re.findall(r"ended (\{.*?\})", output)]
         if not found.check(
             status == 0 and len(ended) == RANKS,

@@ -54,7 +54,7 @@ def main() -> int:
         began = time.monotonic()
         last = scenario.kept_of(name) if args.add else scenario.Found()
         tries = one.tries if args.tries is None else args.tries
-        keep = id if args.dry else functools.partial(keep_result, name, last, scenarios)
+        keep = None if args.dry else functools.partial(keep_result, name, last, scenarios)
         try:
             found = scenario.make(one, tries, args.minutes, last.tries, keep)
         except scenario.Skipped as reason:

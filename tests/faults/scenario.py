@@ -16,7 +16,7 @@ class Skipped(Exception):
     """A scenario cannot run on this machine; says what is missing."""
 
 
-class Repeated(Exception):
+class Uncounted(Exception):
     """A try says nothing about its fault, and does not count; says why."""
 
 
@@ -30,7 +30,7 @@ class Found:
     worst: float = 0.0  # seconds from a fault to recovery, or to the error on the last rank
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0  # of all tries
-    repeated: int = 0  # tries that do not count
+    uncounted: int = 0  # tries that do not count
 
     def note(self, text: str) -> None:
         """Keep a remark for the table, once."""
@@ -65,7 +65,7 @@ class Scenario:
 
 
 def make(
-    scenario: Scenario, tries: int, minutes: float, first: int = 0, after_each: Callable[[Found], None] = id
+    scenario: Scenario, tries: int, minutes: float, first: int = 0, after_each: Callable[[Found], None] | None = None
 ) -> Found:
     """Make a number of tries, or tries for a number of minutes; stop after five failures.
 
@@ -78,12 +78,13 @@ def make(
         try:
             scenario.run(found, number)
             found.tries = max(found.tries, before + 1)
-        except Repeated as reason:
-            found.tries, found.repeated = before, found.repeated + 1
+        except Uncounted as reason:
+            found.tries, found.uncounted = before, found.uncounted + 1
             found.note(f"not counted: {reason}")
         found.seconds = time.monotonic() - began
         number += 1
-        after_each(found)
+        if after_each is not None:
+            after_each(found)
     return found
 
 
@@ -102,7 +103,7 @@ def keep(name: str, found: Found, last: Found, path: Path = KEPT) -> None:
         worst=max(last.worst, found.worst),
         notes=last.notes + [note for note in found.notes if note not in last.notes],
         seconds=last.seconds + found.seconds,
-        repeated=last.repeated + found.repeated,
+        uncounted=last.uncounted + found.uncounted,
     )
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept[name] = asdict(total)
@@ -128,7 +129,7 @@ def table(scenarios: dict[str, Scenario], path: Path = KEPT) -> str:
             one = kept[name]
             worst = f"{one.worst:.1f}" if one.worst else ""
             tries = f"{one.tries:,}" if scenario.unit == "tries" else f"{one.tries:,} {scenario.unit}"
-            notes = [*one.notes, *([f"{one.repeated} not counted"] if one.repeated else [])]
+            notes = [*one.notes, *([f"{one.uncounted} jobs not counted"] if one.uncounted else [])]
             row = [scenario.item, scenario.title, f"`{name}`", tries, str(len(one.failures)), worst]
             lines.append("| " + " | ".join([*row, f"{one.seconds / 60:.1f}", "; ".join(notes)]) + " |")
     return "\n".join(lines) + "\n"
