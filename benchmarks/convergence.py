@@ -88,7 +88,7 @@ def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
     where = f"{ranks} ranks; {machine()}"
     (out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1) + "\n")
     (out / f"convergence_{name}.md").write_text(f"{table(name, results)}\n\n{where}\n")
-    if "curve" in results[0]:
+    if all("curve" in row for row in results):
         draw(name, results, out)
 
 

@@ -103,26 +103,8 @@ def main():
     rows = training.train_steps(model, optimizer, losses, lambda: evaluate(model, held_out_text, args), traffic, args)
     seconds = time.perf_counter() - start
 
-    if args.rank == 0:
-        path = f"char_lstm-{args.method}.png" if args.plot is None else args.plot
-        if path:
-            reporting.plot_curves(
-                rows,
-                "step",
-                [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]],
-                f"character LSTM, {args.method}, {args.size} ranks",
-                path,
-            )
-        reporting.print_json(
-            "pytorch_char_lstm",
-            args,
-            traffic,
-            perplexity=rows[-1]["perplexity"],
-            loss=rows[-1]["held_out_loss"],
-            seconds=seconds,
-            hidden=args.hidden,
-            sequence_length=args.sequence_length,
-        )
+    settings = {"hidden": args.hidden, "sequence_length": args.sequence_length}
+    training.report_steps("pytorch_char_lstm", "character LSTM", rows, traffic, seconds, args, **settings)
     training.finish(args)
 
 

@@ -167,6 +167,19 @@ def train_steps(model, optimizer, losses, evaluate, traffic, args):
     return rows
 
 
+def report_steps(example, title, rows, traffic, seconds, args, **settings):
+    """Plot the rows of `train_steps`, unless `--plot ""`, and print the JSON line; rank 0 alone does."""
+    if args.rank != 0:
+        return
+    path = f"{example.removeprefix('pytorch_')}-{args.method}.png" if args.plot is None else args.plot
+    if path:
+        panels = [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]]
+        reporting.plot_curves(rows, "step", panels, f"{title}, {args.method}, {args.size} ranks", path)
+    last = {"perplexity": rows[-1]["perplexity"], "loss": rows[-1]["held_out_loss"], "seconds": seconds}
+    curve = [[row["step"], row["held_out_loss"]] for row in rows]
+    reporting.print_json(example, args, traffic, **last, curve=curve, **settings)
+
+
 def sum_over_ranks(values, name, args):
     """Sum a list of numbers over all ranks; every rank gets the same floats."""
     return host_of(args).sum_over_ranks(values, name)

@@ -124,23 +124,8 @@ def main():
     rows = training.train_steps(model, optimizer, losses, lambda: evaluate(model, held_out_text, args), traffic, args)
     seconds = time.perf_counter() - start
 
-    if args.rank == 0:
-        path = f"transformer-{args.method}.png" if args.plot is None else args.plot
-        if path:
-            title = f"character transformer, {args.method}, {args.size} ranks"
-            reporting.plot_curves(
-                rows, "step", [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]], title, path
-            )
-        reporting.print_json(
-            "pytorch_transformer",
-            args,
-            traffic,
-            loss=rows[-1]["held_out_loss"],
-            perplexity=rows[-1]["perplexity"],
-            curve=[[row["step"], row["held_out_loss"]] for row in rows],
-            seconds=seconds,
-            sequence_length=args.sequence_length,
-        )
+    settings = {"sequence_length": args.sequence_length}
+    training.report_steps("pytorch_transformer", "character transformer", rows, traffic, seconds, args, **settings)
     training.finish(args)
 
 
