@@ -18,6 +18,7 @@ def keras(request):
     keras = pytest.importorskip(request.param)
     if request.param == "keras" and not keras.__version__.startswith("3."):
         pytest.skip("TensorFlow before 2.16 has Keras 2")
+    keras.utils.set_random_seed(0)  # a model that happens to begin near its end cannot halve its loss
     return keras
 
 
