@@ -161,6 +161,7 @@ def test_training_may_be_a_tensor():
 
 @pytest.mark.parametrize("threshold", ["topk", "laplace"])
 def test_keras_fit_trains_through_it(threshold):
+    tf.keras.utils.set_random_seed(0)
     model = network(threshold, 0.25)
     model.compile(tf.keras.optimizers.SGD(0.02), tf.keras.losses.MeanSquaredError())
     x = drawn((64, 16)).numpy()
