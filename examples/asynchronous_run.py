@@ -17,7 +17,7 @@ from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.session import place
 
 TASKS = ("digits", "char_lstm")
-SETTINGS = "method task density pull_density momentum servers overlap steps batch_size lr seed"
+SETTINGS = "method task density pull_density momentum lifespan servers overlap steps batch_size lr seed"
 
 
 def servers(text):
@@ -36,6 +36,9 @@ def parse_arguments(description):
     group.add_argument("--pull-density", type=reporting.density, help="of answers (default: all that changed)")
     group.add_argument(
         "--momentum", type=reporting.momentum, default=0.7, help="of dgs, dgc_async, msgd (default: %(default)s)"
+    )
+    group.add_argument(
+        "--lifespan", type=reporting.positive_integer, default=1000, help="of dct_async (default: %(default)s)"
     )
     group.add_argument("--servers", type=servers, default=1, help='ranks, or "colocated" (default: %(default)s)')
     group.add_argument("--workers", type=reporting.positive_integer, help="to check: so many ranks must be left")
@@ -94,8 +97,8 @@ def make_method(args):
     settings = {"pull_density": args.pull_density, "seed": args.seed}
     if is_sparse(args):
         settings |= {"density": args.density, "warmup": args.warmup_steps or None}
-    if "momentum" in {field.name for field in dataclasses.fields(method)}:
-        settings["momentum"] = args.momentum
+    names = {field.name for field in dataclasses.fields(method)}
+    settings |= {name: getattr(args, name) for name in ("momentum", "lifespan") if name in names}
     return method(**settings)
 
 

@@ -44,6 +44,7 @@ _ARGUMENTS = {
     "accumulate": [*_ACCUMULATED, _POINTER],
     "accumulate_top_k": [*_ACCUMULATED, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED, _POINTER],
     "select_top_k": [_POINTER, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double, *_SELECTED],
+    "filter_threshold": [_POINTER, _SIZE, ctypes.c_double, _POINTER, _POINTER],
     "crc32": [_POINTER, _SIZE, _POINTER],
     "quantize": [_POINTER, ctypes.c_int32, _POINTER, _POINTER, _POINTER],
     "pack": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER],
@@ -161,6 +162,18 @@ def select_top_k(
     indices, info = np.empty(k, np.int64), np.empty(2)
     _call("select_top_k", _address(values), n, k, seed, threshold_hint, _address(indices), _address(info))
     return indices, values[indices], info
+
+
+def filter_threshold(values: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Select all elements whose magnitude is at least a threshold of 0 or more; never NaN.
+
+    Returns ascending indices int64[k], and values[indices].
+    """
+    n, count = _checked("values", values, np.float32).size, ctypes.c_int64()
+    room = np.empty(n, np.int64)  # the part that is not written takes no memory
+    _call("filter_threshold", _address(values), n, threshold, _address(room), ctypes.byref(count))
+    indices = room[: count.value].copy()
+    return indices, values[indices]
 
 
 def crc32(data: np.ndarray) -> int:

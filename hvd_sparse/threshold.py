@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -91,10 +92,30 @@ class ConstantThreshold:
         """Do nothing: a fixed threshold does not adapt."""
 
 
+class KeepsThresholds(Protocol):
+    """The settings of a method that keeps thresholds; see `Compression.dct`."""
+
+    @property
+    def lifespan(self) -> int:
+        """The number of steps that use one threshold."""
+
+    @property
+    def drain(self) -> int | None:
+        """The number of steps in which a tensor sends its whole residual about once; None: never."""
+
+    @property
+    def band(self) -> float | None:
+        """The factor by which the number of elements may miss k; None: any."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the steps in which tensors are drained."""
+
+
 class KeptThreshold:
     """The threshold of one of `count` tensors, computed at its turn and kept for a life-span (DCT, Algorithm 1)."""
 
-    def __init__(self, algorithm: DynamicCommunicationThresholding, position: int, count: int):
+    def __init__(self, algorithm: KeepsThresholds, position: int, count: int):
         self._turns = Turns(algorithm, count)
         self._position = position
         self._band = algorithm.band
@@ -136,7 +157,7 @@ class Turns:
     without residuals, which grow fast at first.
     """
 
-    def __init__(self, algorithm: DynamicCommunicationThresholding, count: int):
+    def __init__(self, algorithm: KeepsThresholds, count: int):
         self._lifespan, self._drain, self._seed, self._count = (
             algorithm.lifespan,
             algorithm.drain,

@@ -1,6 +1,7 @@
 // The core as plain C functions on pointers, for `hvd_sparse.native`, which needs no framework. The caller checks the
 // sizes and types of arrays, and the coding, value type and level, which have the numbers of the wire format.
 #include <algorithm>
+#include <vector>
 
 #include "../core/accumulate.h"
 #include "../core/low_bit.h"
@@ -76,6 +77,18 @@ HVD_SPARSE_API int hvd_sparse_select_top_k(const float* values, int64_t n, int64
   const hvd_sparse::Status status =
       hvd_sparse::SelectTopK({values, n, DType::kFloat32}, {k, hint, seed}, SerialFor, &selection);
   return Select(status, selection, indices, info, message);
+}
+
+// indices: room for n, of which `count` are set: the elements that reach the threshold.
+HVD_SPARSE_API int hvd_sparse_filter_threshold(const float* values, int64_t n, double threshold, int64_t* indices,
+                                               int64_t* count, char* message) {
+  std::vector<int64_t> found;
+  const hvd_sparse::Status status =
+      hvd_sparse::FilterThreshold({values, n, DType::kFloat32}, threshold, SerialFor, &found);
+  if (!status.ok()) return Report(status, message);
+  std::copy(found.begin(), found.end(), indices);
+  *count = static_cast<int64_t>(found.size());
+  return 0;
 }
 
 // Sets result[form->k] to the values at the indices as the receiver will decode them.

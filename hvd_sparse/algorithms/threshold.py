@@ -135,11 +135,7 @@ class DynamicCommunicationThresholding(AtDensity):
 
     def __post_init__(self):
         super().__post_init__()
-        checked_integer("lifespan", self.lifespan, 1)
-        if self.drain is not None:
-            checked_integer("drain", self.drain, 1)
-        if self.band is not None:
-            check_number("band", self.band, "above 1, or None for no band", lambda value: value > 1.0)
+        check_kept(self.lifespan, self.drain, self.band)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +167,15 @@ class HardThreshold(Algorithm):
     def __post_init__(self):
         super().__post_init__()
         check_number("value", self.value, "above 0", lambda value: value > 0.0)
+
+
+def check_kept(lifespan: int, drain: int | None, band: float | None) -> None:
+    """Check the settings of thresholds that are kept."""
+    checked_integer("lifespan", lifespan, 1)
+    if drain is not None:
+        checked_integer("drain", drain, 1)
+    if band is not None:
+        check_number("band", band, "above 1, or None for no band", lambda value: value > 1.0)
 
 
 def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:

@@ -4,7 +4,16 @@ Training scripts import `hvd_sparse.torch.asynchronous` or `hvd_sparse.tensorflo
 """
 
 from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.methods import (
+    ASGD,
+    DGS,
+    METHODS,
+    MSGD,
+    DCTAsync,
+    DGCAsync,
+    GradientDroppingAsync,
+    Method,
+)
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.simulation import Simulation, by_speed, in_turn
 from hvd_sparse.parameter_server.transport import MPIEndpoint, Network
@@ -15,6 +24,7 @@ __all__ = [
     "DGS",
     "METHODS",
     "MSGD",
+    "DCTAsync",
     "DGCAsync",
     "GradientDroppingAsync",
     "MPIEndpoint",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
+from hvd_sparse.algorithms.threshold import check_kept
 from hvd_sparse.checks import check_choice, check_number
 from hvd_sparse.schedule import Schedule, make_schedule
 from hvd_sparse.wire import LEVELS, checked_density, checked_integer
@@ -140,6 +141,32 @@ class GradientDroppingAsync(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DCTAsync(Method):
+    """Dynamic Communication Thresholding on asynchronous workers (Gupta et al., 2021, Algorithm 1, section 3.3).
+
+    A residual, no momentum. A tensor's threshold is that of its k largest elements, and is then used for a number of
+    the worker's pushes. Difference from the paper: each worker has a residual; threads do not share one.
+
+    lifespan: number of pushes that use one threshold; the first thresholds are used for fewer (1, 2, 4, ...).
+    drain: number of pushes in which a tensor sends its whole residual about once; None: never.
+    band: a threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
+    k / `band`; None: only in its turn, as in the paper.
+    scope: always "tensor".
+    """
+
+    lifespan: int = 1000
+    drain: int | None = None
+    band: float | None = 4.0
+
+    name: ClassVar[str] = "dct_async"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_kept(self.lifespan, self.drain, self.band)
+        check_choice("scope", self.scope, ("tensor",))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ASGD(Method):
     """Asynchronous SGD, dense in both directions: the baseline."""
 
@@ -164,4 +191,4 @@ class MSGD(ASGD):
     most_workers: ClassVar[int | None] = 1
 
 
-METHODS = {method.name: method for method in (DGS, DGCAsync, GradientDroppingAsync, ASGD, MSGD)}
+METHODS = {method.name: method for method in (DGS, DGCAsync, GradientDroppingAsync, DCTAsync, ASGD, MSGD)}

@@ -26,7 +26,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.methods import (
+    ASGD,
+    DGS,
+    METHODS,
+    MSGD,
+    DCTAsync,
+    DGCAsync,
+    GradientDroppingAsync,
+    Method,
+)
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays
@@ -37,6 +46,7 @@ __all__ = [
     "METHODS",
     "MSGD",
     "AsynchronousOptimizer",
+    "DCTAsync",
     "DGCAsync",
     "GradientDroppingAsync",
     "Method",
@@ -66,8 +76,8 @@ def connect(
         model: A Keras 3 model, a built Keras 2 model, a `tf.Module`, or a list of variables, in the same order on all
             ranks. Paths (Keras 3) or names identify variables, with a number if several have the same name. Variables
             that are not trainable do not change.
-        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
-            ranks.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
+            same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
             serves a part of the model.
         overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
@@ -184,16 +194,16 @@ class TensorFlowSession(Session):
 
 
 class WorkerMemory(tf.train.experimental.PythonState):
-    """A worker's residual and velocity, as a part of a `tf.train.Checkpoint`."""
+    """A worker's residual, velocity and thresholds, as a part of a `tf.train.Checkpoint`."""
 
     def __init__(self, session: TensorFlowSession):
         self._session = session
 
     def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return {variable: {"residual": float32[n], "velocity": float32[n]}}, the latter if the method has one."""
+        """Return {variable: {"residual": float32[n], ...}}, copies of what `Worker.memory_of` returns."""
         worker = self._session.worker
         return {
-            name: {kind: flat[worker.part(name)].copy() for kind, flat in worker.memory().items()}
+            name: {kind: array.copy() for kind, array in worker.memory_of(name).items()}
             for name in self._session.tensors
         }
 
@@ -214,7 +224,7 @@ class WorkerMemory(tf.train.experimental.PythonState):
         worker = self._session.worker
         for name, kinds in arrays.items():
             for kind, part in kinds.items():
-                worker.memory()[kind][worker.part(name)] = np.reshape(part, -1)
+                worker.memory_of(name)[kind][:] = np.reshape(part, -1)
 
     def serialize(self) -> bytes:
         """Return the memory as the bytes of an .npz file."""
@@ -238,7 +248,7 @@ class AsynchronousOptimizer(tf.Module):
     """Pushes an update in `apply_gradients`, and takes the servers' answer; made by `TensorFlowSession.optimizer`.
 
     Momentum is the method's. `iterations`, int64, counts the steps of this worker; the density's schedule goes by it.
-    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations, residual and velocity (`memory`); so do `state_dict`
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and the worker's memory; so do `state_dict`
     and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a tf.errors.OpError that
     quotes it.
 

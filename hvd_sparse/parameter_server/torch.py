@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_sparse.parameter_server.methods import ASGD, DGS, METHODS, MSGD, DGCAsync, GradientDroppingAsync, Method
+from hvd_sparse.parameter_server.methods import (
+    ASGD,
+    DGS,
+    METHODS,
+    MSGD,
+    DCTAsync,
+    DGCAsync,
+    GradientDroppingAsync,
+    Method,
+)
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
 
 __all__ = [
@@ -28,6 +37,7 @@ __all__ = [
     "METHODS",
     "MSGD",
     "AsynchronousOptimizer",
+    "DCTAsync",
     "DGCAsync",
     "GradientDroppingAsync",
     "Method",
@@ -55,8 +65,8 @@ def connect(
 
     Args:
         model: A module, or its named parameters. Parameters that need no gradient do not change.
-        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `ASGD()` or `MSGD(...)`, the same on all
-            ranks.
+        method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
+            same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
             serves a part of the model.
         overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
@@ -181,8 +191,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     Learning-rate schedulers and `torch.amp.GradScaler` work as usual: a skipped step is not pushed. Groups have lr and
     weight_decay, which may change from step to step; the method has the momentum. `state_dict` has the worker's
-    residual, velocity and step. Gradients of any type and device are converted to float32 on the CPU; elements that are
-    not finite count as zero, see `TorchSession.stats`.
+    memory (residual, velocity, thresholds) and step. Gradients of any type and device are converted to float32 on the
+    CPU; elements that are not finite count as zero, see `TorchSession.stats`.
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
@@ -223,16 +233,15 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict:
-        """Return groups, and the worker's residual and velocity."""
+        """Return groups, and the worker's memory."""
         return {**super().state_dict(), "step": self.session.worker.step}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over groups, residual and velocity; ValueError if they are of another method or model."""
+        """Take over groups and memory; ValueError if they are of another method or model."""
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         for name, memory in zip(names, kept, strict=False):
-            part = worker.part(name)
-            expected = dict.fromkeys(worker.memory(), part.stop - part.start)
+            expected = {kind: array.size for kind, array in worker.memory_of(name).items()}
             found = {kind: tensor.numel() for kind, tensor in memory.items()}
             if found not in ({}, expected):
                 raise ValueError(f"the state of {name} must have {expected} elements, got {found}: of another method?")
@@ -241,8 +250,10 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
         super().load_state_dict(state_dict)
         for name, memory in zip(names, kept, strict=True):
-            for kind, flat in worker.memory().items():
-                flat[worker.part(name)] = _as_array(memory[kind]).reshape(-1) if memory else 0.0
+            for kind, array in worker.memory_of(name).items():
+                array[:] = 0.0
+                if memory:
+                    torch.from_numpy(array).copy_(memory[kind].detach().reshape(-1))
         worker.step = state_dict.get("step", 0)
         self._expose()
 
@@ -250,8 +261,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         """Show the worker's memory as the state of the parameters, in place."""
         worker = self.session.worker
         for parameter in self._parameters():
-            part = worker.part(self._names[id(parameter)])
-            self.state[parameter] = {kind: torch.from_numpy(flat[part]) for kind, flat in worker.memory().items()}
+            memory = worker.memory_of(self._names[id(parameter)])
+            self.state[parameter] = {kind: torch.from_numpy(array) for kind, array in memory.items()}
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

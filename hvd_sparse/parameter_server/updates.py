@@ -9,9 +9,9 @@ import numpy as np
 from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server.layout import Piece
-from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.methods import DCTAsync, Method
 from hvd_sparse.parameter_server.protocol import Message
-from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.threshold import SMALLEST, KeptThreshold, ThresholdHint
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
@@ -58,6 +58,32 @@ class Group:
         indices, _, (threshold, passed), *_ = select(k=k, seed=self.seed, threshold_hint=self._hint.value(k))
         self._hint.update(k, threshold, int(passed))
         return self.begin + indices
+
+
+class KeptSelection:
+    """Selects the elements of one of `count` tensors that reach a threshold, which is kept for a life-span (DCT)."""
+
+    def __init__(self, method: DCTAsync, position: int, count: int):
+        self.state = np.zeros(2)  # the threshold and its k, 0 for none
+        self._threshold = KeptThreshold(method, position, count)
+
+    def select(self, values: np.ndarray, k: int, step: int) -> np.ndarray:
+        """Return the ascending indices of the elements that reach the threshold, about k.
+
+        Args:
+            values: float32[n].
+            k: The number of elements of which a new threshold is the smallest magnitude, below n.
+            step: The number of the push, from 0.
+        """
+        self._threshold.restore(self.state)
+        plan = self._threshold.plan(step, k, values.size)
+        threshold = plan.threshold
+        if plan.k > 0:
+            threshold = float(native.select_top_k(values, k, threshold_hint=threshold)[2][0])
+        indices, _ = native.filter_threshold(values, max(threshold, SMALLEST))
+        self._threshold.learn(k, threshold, indices.size, 1.0)
+        self.state[:] = self._threshold.numbers()
+        return indices
 
 
 def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:

@@ -14,10 +14,18 @@ from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
-from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.methods import DCTAsync, Method
 from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason
 from hvd_sparse.parameter_server.server import introduction
-from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, select, unpack
+from hvd_sparse.parameter_server.updates import (
+    KeptSelection,
+    Update,
+    groups_of,
+    rounded,
+    segments_of,
+    select,
+    unpack,
+)
 from hvd_sparse.parameter_server.updates import pack as pack_update
 
 Messages = dict[int, np.ndarray]
@@ -84,6 +92,10 @@ class Worker:
         # With per-tensor selection, selection and accumulation are one pass.
         is_alone = method.scope == "tensor"
         self._own_groups = dict(zip(self._parts, self._groups, strict=True)) if is_alone else {}
+        self._kept: dict[str, KeptSelection] = {}  # of the tensors whose threshold is kept
+        if isinstance(method, DCTAsync):
+            names = [piece.name for piece in self._pieces if not piece.is_dense]
+            self._kept = {name: KeptSelection(method, place, len(names)) for place, name in enumerate(names)}
 
     @property
     def is_waiting(self) -> bool:
@@ -99,9 +111,18 @@ class Worker:
         """Return the slice of a tensor in residual and velocity."""
         return self._parts[name]
 
-    def memory(self) -> dict[str, np.ndarray]:
-        """Return the residual, and the velocity if the method has one, float32[numel] each."""
-        return {"residual": self.residual} | ({} if self.velocity is None else {"velocity": self.velocity})
+    def memory_of(self, name: str) -> dict[str, np.ndarray]:
+        """Return a tensor's memory, in views.
+
+        It has the residual, float32[n], and if the method has them, the velocity, float32[n], and the threshold,
+        float64[2]: its value and its k, 0 for none.
+        """
+        memory = {"residual": self.residual[self._parts[name]]}
+        if self.velocity is not None:
+            memory["velocity"] = self.velocity[self._parts[name]]
+        if name in self._kept:
+            memory["threshold"] = self._kept[name].state
+        return memory
 
     def hello(self) -> Messages:
         """Return the first message to each server, which answers with the parameters."""
@@ -178,20 +199,28 @@ class Worker:
 
     def _accumulate(self, piece: Piece, gradient, lr, weight_decay, density: float) -> np.ndarray | None:
         """Accumulate a tensor's gradient, if any; with per-tensor selection, return the selected indices."""
-        part, group = slice(piece.begin, piece.end), self._own_groups.get(piece.name)
-        residual = self.residual[part]
-        is_alone = group is not None and density < 1.0
-        if gradient is None:
-            return group.select(group.count(density), partial(native.select_top_k, residual)) if is_alone else None
+        residual, group = self.residual[piece.begin : piece.end], self._own_groups.get(piece.name)
+        k = 0 if group is None or density >= 1.0 else group.count(density)  # 0: not selected alone
+        kept = self._kept.get(piece.name)
+        memory, rule = ((), {}) if gradient is None else self._addition(piece, gradient, lr, weight_decay)
+        if 0 < k < residual.size and kept is None:
+            one_pass = partial(self._accumulate_top_k, *memory, **rule)
+            return group.select(k, partial(native.select_top_k, residual) if gradient is None else one_pass)
+        if gradient is not None:
+            self.traffic.non_finite += not native.accumulate(*memory, **rule)
+        if 0 < k < residual.size:
+            return piece.begin + kept.select(residual, k, self.step)
+        return np.arange(piece.begin, piece.end) if k else None
+
+    def _addition(self, piece: Piece, gradient, lr, weight_decay) -> tuple[tuple, dict]:
+        """Return the arguments and options of the native functions that accumulate a tensor's gradient."""
+        part = slice(piece.begin, piece.end)
         rate, decay = lr[piece.name], lr[piece.name] * weight_decay.get(piece.name, 0.0)
-        memory = (gradient, residual, None if self.velocity is None else self.velocity[part])
+        memory = (gradient, self.residual[part], None if self.velocity is None else self.velocity[part])
         rule = {"factor": rate, "weight_decay": decay, "parameter": self.parameters[piece.name] if decay else None}
         if self.method.has_velocity:
             rule |= {"momentum": self.method.momentum, "nesterov": self.method.nesterov}
-        if is_alone and (k := group.count(density)) < residual.size:
-            return group.select(k, partial(self._accumulate_top_k, *memory, **rule))
-        self.traffic.non_finite += not native.accumulate(*memory, **rule)
-        return np.arange(piece.begin, piece.end) if is_alone else None
+        return memory, rule
 
     def _accumulate_top_k(self, *memory, **rule) -> tuple:
         *selected, is_finite = native.accumulate_top_k(*memory, **rule)

@@ -10,10 +10,21 @@ import numpy as np
 class DgsOracle:
     """The state of the server and all workers.
 
-    theta_0: {layer: array[n]}. method: "dgs", "dgc_async", "gd_async", "asgd" or "msgd".
+    theta_0: {layer: array[n]}. method: "dgs", "dgc_async", "gd_async", "dct_async", "asgd" or "msgd".
     """
 
-    def __init__(self, method, theta, workers, density=1.0, momentum=0.0, pull_density=None, dense_below=0):
+    def __init__(
+        self,
+        method,
+        theta,
+        workers,
+        density=1.0,
+        momentum=0.0,
+        pull_density=None,
+        dense_below=0,
+        lifespan=1,
+        band=None,
+    ):
         self.method, self.density, self.m, self.pull = method, density, momentum, pull_density
         self.dense_below = dense_below
         self.theta_0 = {j: np.array(layer, np.float64).reshape(-1) for j, layer in theta.items()}
@@ -21,6 +32,9 @@ class DgsOracle:
         self.v = [self.zeros() for _ in range(workers)]
         self.u = [self.zeros() for _ in range(workers)]
         self.r = [self.zeros() for _ in range(workers)]
+        self.lifespan, self.band = lifespan, band
+        self.tau = [{} for _ in range(workers)]  # thresholds that are kept
+        self.pushes = [0] * workers
         self.gap = np.inf  # smallest relative gap between selected and unselected magnitudes
         self.sent = []  # number of entries in each push
 
@@ -43,6 +57,7 @@ class DgsOracle:
             count += np.count_nonzero(sent)
             self.M[j] = self.M[j] - sent
         self.sent.append(count)
+        self.pushes[k] += 1
         for j in self.theta_0:
             G = self.M[j] - self.v[k][j]
             if self.pull is not None:
@@ -72,6 +87,30 @@ class DgsOracle:
         """Algorithm 1, lines 6 to 12."""
         r = self.r[k][j] + g
         mask = self.mask(r, self.density)
+        self.r[k][j] = r * ~mask
+        return r * mask
+
+    def dct_async(self, k, j, g):
+        """Dynamic Communication Thresholding, Algorithm 1.
+
+        A life-span grows from 1 to L by powers of two, tensors take turns in it, and a threshold that far too many or
+        too few reached is dropped.
+        """
+        r = self.r[k][j] + g
+        if r.size < self.dense_below:
+            return r
+        sparse = sorted(name for name, layer in self.theta_0.items() if layer.size >= self.dense_below)
+        t = self.pushes[k]
+        span = min(self.lifespan, 2 ** int(np.log2(t)) if t else 1)
+        if j not in self.tau[k] or t % span == sparse.index(j) * span // len(sparse):
+            mask = self.mask(r, self.density)
+            self.tau[k][j] = np.abs(r[mask]).min()
+        else:
+            mask = np.abs(r) >= self.tau[k][j]
+            self.gap = min(self.gap, np.abs(np.abs(r) / self.tau[k][j] - 1.0).min())
+            wanted = max(1, int(np.floor(self.density * r.size + 0.5)))
+            if self.band is not None and not wanted <= mask.sum() * self.band <= wanted * self.band**2:
+                del self.tau[k][j]
         self.r[k][j] = r * ~mask
         return r * mask
 

@@ -65,6 +65,20 @@ def test_select_top_k(data, n, seed):
     same(values, before)
 
 
+@given(st.data(), SIZES, st.one_of(NUMBERS, st.just(np.inf)))
+@examples(200)
+def test_filter_threshold(data, n, threshold):
+    values = array(data, n)
+    if threshold < 0.0:
+        with pytest.raises(ValueError, match="threshold"):
+            native.filter_threshold(values, threshold)
+        return
+    for found, expected in zip(
+        native.filter_threshold(values, threshold), reference.filter_threshold(values, threshold), strict=True
+    ):
+        same(found, expected)
+
+
 def draw_rule(data, n):
     """A gradient, a residual, a velocity or None, a parameter or None, and the rule."""
     gradient, *memory = (array(data, n) for _ in range(4))

@@ -74,6 +74,8 @@ CASES = {
     "dgs": ({"momentum": 0.7}, {"density": 0.05}),
     "dgc_async": ({"momentum": 0.7}, {"density": 0.05}),
     "gd_async": ({}, {"density": 0.05}),
+    "dct_async": ({"lifespan": 10, "band": None}, {"density": 0.05}),
+    "dct_async, band": ({"lifespan": 1000, "band": 1.5}, {"density": 0.05}),
     "asgd": ({}, {"density": 1.0}),
 }
 
@@ -83,9 +85,9 @@ CASES = {
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 @pytest.mark.parametrize("name", CASES)
 def test_methods_are_those_of_the_paper(name, pull_density, arrivals, servers):
-    momentum, density = CASES[name]
-    method = METHODS[name](pull_density=pull_density, min_numel=100, **momentum, **density)
-    options = {**momentum, **density, "pull_density": pull_density}
+    settings, density = CASES[name]
+    method = METHODS[name.split(",")[0]](pull_density=pull_density, min_numel=100, **settings, **density)
+    options = {**settings, **density, "pull_density": pull_density}
     simulation, oracle = run_without_ties(
         method, options, 4, arrivals=lambda: ARRIVALS[arrivals](4), steps=120, servers=servers, weight_decay=0.01
     )

@@ -165,6 +165,8 @@ CONSERVED = [
     {"values": "int1", "density": 1.0},
     {"values": "float16", "density": 0.9, "warmup": 20},
     {"values": "float32", "coding": "bitmap", "min_numel": 10**6},
+    {"values": "float32", "name": "dct_async", "lifespan": 5},
+    {"values": "int2", "name": "dct_async", "lifespan": 3, "drain": 4, "warmup": 10},
 ]
 
 
@@ -172,7 +174,8 @@ CONSERVED = [
 @pytest.mark.parametrize("settings", CONSERVED, ids=range(len(CONSERVED)))
 def test_updates_are_conserved(settings, servers):
     """Of lr * gradient, all is either in the servers' parameters or in a worker's residual."""
-    method = METHODS["gd_async"](**{"density": 0.05, "min_numel": 20, **settings})
+    options = {"name": "gd_async", "density": 0.05, "min_numel": 20, **settings}
+    method = METHODS[options.pop("name")](**options)
     start, gradients, twin_gradients = whole(0), whole_gradients(3), whole_gradients(3)
     simulation = Simulation(method, start, 4, servers)
     total = np.zeros(NUMEL)
@@ -274,7 +277,7 @@ def test_memory_of_a_server_of_many_workers():
     assert mirrored.nbytes == (workers + 1) * 4 * 1000
 
 
-@pytest.mark.parametrize("name", ["dgs", "dgc_async", "gd_async", "asgd"])
+@pytest.mark.parametrize("name", ["dgs", "dgc_async", "gd_async", "dct_async", "asgd"])
 def test_what_is_not_finite_counts_as_zero(name):
     method = METHODS[name](**({} if name == "asgd" else {"density": 0.05}), min_numel=50)
     simulation, spoiled = Simulation(method, drawn(0), 2), quadratic(drawn(1))

@@ -163,6 +163,7 @@ CASES = {
     "dgs": METHODS["dgs"](density=0.05, min_numel=20),
     "dgs, 2 bits, secondary": METHODS["dgs"](density=0.1, min_numel=20, values="int2", pull_density=0.2),
     "gd_async, float16 both ways": METHODS["gd_async"](density=0.1, values="float16", pull_values="float16"),
+    "dct_async": METHODS["dct_async"](density=0.1, min_numel=20, lifespan=4, drain=9),
     "gd_async, secondary": METHODS["gd_async"](density=0.1, min_numel=0, pull_density=0.05, scope="model"),
     "dgc_async, 2 bits down": METHODS["dgc_async"](density=0.1, min_numel=20, pull_values="int2"),
 }

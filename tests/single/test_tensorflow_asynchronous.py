@@ -91,7 +91,8 @@ def oracle_of(method, seed):
     theta = start()
     pull = {"pull_density": method.pull_density}
     density = {"density": method.density, "momentum": method.momentum, "dense_below": method.min_numel}
-    oracle = DgsOracle(method.name, theta, 1, **density, **pull)
+    kept = {name: getattr(method, name) for name in ("lifespan", "band") if hasattr(method, name)}
+    oracle = DgsOracle(method.name, theta, 1, **density, **pull, **kept)
     for step in range(STEPS):
         oracle.step(0, gradients_of(step, seed), rate(step), DECAY)
     return oracle
@@ -255,7 +256,7 @@ def resumed(means, tmp_path, steps, method, restore=None):
 
 
 @pytest.mark.parametrize("means", ["checkpoint", "state_dict"])
-@pytest.mark.parametrize(("name", "settings"), [("dgs", {"warmup": 10}), ("dgc_async", {})])
+@pytest.mark.parametrize(("name", "settings"), [("dgs", {"warmup": 10}), ("dgc_async", {}), ("dct_async", {})])
 def test_a_resumed_run_is_the_uninterrupted_one(means, name, settings, tmp_path):
     method = make(name, **settings)
     whole = resumed(means, tmp_path, range(12), method)

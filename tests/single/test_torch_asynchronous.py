@@ -7,7 +7,7 @@ from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
 from hvd_sparse.parameter_server import Simulation
-from hvd_sparse.torch.asynchronous import DGS, MSGD, DGCAsync, GradientDroppingAsync
+from hvd_sparse.torch.asynchronous import DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync
 
 
 def test_one_dense_worker_is_sgd(join):
@@ -29,7 +29,10 @@ def test_momentum_sgd_on_one_worker(join):
         session.close()
 
 
-@pytest.mark.parametrize("method", [DGS(**SMALL), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL, pull_density=0.3)])
+METHODS = [DGS(**SMALL), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL, pull_density=0.3), DCTAsync(**SMALL)]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_it_does_what_the_simulation_does(join, method):
     model, twin = network(), network()
     session = join(model, method)

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
-from hvd_sparse.torch.asynchronous import ASGD, DGS, DGCAsync, GradientDroppingAsync, connect
+from hvd_sparse.torch.asynchronous import ASGD, DGS, DCTAsync, DGCAsync, GradientDroppingAsync, connect
+
+METHODS = [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL), DCTAsync(**SMALL)]
 
 
-@pytest.mark.parametrize("method", [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL)])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_goes_on_exactly(join, method):
     """The servers' model and the worker's memory: what comes after is what would have come."""
     model = network()
@@ -98,6 +100,10 @@ BAD_ARGUMENTS = [
     (lambda join: DGS(density=0.0), ValueError, "density must be in"),
     (lambda join: DGS(pull_density=2), ValueError, "pull_density must be in"),
     (lambda join: DGS(values="int3"), ValueError, "values must be one of"),
+    (lambda join: DCTAsync(lifespan=0), ValueError, "lifespan must be"),
+    (lambda join: DCTAsync(drain=0), ValueError, "drain must be"),
+    (lambda join: DCTAsync(band=1.0), ValueError, "band must be above 1"),
+    (lambda join: DCTAsync(scope="model"), ValueError, "scope must be one of"),
     (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
 ]
 
