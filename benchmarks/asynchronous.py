@@ -1,6 +1,8 @@
 """Compare the quality of asynchronous methods with many workers, simulated in one process; write the tables.
 
     make results-asynchronous      or: python benchmarks/asynchronous.py --tasks digits --workers 4 8 --seeds 0 1
+    python benchmarks/asynchronous.py --name dct_figure_8 --tasks digits --workers 8 --rates 0.05 --seeds 0 1 2 \\
+        --methods asgd dct_async/{0.05,0.05/1,0.05/10,0.05/100,0.25,0.1,0.02,0.005}
 
 The simulation decides the order in which pushes arrive. Workers have equal speed, with a random variation of 20 %, so
 the staleness of an update is about the number of other workers. All runs of a task make the same number of updates;
@@ -10,9 +12,13 @@ of workers is the paper's. Servers, workers and messages are the code that runs 
 
 Runs that the file already has are skipped, so a call continues an interrupted one. The last line of output is one JSON
 object. The setting is that of Table 3 of DGS (Yan et al., 2020), at another scale.
+
+The second command has Figures 8b and 8d of "Dynamic Communication Thresholding" (Gupta et al., 2021): the loss for
+life-spans at density 0.05, and for densities at a life-span of 1000.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -33,11 +39,22 @@ METHODS = {  # {name: (method, settings)}; the momentum is added
     "dgs, pull 0.01": ("dgs", {**SPARSE, "pull_density": 0.01}),
     "msgd": ("msgd", {}),
 }
+COMPARED = tuple(METHODS)
+LIFESPAN = 1000
+METHODS |= {  # {"dct_async/DENSITY/LIFESPAN": ...}
+    f"dct_async/{density}{f'/{lifespan}' * (lifespan < LIFESPAN)}": (
+        "dct_async",
+        {**SPARSE, "density": density, "lifespan": lifespan, "band": None},
+    )
+    for density, lifespan in [
+        *itertools.product([0.05], [1, 10, 100, LIFESPAN]),
+        *itertools.product([0.25, 0.1, 0.02, 0.005], [LIFESPAN]),
+    ]
+}
 UPDATES = {"digits": 20_000, "char_lstm": 8_000}  # number of updates by all workers together
 RATES = [0.005, 0.015, 0.05, 0.15]
 TUNING_SEED = 1000
 KEYS = ("task", "updates", "name", "workers", "momentum", "lr", "seed")
-FILE = "asynchronous_tuned"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,19 +63,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=UPDATES, default=list(UPDATES), help="(default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32], help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="(default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(COMPARED), help="(default: %(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates (default: %(default)s)")
     parser.add_argument("--updates", type=int, help=f"of all workers together (default: {UPDATES})")
     parser.add_argument("--batch-size", type=int, default=8, help="of a worker (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
+    parser.add_argument("--name", default="asynchronous_tuned", help="of the files (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
 def momentum_of(name: str, workers: int) -> float:
     """Return the paper's momentum for a number of workers: lower if updates are staler."""
-    if name in ("asgd", "gd_async"):
+    if METHODS[name][0] in ("asgd", "gd_async", "dct_async"):
         return 0.0
     return 0.7 if workers <= 8 else 0.45 if workers <= 16 else 0.3
 
@@ -140,7 +158,12 @@ def of(runs: list[dict], row: dict) -> list[dict]:
 
 
 def best_rate(runs: list[dict], row: dict, rates: list[float]) -> float | None:
-    """Return the learning rate of the tuning run with the lowest loss; None if a tuning run is missing."""
+    """Return the learning rate of the tuning run with the lowest loss; None if a tuning run is missing.
+
+    With one rate there is nothing to tune.
+    """
+    if len(rates) == 1:
+        return rates[0]
     tried = {run["lr"]: run["loss"] for run in of(runs, {**row, "seed": TUNING_SEED}) if run["lr"] in rates}
     if len(tried) < len(rates):
         return None
@@ -176,12 +199,12 @@ def write(runs: list[dict], args: argparse.Namespace) -> str:
     """Write runs and tables; return the tables."""
     args.out.mkdir(parents=True, exist_ok=True)
     summary = {"rates": args.rates, "batch_size": args.batch_size, "machine": machine(), "runs": runs}
-    (args.out / f"{FILE}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (args.out / f"{args.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
     kinds = list(dict.fromkeys((run["task"], run["updates"]) for run in runs))
     text = "\n\n".join(
         f"## {task}, {updates} updates\n\n{table(runs, task, updates, args.rates)}" for task, updates in kinds
     )
-    page = args.out / f"{FILE}.md"
+    page = args.out / f"{args.name}.md"
     head = page.read_text().split("\n## ")[0].rstrip() if page.exists() else "# Rates tuned for each method"
     page.write_text(f"{head}\n\n{text}\n")
     return text
@@ -189,7 +212,7 @@ def write(runs: list[dict], args: argparse.Namespace) -> str:
 
 def made_before(args: argparse.Namespace) -> list[dict]:
     """Return the runs in the file that have this batch size."""
-    file = args.out / f"{FILE}.json"
+    file = args.out / f"{args.name}.json"
     summary = json.loads(file.read_text()) if file.exists() else {"batch_size": None}
     return summary["runs"] if summary["batch_size"] == args.batch_size else []
 
@@ -214,8 +237,9 @@ def main() -> None:
     end, runs = time.monotonic() + args.seconds, made_before(args)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for row in {json.dumps(row): row for row in rows_of(args)}.values():
-            tuning = [{**row, "lr": rate, "seed": TUNING_SEED} for rate in args.rates]
-            run_missing(tuning, runs, args, end, pool)
+            if len(args.rates) > 1:
+                tuning = [{**row, "lr": rate, "seed": TUNING_SEED} for rate in args.rates]
+                run_missing(tuning, runs, args, end, pool)
             rate = best_rate(runs, row, args.rates)
             if rate is not None:
                 run_missing([{**row, "lr": rate, "seed": seed} for seed in args.seeds], runs, args, end, pool)

@@ -47,6 +47,26 @@ TRANSFORMER = {  # 6.4 M parameters, AdamW
         for exchange in ("gather", "reduce_scatter")
     },
 }
+DROPPING = ["--method", "gradient_dropping", "--density", "0.01"]
+QUANTIZED = {  # Figure 8 of Gradient Dropping
+    "dense": ["--method", "none"],
+    "float32": DROPPING,
+    **{
+        f"{values}, {level}, {granularity}": [
+            *DROPPING,
+            *("--values", values),
+            *("--level", level),
+            *("--granularity", granularity),
+        ]
+        for values, level, granularity in [
+            ("int1", "min", "tensor"),
+            ("int1", "mean", "tensor"),
+            ("int1", "mean", "channel"),
+            ("int2", "min", "tensor"),
+            ("int2", "mean", "tensor"),
+        ]
+    },
+}
 EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each method)}
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
@@ -54,6 +74,18 @@ EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each 
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
     "transformer": ("pytorch_transformer.py", ["--steps", "600", "--batch-size", "2"], "loss", TRANSFORMER),
+    "quantized_digits": (
+        "pytorch_digits.py",
+        ["--batch-size", "2", "--epochs", "10", "--warmup-epochs", "1"],
+        "accuracy",
+        QUANTIZED,
+    ),
+    "quantized_char_lstm": (
+        "pytorch_char_lstm.py",
+        ["--steps", "1500", "--warmup-steps", "150"],
+        "perplexity",
+        QUANTIZED,
+    ),
     "char_lstm_methods": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", methods(0.01, 0.03)),
 }
 

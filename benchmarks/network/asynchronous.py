@@ -1,12 +1,14 @@
-"""Reproduce DGS's Figures 5 and 6 on slow networks: loss against time, and speed-up against the number of workers.
+"""Reproduce DGS's Figures 5 and 6 and DCT's Figures 8a and 8c on slow networks.
 
     python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
 
 Figure 5: a character LSTM on 8 workers and one server, each on a separate host, with links of 1 Gbit/s. Servers'
 answers have density 0.01, too. Figure 6: 5 M parameters. Workers sleep 50 ms for each gradient, because the hosts share
-the cores of this machine. The speed-up is over one worker without an exchange. Writes
-results/network_asynchronous.json, .md and .png, and skips runs that the file already has. The last line of output is
-one JSON object.
+the cores of this machine. The speed-up is over one worker without an exchange. Figures 8a and 8c: the time of a push
+relative to ASGD's, for life-spans at density 0.05, and for densities at a life-span of 1000.
+
+Writes results/network_asynchronous.json, .md and .png, and skips runs that the file already has. The last line of
+output is one JSON object.
 """
 
 import argparse
@@ -24,18 +26,23 @@ from records import load, save
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 WORKER = Path(__file__).resolve().parent / "push_worker.py"
+FIGURES = ("curve", "speedup", "pushes_per_second")  # what a run adds to its description
 METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
 NUMEL, STEP_SECONDS = 5_000_000, 0.05  # for Figure 6
 STEPS = 150  # for Figure 5, per worker
 TASK = ["--task", "char_lstm", "--hidden", "512", "--sequence-length", "16", "--batch-size", "4"]
 LOSS_WORKERS = 8
+DCT_PLACE = {"figure": 8, "workers": 4, "servers": 1, "method": "dct_async"}
+DCT = [(0.05, 1), (0.05, 10), (0.05, 100), (0.05, 1000), (0.25, 1000), (0.1, 1000), (0.02, 1000), (0.005, 1000)]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", nargs="+", choices=("5", "6"), default=["5", "6"], help="(default: both)")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of Figure 6 (default: %(default)s)")
+    parser.add_argument("--figures", nargs="+", choices=("5", "6", "8"), default=["5", "6", "8"], help="(default: all)")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1gbit", "10gbit"], help="not of Figure 5 (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: %(default)s)")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2], help="of Figure 6 (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
@@ -55,12 +62,16 @@ def loss_against_time(lab: Hosts, method: str, steps: int) -> dict:
 
 
 def speed(lab: Hosts, run: dict, seconds: float) -> dict:
-    """Return the speed-up of a run of Figure 6."""
+    """Return the speed-up of a run of Figure 6, or the pushes per second of a run of Figure 8."""
     options = ["--method", run["method"], "--servers", str(run["servers"]), "--numel", str(NUMEL)]
     options += ["--step-seconds", str(STEP_SECONDS), "--seconds", str(seconds)]
+    if "lifespan" in run:
+        options += ["--density", str(run["density"]), "--lifespan", str(run["lifespan"])]
     command = lab.mpirun([sys.executable, str(WORKER), *options])
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120 + 20 * seconds)
     figures = json.loads(done.stdout.strip().splitlines()[-1])
+    if run["figure"] == 8:
+        return figures
     return {"speedup": STEP_SECONDS * figures["pushes_per_second"]}
 
 
@@ -73,6 +84,10 @@ def asked_for(args: argparse.Namespace) -> list[dict]:
     if "6" in args.figures:
         for workers, servers, rate, method in itertools.product(args.workers, args.servers, args.rates, args.methods):
             runs.append({"figure": 6, "rate": rate, "workers": workers, "servers": servers, "method": method})
+    if "8" in args.figures:
+        for rate in args.rates:
+            runs.append({**DCT_PLACE, "rate": rate, "method": "asgd"})
+            runs += [{**DCT_PLACE, "rate": rate, "density": density, "lifespan": span} for density, span in DCT]
     return sorted(runs, key=lambda run: run["workers"] + run["servers"])
 
 
@@ -94,8 +109,22 @@ def write(results: list[dict], folder: Path) -> None:
         found = {one["workers"]: one["speedup"] for one in speeds if key_of(one) == (rate, servers, method)}
         cells = [f"{found[count]:.1f}" if count in found else "" for count in counts]
         lines.append(f"| {rate} | {servers} | {method} | " + " | ".join(cells) + " |")
+    lines += times_of_a_push([one for one in results if one["figure"] == 8])
     (folder / "network_asynchronous.md").write_text("\n".join([*lines, ""]))
     plot(curves, speeds, folder / "network_asynchronous.png")
+
+
+def times_of_a_push(runs: list[dict]) -> list[str]:
+    """Return the lines of the table of DCT's Figures 8a and 8c."""
+    place = f"{DCT_PLACE['workers']} workers, 1 server, {NUMEL:,} parameters"
+    lines = ["", f"## DCT's Figures 8a and 8c: time of a push over ASGD's, {place}", ""]
+    lines += ["| rate | density | life-span | time over ASGD's |", "|---|---:|---:|---:|"]
+    dense = {one["rate"]: one["pushes_per_second"] for one in runs if one["method"] == "asgd"}
+    for one in runs:
+        if one["method"] != "asgd" and one["rate"] in dense:
+            ratio = dense[one["rate"]] / one["pushes_per_second"]
+            lines.append(f"| {one['rate']} | {one['density']} | {one['lifespan']} | {ratio:.3f} |")
+    return lines
 
 
 def key_of(run: dict) -> tuple:
@@ -138,7 +167,7 @@ def main() -> None:
     enter_switch()
     path = args.out / "network_asynchronous.json"
     results = load(path)
-    known = [{key: one[key] for key in ("figure", "rate", "workers", "servers", "method")} for one in results]
+    known = [{key: value for key, value in one.items() if key not in FIGURES} for one in results]
     wanted = [run for run in asked_for(args) if run not in known]
     for count, runs in itertools.groupby(wanted, key=lambda run: run["workers"] + run["servers"]):
         with hosts(count) as lab:
@@ -152,7 +181,7 @@ def main() -> None:
                 print(f"{run}: {told}", flush=True)
     write(results, args.out)
     ends = {one["method"]: one["curve"][-1] for one in results if one["figure"] == 5}
-    speeds = [one for one in results if one["figure"] == 6]
+    speeds = [one for one in results if one["figure"] != 5]
     print(json.dumps({"benchmark": "network_asynchronous", "loss_at_seconds": ends, "speedups": speeds}))
 
 

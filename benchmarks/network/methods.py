@@ -49,6 +49,12 @@ EXCHANGES = {
 }
 MAIN = tuple(METHODS)  # the methods that `run.py` compares
 METHODS |= EXCHANGES
+METHODS |= {  # Table 1 of Gradient Dropping
+    f"gradient_dropping_{density}": Method(
+        "hvd_sparse", "gradient_dropping", {"density": density}, f"Gradient Dropping {density}"
+    )
+    for density in (0.1, 0.001)
+}
 FRAMEWORKS = {"pytorch": "pytorch_job", "tensorflow": "tensorflow_job"}
 
 

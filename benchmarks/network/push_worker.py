@@ -21,9 +21,15 @@ def main() -> None:
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--step-seconds", type=float, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--density", type=float, default=0.01, help="of pushes, and of answers but for dct_async")
+    parser.add_argument("--lifespan", type=int, default=1, help="of dct_async (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = {"density": 0.01, "pull_density": 0.01} if args.method != "asgd" else {}
+    settings = {} if args.method == "asgd" else {"density": args.density}
+    if args.method == "dct_async":
+        settings["lifespan"] = args.lifespan
+    elif settings:
+        settings["pull_density"] = args.density
     parameters = {f"layer{part}": torch.nn.Parameter(torch.zeros(args.numel // 8)) for part in range(8)}
     session = connect(parameters.items(), METHODS[args.method](**settings), servers=args.servers)
     if not session.is_worker:
@@ -35,6 +41,7 @@ def main() -> None:
 
     def step():
         end = time.perf_counter() + args.step_seconds
+        gradients.append(gradients.pop(0))  # each parameter's gradient differs from that of the last steps
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient.clone()
         time.sleep(max(0.0, end - time.perf_counter()))
