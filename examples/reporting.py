@@ -96,6 +96,12 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         help="how selections become one sum; micro, cltk, random_k: gather or hierarchical (default: %(default)s)",
     )
     group.add_argument("--ranks-per-host", type=positive_integer, help="of hierarchical (default: as hosts are named)")
+    group.add_argument(
+        "--between-hosts",
+        choices=("gather", "reduce_scatter", "auto"),
+        default="auto",
+        help="exchange between hosts of hierarchical; not of micro, cltk, random_k (default: %(default)s)",
+    )
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--batch-size", type=positive_integer, default=batch_size, help="samples a rank and step (default: %(default)s)"
@@ -152,7 +158,7 @@ def compression_settings(args, warmup_steps):
     if args.method == "dct":
         return {**settings, "lifespan": args.lifespan}
     if args.method in SCOPED:
-        settings["scope"] = args.scope
+        settings |= {"scope": args.scope, "between_hosts": args.between_hosts}
     if args.method in HOSTED:
         settings |= {"exchange": args.exchange, "ranks_per_host": args.ranks_per_host}
     if args.method == "dgc":

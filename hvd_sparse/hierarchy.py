@@ -85,14 +85,15 @@ def find_hierarchy(
     return by_name(everywhere("hosts", socket.gethostname()))
 
 
-def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float], exchange: str) -> Algorithm:
+def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> Algorithm:
     """Return the method of a column: without clipping, as gradients are clipped before the sum, and without min_numel.
 
-    weight_decays: of each sharded tensor. exchange: the exchange between hosts, for methods with a choice.
+    weight_decays: of each sharded tensor.
     """
     names = {field.name for field in dataclasses.fields(algorithm)}
-    settings: dict = {"min_numel": 0, "exchange": exchange if isinstance(algorithm, Scoped) else "gather"}
-    settings["ranks_per_host"] = None
+    settings: dict = {"min_numel": 0, "exchange": "gather", "ranks_per_host": None}
+    if isinstance(algorithm, Scoped):
+        settings |= {"exchange": algorithm.between_hosts, "between_hosts": "auto"}
     if "clip_norm" in names:
         decays = {name: decay for name, decay in weight_decays.items() if decay}
         settings |= {"clip_norm": None, "clip_scope": "tensor", "weight_decay": decays or 0.0}

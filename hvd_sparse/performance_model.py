@@ -142,10 +142,16 @@ def scattered(density: float, coding: str = "run_length", values: str = "float32
     return seconds
 
 
-def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length", values: str = "float32") -> Exchange:
+def between_hosts(
+    density: float,
+    ranks_per_host: int,
+    coding: str = "run_length",
+    values: str = "float32",
+    scatters: bool = False,
+) -> Exchange:
     """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`). The ranks of a host share its link.
 
-    The exchange within a host is part of a rank's own work, in the profile.
+    The exchange within a host is part of a rank's own work, in the profile. scatters: It is a reduce-scatter.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -154,7 +160,11 @@ def between_hosts(density: float, ranks_per_host: int, coding: str = "run_length
         if hosts == 1:
             return 0.0
         shards = [max(1, n // ranks_per_host) for n in profile.numels]
-        return network.all_gather(ranks_per_host * payload_bytes(shards, density, coding, values), hosts)
+        size = payload_bytes(shards, density, coding, values)
+        if not scatters:
+            return network.all_gather(ranks_per_host * size, hosts)
+        size = ranks_per_host * (size + HEADER_BYTES * hosts)  # one payload for each region
+        return network.all_to_all(size, hosts) + network.all_gather(size / hosts, hosts)
 
     return seconds
 

@@ -36,6 +36,7 @@ METHODS = {
     "ddp_dgc_0.01": Method("ddp", "dgc", {**SPARSE, "density": 0.01}, "DDP, DGC 0.01"),
 }
 AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # for four hosts with two ranks, and for eight hosts
+TWO_A_HOST = {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}
 EXCHANGES = {
     "exchange_dense": Method("horovod", "none", {}, "Horovod"),
     "exchange_gather": Method("hvd_sparse", "dgc", AT_HOSTS, "DGC 0.01, gather"),
@@ -43,8 +44,9 @@ EXCHANGES = {
     "exchange_complete": Method(
         "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "reduce_scatter", "complete": True}, "reduce-scatter, complete"
     ),
-    "exchange_hosts": Method(
-        "hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}, "hierarchical"
+    "exchange_hosts": Method("hvd_sparse", "dgc", {**TWO_A_HOST, "between_hosts": "gather"}, "hierarchical"),
+    "exchange_hosts_scatter": Method(
+        "hvd_sparse", "dgc", {**TWO_A_HOST, "between_hosts": "reduce_scatter"}, "hierarchical, reduce-scatter"
     ),
 }
 MAIN = tuple(METHODS)  # the methods that `run.py` compares

@@ -71,7 +71,8 @@ def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
     if "density" not in method.settings:
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
     if method.settings.get("exchange") == "hierarchical":
-        return model.between_hosts(method.settings["density"], method.settings["ranks_per_host"])
+        scatters = method.settings.get("between_hosts") == "reduce_scatter"
+        return model.between_hosts(method.settings["density"], method.settings["ranks_per_host"], scatters=scatters)
     if method.settings.get("complete"):
         return model.scattered(method.settings["density"], complete=True)
     kinds = {"micro": model.shared, "reduce_scatter": model.scattered}

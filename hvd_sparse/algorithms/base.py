@@ -18,6 +18,7 @@ WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals ar
 GRANULARITIES = ("tensor", "channel")
 DENSE_FALLBACKS = ("bytes", "measured")
 EXCHANGES = ("gather", "reduce_scatter", "hierarchical", "auto")
+BETWEEN_HOSTS = ("gather", "reduce_scatter", "auto")
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -48,7 +49,9 @@ SHARED_ARGUMENTS = {
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
         all-reduce of at most k float32: residuals stay smaller, about twice as much is received.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one
-        number per host. None: from the host names.""",
+        number per host. None: from the host names.
+    between_hosts: With `exchange="hierarchical"`, the exchange of the parts between hosts: "gather", "reduce_scatter",
+        or "auto", by the number of hosts.""",
     "HOSTS": """\
     exchange: "gather": all ranks send values at the shared indices. "hierarchical": the ranks of a host add their
         gradients, each compresses a part of the sum, and hosts exchange the parts; Horovod must permit process sets.

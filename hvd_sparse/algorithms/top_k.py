@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvd_sparse.algorithms.base import (
+    BETWEEN_HOSTS,
     EXCHANGES,
     SCOPES,
     AtDensity,
@@ -42,6 +43,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         exchange: str = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
+        between_hosts: str = "auto",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -79,6 +81,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         exchange: str = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
+        between_hosts: str = "auto",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -120,6 +123,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         exchange: str = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
+        between_hosts: str = "auto",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -165,6 +169,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         exchange: str = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
+        between_hosts: str = "auto",
         dense_fallback: str | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
@@ -197,18 +202,23 @@ class Scoped(AtDensity):
     exchange: str
     complete: bool
     ranks_per_host: int | Sequence[int] | None
+    between_hosts: str
 
     def __post_init__(self):
         super().__post_init__()
         check_choice("scope", self.scope, SCOPES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_hosts(self.exchange, self.ranks_per_host)
+        check_choice("between_hosts", self.between_hosts, BETWEEN_HOSTS)
+        if self.between_hosts != "auto" and self.exchange != "hierarchical":
+            raise ValueError(f'between_hosts is for exchange="hierarchical", got exchange={self.exchange!r}')
         if not isinstance(self.complete, bool):
             raise TypeError(f"complete must be True or False, got {self.complete!r}")
-        if self.complete and self.exchange not in ("reduce_scatter", "auto"):
+        exchange = self.between_hosts if self.exchange == "hierarchical" else self.exchange
+        if self.complete and exchange == "gather":
             raise ValueError(
                 'complete=True needs exchange="reduce_scatter" or "auto", where owners keep a part of the selections; '
-                f"got exchange={self.exchange!r}"
+                f"got exchange={self.exchange!r}, between_hosts={self.between_hosts!r}"
             )
 
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:

@@ -74,7 +74,7 @@ class Hosts:
             if variable.shape.num_elements() >= least:
                 rows[name] = row_of(variable.shape.as_list(), algorithm.granularity)
                 self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
-        self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts}, "gather")
+        self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts})
         self.shards = {name: Shard(variables[name], *self.place(name), rows[name]) for name in self.cuts}
 
     def place(self, name: str) -> tuple[int, int]:

@@ -111,7 +111,7 @@ class HierarchicalStep:
         if self._shard is not None:
             column = Exchange(subsets[hierarchy.columns[self._shard]], self.inner_traffic)
             shards = Shards({name: self._part(name) for name in large})
-            inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large}, "auto")
+            inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
             self.inner = Step(inner, shards, column, self.inner_traffic)
         self._laid_out_in = collectives.incarnation()
 

@@ -83,6 +83,39 @@ def test_nothing_is_lost(values, scope, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_reduce_scatter_between_hosts_loses_nothing(complete, scope, layout):
+    parameters = make_parameters()
+    settings = {"ranks_per_host": layout, "between_hosts": "reduce_scatter", "dense_fallback": None, "scope": scope}
+    compressor = Compression.gradient_dropping(
+        parameters.items(), 0.05, min_numel=100, exchange="hierarchical", complete=complete, **settings
+    )
+    ledger = Ledger()
+    for t in range(8):
+        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=200)
+        ledger.feed(gradients)
+        reduced = drive(compressor, parameters, gradients)
+        assert_ranks_agree(reduced)
+        ledger.receive(reduced)
+    ledger.check(compressor)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping", "topk"])
+def test_between_hosts_of_one_rank_it_is_the_flat_reduce_scatter(method, complete):
+    between = {"exchange": "hierarchical", "ranks_per_host": 1, "between_hosts": "reduce_scatter"}
+    results = []
+    for exchange in ({"exchange": "reduce_scatter"}, between):
+        parameters = make_parameters()
+        settings = {"min_numel": 100, "dense_fallback": None, "complete": complete}
+        compressor = getattr(Compression, method)(parameters.items(), 0.05, **settings, **exchange)
+        results.append([drive(compressor, parameters, draw(SHAPES, t, hvd.rank())) for t in range(6)])
+    for flat, hosted in zip(*results, strict=True):
+        assert all(torch.equal(flat[name], hosted[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping"])
 def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
     """For a tensor that is not divided (one rank per host), or whose shards are separate tensors."""
@@ -166,10 +199,11 @@ def test_at_density_one_it_is_horovod(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("between", ["gather", "reduce_scatter"])
 @pytest.mark.parametrize("summed", [False, True])
-def test_training_goes_on_from_a_checkpoint(summed, layout):
+def test_training_goes_on_from_a_checkpoint(summed, between, layout):
     """From each rank's own state bit for bit; from a summed one also where hosts are others: nothing is lost."""
-    exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    exchange = {"exchange": "hierarchical", "ranks_per_host": layout, "between_hosts": between, "dense_fallback": None}
     make = functools.partial(Compression.dgc, density=0.05, min_numel=100, **exchange)
     parameters = make_parameters()
     first = make(parameters.items())
@@ -284,6 +318,10 @@ def test_what_is_refused():
         Compression.dgc(named.items(), ranks_per_host=2)
     with pytest.raises(ValueError, match="ranks_per_host must be an integer"):
         Compression.dgc(named.items(), exchange="hierarchical", ranks_per_host=0)
+    with pytest.raises(ValueError, match=r"between_hosts must be one of .*; got 'ring'"):
+        Compression.dgc(named.items(), exchange="hierarchical", between_hosts="ring")
+    with pytest.raises(ValueError, match="between_hosts is for"):
+        Compression.dgc(named.items(), exchange="reduce_scatter", between_hosts="gather")
     compressor = Compression.dgc(named.items(), exchange="hierarchical", ranks_per_host=[hvd.size() + 1])
     with pytest.raises(ValueError, match="must add up to"):
         drive(compressor, named, draw(SHAPES, 0, hvd.rank()))

@@ -278,9 +278,9 @@ def test_bad_names_are_refused():
 
 def test_completing_is_for_a_reduce_scatter():
     parameters = make_parameters()
-    for exchange in ("gather", "hierarchical"):
+    for exchange in ({"exchange": "gather"}, {"exchange": "hierarchical", "between_hosts": "gather"}):
         with pytest.raises(ValueError, match='complete=True needs exchange="reduce_scatter" or "auto"'):
-            Compression.dgc(parameters.items(), exchange=exchange, complete=True)
+            Compression.dgc(parameters.items(), complete=True, **exchange)
     with pytest.raises(TypeError, match="complete must be True or False, got 1"):
         Compression.dgc(parameters.items(), exchange="reduce_scatter", complete=1)
 

@@ -15,6 +15,10 @@ METHODS = {
     "micro": ("micro", {"density": 0.03, "min_numel": 0, "dense_fallback": None}),
     "reduce-scatter": ("gradient_dropping", {**SETTINGS, "exchange": "reduce_scatter", "dense_fallback": None}),
     "hierarchical": ("gradient_dropping", {**SETTINGS, "exchange": "hierarchical", "ranks_per_host": 2}),
+    "reduce-scatter between hosts": (
+        "gradient_dropping",
+        {**SETTINGS, "exchange": "hierarchical", "ranks_per_host": 1, "between_hosts": "reduce_scatter"},
+    ),
     "dense": ("gradient_dropping", {**SETTINGS, "density": 1.0}),
 }
 

@@ -39,11 +39,13 @@ def whole(compression, name, kind="residual"):
         ("gradient_dropping", {"scope": "model", "values": "float16"}),
         ("gradient_dropping", {"density": NowAndThenDense()}),
         ("topk", {}),
+        ("gradient_dropping", {"between_hosts": "reduce_scatter"}),
+        ("topk", {"between_hosts": "reduce_scatter", "complete": True}),
         ("micro", {}),
         ("cltk", {}),
         ("random_k", {}),
     ],
-    ids=["tensor", "model", "dense", "topk", "micro", "cltk", "random_k"],
+    ids=["tensor", "model", "dense", "topk", "scattered", "completed", "micro", "cltk", "random_k"],
 )
 @pytest.mark.each_value
 def test_nothing_is_lost(method, settings, graph, layout):
@@ -97,6 +99,22 @@ def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping", "topk"])
+def test_between_hosts_of_one_rank_it_is_the_flat_reduce_scatter(method, complete):
+    between = {"exchange": "hierarchical", "ranks_per_host": 1, "between_hosts": "reduce_scatter"}
+    results = []
+    for exchange in ({"exchange": "reduce_scatter"}, between):
+        variables = make_variables()
+        settings = {"density": 0.05, "min_numel": 100, "dense_fallback": None, "complete": complete}
+        compression = getattr(Compression, method)(list(variables.values()), **settings, **exchange)
+        reduce = Reducer(variables, compression)
+        results.append([reduce(draw(SHAPES, step, hvd.rank())) for step in range(5)])
+    for flat, hosted in zip(*results, strict=True):
+        for name in SHAPES:
+            np.testing.assert_array_equal(hosted[name], flat[name])
+
+
 @pytest.mark.parametrize("options", [{"clip_norm": 3.0}, {"weight_decay": 0.01}, {"clip_norm": 5.0, "scope": "model"}])
 def test_clipping_and_decay_are_those_of_a_gather(options):
     """One rank a host: the same numbers as without hosts."""
@@ -115,9 +133,11 @@ def test_clipping_and_decay_are_those_of_a_gather(options):
             np.testing.assert_allclose(hosted[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("between", ["gather", "reduce_scatter"])
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_state_goes_on(summed):
-    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, dense_fallback=None, exchange="hierarchical")
+def test_a_state_goes_on(summed, between):
+    exchange = {"exchange": "hierarchical", "between_hosts": between}
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, dense_fallback=None, **exchange)
     variables = make_variables()
     first = make(list(variables.values()), ranks_per_host=LAYOUTS[-1])
     reduce = Reducer(variables, first, op=hvd.Sum)

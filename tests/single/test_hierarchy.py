@@ -53,6 +53,6 @@ def test_rows_are_kept_whole_where_channels_share_a_magnitude():
 
 def test_a_column_does_not_clip_again():
     algorithm = Settings.dgc(None, clip_norm=1.0, scope="model", clip_scope="model", exchange="hierarchical")
-    inner = between_hosts(algorithm, {"a": 0.5, "b": 0.0}, "auto")
+    inner = between_hosts(algorithm, {"a": 0.5, "b": 0.0})
     assert (inner.clip_norm, inner.min_numel, inner.exchange, inner.weight_decay) == (None, 0, "auto", {"a": 0.5})
-    assert between_hosts(Settings.micro(None, exchange="hierarchical"), {}, "auto").exchange == "gather"
+    assert between_hosts(Settings.micro(None, exchange="hierarchical"), {}).exchange == "gather"

@@ -82,6 +82,9 @@ def test_between_hosts_the_ranks_of_a_host_share_its_link():
     found = between_hosts(0.01, 8)(GIGABIT, profile, 32)
     assert found == pytest.approx(gathered(0.01)(GIGABIT, profile, 4), rel=0.01)
     assert between_hosts(0.01, 8)(GIGABIT, profile, 8) == 0.0
+    found = between_hosts(0.01, 8, scatters=True)(GIGABIT, profile, 32)
+    assert found == pytest.approx(scattered(0.01)(GIGABIT, profile, 4), rel=0.01)
+    assert between_hosts(0.01, 8, scatters=True)(GIGABIT, profile, 8) == 0.0
 
 
 def test_decoding_may_not_grow_with_the_ranks():
