@@ -36,14 +36,15 @@ def main() -> None:
         session.serve()
         return
     optimizer = session.optimizer(lr=1e-3)
+    session.worker.step = args.lifespan  # thresholds have their whole life-span
     random = np.random.default_rng(session.rank)
     gradients = [torch.from_numpy(random.standard_normal(args.numel // 8, np.float32)) for _ in parameters]
 
     def step():
         end = time.perf_counter() + args.step_seconds
-        gradients.append(gradients.pop(0))  # each parameter's gradient differs from that of the last steps
-        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = gradient.clone()
+        gradients.append(gradients.pop(0))
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):  # residuals do a random walk
+            parameter.grad = gradient * float(random.choice([-1.0, 1.0]))
         time.sleep(max(0.0, end - time.perf_counter()))
         optimizer.step()
 
