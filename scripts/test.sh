@@ -9,7 +9,7 @@ cd "$ROOT"
 tier=${HVD_SPARSE_TESTS:-quick}
 run=scripts/run.sh
 both="native_tests kernel_tests"  # with the kernels of the device, run on the host
-pytest="pytest -q -x --tb=short --color=no --durations=12"  # not python -m: that would put the source tree before what is installed
+pytest="pytest -q -x --tb=short --color=no --durations=40"  # not python -m: that would put the source tree before what is installed
 
 suite() {  # TITLE COMMAND... WHAT: what is tested comes last
     local title=$1 start=$SECONDS log again

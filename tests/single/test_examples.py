@@ -47,7 +47,11 @@ def test_training_tells_what_was_sent(example, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("framework", "example"), [("torch", "pytorch_digits.py"), ("tensorflow", "tensorflow2_digits.py")]
+    ("framework", "example"),
+    [
+        ("torch", "pytorch_digits.py"),
+        pytest.param("tensorflow", "tensorflow2_digits.py", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_checkpoint_is_gone_on_from(framework, example, tmp_path):
     """A second epoch alone, of a job that begins with the first one's model and residuals."""

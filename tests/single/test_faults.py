@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="st
         ("submits_torch", 2),
         pytest.param("in_worker", 2, marks=pytest.mark.exhaustive),
         pytest.param("in_stage_torch", 3, marks=pytest.mark.exhaustive),
-        ("link_cut_torch", 1),
+        pytest.param("link_cut_torch", 1, marks=pytest.mark.exhaustive),
         pytest.param("link_cut_for_good_torch", 2, marks=pytest.mark.exhaustive),
         pytest.param("asymmetric_rates_torch", 2, marks=pytest.mark.exhaustive),
         pytest.param("recovered_worker", 1, marks=pytest.mark.exhaustive),

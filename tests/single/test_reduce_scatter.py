@@ -116,7 +116,10 @@ def test_nothing_is_lost_to_rounding(segments, values, coding):
     assert any(one.indices.size for one in excess)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32, 64])
+MANY = [pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (32, 64)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, *MANY])
 def test_what_a_rank_receives_does_not_grow_with_the_ranks(ranks):
     n, k = 2_000_000, 20_000
     selected, job = drawn(n, k, ranks), Job(n, k, ranks)
