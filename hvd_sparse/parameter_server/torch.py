@@ -251,9 +251,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for name, memory in zip(names, kept, strict=True):
             for kind, array in worker.memory_of(name).items():
-                array[:] = 0.0
-                if memory:
-                    torch.from_numpy(array).copy_(memory[kind].detach().reshape(-1))
+                target = torch.from_numpy(array)
+                target.copy_(memory[kind].detach().reshape(-1) if memory else torch.zeros(()))
         worker.step = state_dict.get("step", 0)
         self._expose()
 

@@ -42,6 +42,19 @@ def test_a_checkpoint_goes_on_exactly(join, method):
         same(one, other)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_its_own_state_changes_nothing(join, method):
+    """A state dict has views of the memory: taking one over must not clear it first."""
+    model = network()
+    optimizer = join(model, method).optimizer(lr=0.1)
+    learn(model, optimizer, 5)
+    before = copy.deepcopy(dict(optimizer.state))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert any(bool(memory["residual"].any()) for memory in before.values())
+    for one, other in zip(before.values(), optimizer.state.values(), strict=True):
+        same(one, other)
+
+
 def test_states_of_others_are_refused(join):
     other = copy.deepcopy(join(network(), DGCAsync(**SMALL)).optimizer(lr=0.1).state_dict())
     wider = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
