@@ -33,10 +33,11 @@ class Place:
         with open(self.folder / "events", "a") as file:
             file.write(json.dumps(told) + "\n")
 
-    def next_hosts(self, number: int) -> None:
-        """Have the discovery script name another host in place of the one that has failed."""
-        hosts = [line for line in (self.folder / "hosts").read_text().split() if line]
-        (self.folder / "next").write_text("\n".join([*hosts, f"127.{'0' * (RANKS + number)}1:1"]) + "\n")
+    def replace_hosts(self) -> None:
+        """Have the discovery script name as many hosts more as have failed."""
+        hosts = (self.folder / "hosts").read_text().split()
+        more = [f"127.{'0' * (len(hosts) + number)}1:1" for number in range(RANKS - self._hvd.size())]
+        (self.folder / "next").write_text("\n".join([*hosts, *more]) + "\n")
         (self.folder / "next").rename(self.folder / "hosts")
 
 
@@ -46,10 +47,10 @@ def put_in(events: list[dict], last: int) -> np.ndarray:
     Every process has told of each world that it began. What a world did after the batch at which the next one begins
     was undone.
     """
-    worlds: dict[tuple[int, int], tuple[int, set[int]]] = {}  # in order: a rank is killed, then another one comes
+    worlds: dict[tuple[int, int], tuple[int, set[int]]] = {}  # in the order in which they began
     for one in (one for one in events if one["what"] == "begin"):
         worlds.setdefault((one["kills"], one["size"]), (one["batch"], set()))[1].add(one["pid"])
-    begun = [worlds[key] for key in sorted(worlds)]
+    begun = list(worlds.values())
     ends = [begin for begin, _ in begun[1:]] + [last]
     total = np.zeros(NUMEL)
     for (begin, pids), end in zip(begun, ends, strict=True):

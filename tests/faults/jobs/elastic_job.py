@@ -67,7 +67,7 @@ def train(state):
     if kept == "summed" and state.summed is not None:
         compression.load_state_dict(state.summed)
     total, batches = committed, 0
-    if hvd.size() == RANKS - 1 and state.world == RANKS:
+    if hvd.size() < RANKS and state.world == RANKS:
         state.kills += 1
     state.world = hvd.size()
     injector = injector_for(state.kills)
@@ -85,8 +85,8 @@ def train(state):
         loss.backward()
         optimizer.step()
         total, batches, state.batch = total + gradient, batches + 1, state.batch + 1
-        if hvd.rank() == 0 and batches == STEADY and hvd.size() == RANKS - 1:
-            place.next_hosts(state.kills)
+        if hvd.rank() == 0 and batches == STEADY and hvd.size() < RANKS:
+            place.replace_hosts()
         if kept == "summed":
             state.summed = compression.state_dict(summed=True)
         committed = total

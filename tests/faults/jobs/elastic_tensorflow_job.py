@@ -87,7 +87,7 @@ def train(state):
     """Train until as many ranks were killed as wanted, and replaced."""
     if state.summed is not None:
         compression.load_state_dict(state.summed)
-    if hvd.size() == RANKS - 1 and state.world == RANKS:
+    if hvd.size() < RANKS and state.world == RANKS:
         state.kills += 1
     state.world, batches, step = hvd.size(), 0, make_step()
     place.say("begin", state)
@@ -96,8 +96,8 @@ def train(state):
             expect_death(state)
         step(tf.constant(gradient_of(os.getpid(), state.batch + 1), tf.float32))
         batches, state.batch = batches + 1, state.batch + 1
-        if hvd.rank() == 0 and batches == STEADY and hvd.size() == RANKS - 1:
-            place.next_hosts(state.kills)
+        if hvd.rank() == 0 and batches == STEADY and hvd.size() < RANKS:
+            place.replace_hosts()
         state.summed = compression.state_dict(summed=True)
         state.save()
         if state.kills == kills and hvd.size() == RANKS and batches >= STEADY:
