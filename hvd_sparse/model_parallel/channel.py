@@ -96,9 +96,10 @@ class Channel:
         self._release()
 
     def _release(self) -> None:
-        """Finish sending the last messages."""
+        """Finish sending the last messages: a stage that computes takes them when it is ready for them."""
         self._is_open = False
         atexit.unregister(self.close)
+        poll(lambda: self._is_done() or None, self._timeout)
         self._mailbox.close(SHUTDOWN_TIMEOUT)
         if self._everyone is None:
             self._notices.close()
@@ -109,9 +110,7 @@ class Channel:
         if found is not None:
             return found
         self.check()
-        while (ended := self._mailbox.look(ENDED)) is not None:
-            self._ended.add(ended[0])
-        if stage not in self._ended:
+        if stage not in self._have_ended():
             return None
         found = self._mailbox.look(ENDED + kind, stage)  # sent before its last message
         if found is None:
@@ -120,3 +119,13 @@ class Channel:
                 "number of steps"
             )
         return found
+
+    def _have_ended(self) -> set[int]:
+        """Return the stages that have said that they have ended."""
+        while (ended := self._mailbox.look(ENDED)) is not None:
+            self._ended.add(ended[0])
+        return self._ended
+
+    def _is_done(self) -> bool:
+        """Return whether all messages have arrived, or those that have not will never be received."""
+        return self._mailbox.reap() or bool(self._notices.heard()) or len(self._have_ended()) == self.stages - 1

@@ -63,7 +63,9 @@ class Pipeline(abc.ABC):
     ):
         if communicator is None:
             communicator = mpi().COMM_WORLD
-        self._boundary, self.boundaries = boundary, boundaries
+        named = isinstance(boundary, Mapping)
+        self._boundary = {str(name): one for name, one in boundary.items()} if named else boundary
+        self.boundaries = boundaries
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
         self._step = 0
@@ -77,7 +79,7 @@ class Pipeline(abc.ABC):
                 raise TypeError(f"loss must be a function of outputs and targets on the last stage, got {loss!r}")
             self._check()
             self._make_boundaries()
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:  # whatever it is: the other stages wait in `agree`
             error = caught
         settings = {"hvd_sparse": __version__, "micro_batches": micro_batches, "schedule": schedule}
         self._channel.agree(error, settings)
@@ -196,8 +198,18 @@ class Pipeline(abc.ABC):
         key = _key(name)
         if name and self._boundary is not None and not isinstance(self._boundary, Mapping):
             if key not in self.boundaries:
-                self.boundaries[key] = self._made(self._boundary)
+                self.boundaries[key] = self._made_for_all()
         return self.boundaries[key] if key in self.boundaries else None
+
+    def _made_for_all(self):
+        """Return a boundary for one more output: the given one for the first, later ones with its settings.
+
+        Each output has a running threshold and statistics of its own.
+        """
+        boundary = self._made(self._boundary)
+        if any(boundary is other for other in self.boundaries.values()):
+            boundary = self._made(type(boundary)(**boundary.settings._asdict()))
+        return boundary
 
     def _guarded(self, function, *arguments):
         """Call; whatever fails here is told to all ranks."""

@@ -1,5 +1,6 @@
 """The loops of a server and of a worker, which pass messages between MPI and the state machines."""
 
+import signal
 import sys
 import threading
 import time
@@ -135,3 +136,16 @@ class Heartbeat:
             for server, data in self._worker.alive().items():
                 self._end.send(self._ranks[server], data)
         self._end.close(TICK)
+
+
+class interrupted_by_sigterm:
+    """Make SIGTERM, which mpirun sends first, raise KeyboardInterrupt. Does nothing outside the main thread."""
+
+    def __enter__(self):
+        self._old = None
+        if threading.current_thread() is threading.main_thread():
+            self._old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def __exit__(self, *_):
+        if self._old is not None:
+            signal.signal(signal.SIGTERM, self._old)

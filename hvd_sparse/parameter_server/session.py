@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import signal
 import sys
 import threading
 import time
@@ -15,12 +14,12 @@ import numpy as np
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.library import mpi
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.connection import Connection, Heartbeat, serve
+from hvd_sparse.parameter_server.connection import Connection, Heartbeat, interrupted_by_sigterm, serve
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
 from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server
-from hvd_sparse.parameter_server.transport import MPIEndpoint
+from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session
 from hvd_sparse.parameter_server.worker import Worker
 
 COLOCATED = "colocated"
@@ -103,6 +102,7 @@ class Session:
             raise RuntimeError(
                 "a session is open on this communicator, and would get this one's messages: close() it, or pass another"
             )
+        self._number = next_session(self.communicator)
         if self.is_server:
             try:
                 self._server = self._make_server(parameters, flattened(buffers), restore)
@@ -231,19 +231,31 @@ class Session:
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
-        """Leave the run. If an error was raised, servers receive it as the reason. A second call does nothing."""
+        """Leave the run, after the last answer. A second call does nothing.
+
+        If an error was raised, servers receive it as the reason. If the last answer does not come, the error of
+        `synchronize` is raised.
+        """
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None) or self._failure
+        last = None
+        if self._connection is not None and not error:
+            try:
+                self.synchronize()
+            except Exception as caught:
+                error = last = caught
         connection, self._connection = self._connection, None
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
         if connection is not None:
-            error = sys.exc_info()[1] or getattr(sys, "last_value", None) or self._failure
             connection.leave(f"{type(error).__name__}: {error}" if error else "")
         atexit.unregister(self.close)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
             self._report()
         self._release()
+        if last is not None:
+            raise last
 
     def __enter__(self):
         return self
@@ -283,7 +295,7 @@ class Session:
             )
 
     def _endpoint(self, is_server: bool) -> MPIEndpoint:
-        return MPIEndpoint(self.communicator, is_server)
+        return MPIEndpoint(self.communicator, is_server, self._number)
 
     def _make_server(self, parameters, buffers: np.ndarray, restore: str | None) -> Server:
         number = self.placement.servers.index(self.rank)
@@ -377,16 +389,3 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
             "departures": {int(k): v for server in servers for k, v in server["departures"].items()},
         },
     }
-
-
-class interrupted_by_sigterm:
-    """Make SIGTERM, which mpirun sends first, raise KeyboardInterrupt. Does nothing outside the main thread."""
-
-    def __enter__(self):
-        self._old = None
-        if threading.current_thread() is threading.main_thread():
-            self._old = signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def __exit__(self, *_):
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)

@@ -5,12 +5,15 @@ MPI is used without collective operations, so that nobody waits for a rank that 
 
 import abc
 import collections
+import functools
 
 import numpy as np
 
+from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import Mailbox, poll
 
-TO_SERVERS, TO_WORKERS = 7311, 7312  # tags: a rank may be both
+TO_SERVERS, TO_WORKERS = 7311, 7312  # tags of the first session: a rank may be both
+MOST_SESSIONS = 10000  # then tags repeat; MPI promises tags up to 32767
 
 
 class Endpoint(abc.ABC):
@@ -30,11 +33,16 @@ class Endpoint(abc.ABC):
 
 
 class MPIEndpoint(Endpoint):
-    """An end on an MPI communicator of mpi4py. `is_server`: messages to servers and to workers have different tags."""
+    """An end on an mpi4py communicator.
 
-    def __init__(self, communicator, is_server: bool):
+    is_server: messages to servers and to workers have different tags. session: the number of the session, see
+    `next_session`; messages of different sessions have different tags, too.
+    """
+
+    def __init__(self, communicator, is_server: bool, session: int):
         self._mailbox = Mailbox(communicator)
-        self._listens, self._sends = (TO_SERVERS, TO_WORKERS) if is_server else (TO_WORKERS, TO_SERVERS)
+        to_servers, to_workers = (tag + 2 * (session % MOST_SESSIONS) for tag in (TO_SERVERS, TO_WORKERS))
+        self._listens, self._sends = (to_servers, to_workers) if is_server else (to_workers, to_servers)
 
     def send(self, rank: int, data: np.ndarray) -> None:
         """Send without waiting."""
@@ -47,6 +55,21 @@ class MPIEndpoint(Endpoint):
     def close(self, timeout: float) -> None:
         """Wait for what was sent; what nobody takes any more is given up."""
         self._mailbox.close(timeout)
+
+
+def next_session(communicator) -> int:
+    """Return how many sessions this rank has opened on a communicator before.
+
+    A rank that is ahead of the others sends the next session's messages while they are still in this one.
+    """
+    number = communicator.Get_attr(_key()) or 0
+    communicator.Set_attr(_key(), number + 1)
+    return number
+
+
+@functools.cache
+def _key() -> int:
+    return mpi().Comm.Create_keyval()
 
 
 class Network:

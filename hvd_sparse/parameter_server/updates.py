@@ -125,6 +125,8 @@ def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -
         return update
     if values != "float32":
         indices = np.arange(numbers.size) if indices is None else indices
+        if values in LOW_BITS:  # they have no zero: it would become the level, with a sign
+            indices, numbers = indices[numbers != 0.0], numbers[numbers != 0.0]
         numbers = native.quantize(numbers, values, method.level, indices, low_bit_segments(values, segments))
     sent = numbers != 0.0
     return Update(indices, numbers) if sent.all() else Update(indices[sent], numbers[sent])

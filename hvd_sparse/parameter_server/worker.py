@@ -150,7 +150,7 @@ class Worker:
         density = self.method.schedule.density(self.step)
         found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]
         update = self._selected(found, density)
-        self._take(update)
+        self._take(update, density)
         self.sequence += 1
         self.step += 1
         self.traffic.pushes += 1
@@ -236,13 +236,17 @@ class Worker:
             update = Update(indices, self.residual[indices])
         return rounded(update, self.method, self.method.values, self._segments)
 
-    def _take(self, update: Update) -> None:
-        """Subtract the sent values from the residual (SAMomentum retains a fraction), and mask the velocity."""
+    def _take(self, update: Update, density: float) -> None:
+        """Subtract the sent values from the residual (SAMomentum retains a fraction), and mask the velocity.
+
+        Where every element is sent, none is delayed, and momentum needs no masking (DGC, section 3.3).
+        """
         self.residual[update.at] -= update.values
         if self.method.retained:
             self.residual[update.at] += np.float32(self.method.retained) * update.values
-        if self.method.masks_velocity:
-            self.velocity[update.at] = 0.0
+        if self.method.masks_velocity and density < 1.0:
+            selected = np.searchsorted(update.indices, self.layout.sparse_numel)
+            self.velocity[update.indices[:selected]] = 0.0
 
     def _cut(self, update: Update, servers: set[int]) -> Messages:
         """Return a push for each server: for `servers`, the entries in their shards; for the others, no entries."""

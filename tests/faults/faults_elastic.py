@@ -92,7 +92,7 @@ def killed(kept: str, job: str = "elastic_job.py"):
         found.tries += len(kills)
         title = f"{job} {number}, {kept}: "
         if status != 0 and aborted:
-            raise Uncounted(f"jobs in which Gloo aborted ranks that were not killed, so that fewer than {LEAST} were left")
+            raise Uncounted(f"jobs in which Gloo aborted other ranks, so that fewer than {LEAST} were left")
         if aborted:
             found.note("in some jobs Gloo aborted another rank as well, and they recovered from this, too")
         ended = [json.loads(one) for one in re.findall(r"ended (\{.*?\})", output)]

@@ -1,6 +1,7 @@
 """Pipelines with one stage per rank equal the same training in one process."""
 
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -158,6 +159,92 @@ def test_several_tensors_cross_a_boundary(boundary):
     loss.backward()
     assert first == loss.item()
     assert torch.equal(stage.linear.weight.grad, whole[RANK].linear.weight.grad)
+
+
+@several
+@pytest.mark.parametrize("boundary", [{0: 0.5}, {"values": 0.5}, 0.5])
+def test_any_name_is_a_name_of_an_output(boundary):
+    """Numbers count the outputs of a tuple; the names of a dictionary's methods are no exception."""
+
+    class Named(torch.nn.Linear):
+        def forward(self, x=None, values=None):
+            y = super().forward(x if values is None else values)
+            return y if LAST else (y,) if 0 in names else {"values": y}
+
+    names = boundary if isinstance(boundary, dict) else {}
+    pipeline = Pipeline(Named(8, 8), boundary=None if LAST else boundary, loss=lambda y, _: y.sum(), timeout=60.0)
+    with pipeline:
+        pipeline.step(torch.randn(4, 8), torch.zeros(4))
+    expected = [] if LAST else ["0" if 0 in names else "values"]
+    assert list(pipeline.stats()["boundaries"]) == expected
+
+
+@several
+@pytest.mark.parametrize("where", [0, STAGES - 1])
+def test_a_wrong_argument_of_one_stage_is_told_to_all(where):
+    """Also where the error is of a type that nobody thought of."""
+
+    class Odd(ThresholdBoundary):
+        def to(self, *args, **kwargs):
+            raise KeyError("an odd error")
+
+    boundary = Odd(0.5) if RANK == where else 0.5
+    with pytest.raises(KeyError if RANK == where else PipelineError, match="an odd error"):
+        Pipeline(torch.nn.Linear(8, 8), boundary=boundary, loss=torch.nn.functional.mse_loss, timeout=20.0)
+
+
+class Scaled(torch.nn.Module):
+    """Returns its input, and a hundred times its input; keeps what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept = torch.nn.Parameter(torch.ones(())), {}
+
+    def forward(self, a, b=None):
+        self.kept = {"a": a, "b": b}
+        outputs = {"a": a * self.weight, "b": 100 * a}
+        return outputs["a"].sum() if LAST else outputs
+
+
+@several
+def test_outputs_that_share_a_boundary_have_thresholds_of_their_own_that_are_restored():
+    def make():
+        boundary = ThresholdBoundary(0.1, "laplace")
+        return Pipeline(Scaled(), boundary=boundary, loss=lambda outputs, _: outputs, timeout=60.0)
+
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
+    kept, saved = [], None
+    for _ in range(2):
+        with make() as pipeline:
+            if saved is None:
+                for _ in range(5):
+                    pipeline.step(x, torch.zeros(64))
+                saved = pipeline.boundaries.state_dict()
+            else:
+                pipeline.boundaries.load_state_dict(saved)
+            pipeline.evaluate(x, torch.zeros(64))
+            if RANK > 0:
+                kept.append([int((one != 0).sum()) for one in pipeline.stage.kept.values()])
+    if RANK == 1:
+        assert kept[0] == kept[1] and kept[0][0] == kept[0][1] > 0  # b is a multiple of a
+    assert LAST or saved["b.running_threshold"] == pytest.approx(100 * saved["a.running_threshold"].item(), rel=1e-5)
+
+
+@several
+def test_a_slow_stage_gets_what_was_sent_before_the_end(monkeypatch):
+    """The first stage ends long before the last one takes its messages, and waits for that: none is given up."""
+    sent, close = [], mailbox.Mailbox.close
+    monkeypatch.setattr(mailbox.Mailbox, "close", lambda box, timeout: (sent.append(box.reap()), close(box, timeout)))
+
+    class Slow(torch.nn.Identity):
+        def forward(self, x):
+            time.sleep(0.3 if LAST else 0.0)
+            return x
+
+    with Pipeline(Slow(), loss=lambda outputs, _: outputs.mean(), timeout=60.0) as pipeline:
+        found = [pipeline.predict(torch.full((512, 1024), float(number))) for number in range(4)]
+    assert sent and all(sent)
+    assert not LAST or [one[0, 0].item() for one in found] == [0.0, 1.0, 2.0, 3.0]
 
 
 @several

@@ -192,6 +192,54 @@ def test_sparse_gradients_come_dense():
 
 
 @several
+def test_complex_tensors_have_gradients():
+    """sum |F(x w)|^2 = n sum (x w)^2 for rows of n: Parseval's theorem."""
+
+    class Transform(tf.Module):
+        def __init__(self):
+            self.w = tf.Variable(tf.ones([4]))
+
+        def __call__(self, x):
+            if RANK == 0:
+                x = tf.signal.fft(tf.cast(x * self.w, tf.complex64))
+            return tf.reduce_sum(tf.abs(x) ** 2) if LAST else x
+
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    with Pipeline(Transform(), loss=lambda outputs, _: outputs, timeout=60.0) as pipeline:
+        pipeline.step(x, np.zeros(2, np.float32))
+    expected = 4 * 2 * (x**2).sum(0) if RANK == 0 else np.zeros(4)
+    np.testing.assert_allclose(pipeline.gradients()[0], expected, rtol=1e-5)
+
+
+@several
+def test_outputs_that_share_a_boundary_have_thresholds_of_their_own_that_are_restored(tmp_path):
+    class Scaled(tf.Module):
+        trainable_variables = ()
+
+        def __call__(self, a, b=None):
+            self.kept = {"a": a, "b": b}
+            return tf.reduce_sum(a) if LAST else {"a": a, "b": 100 * a}
+
+    x = np.random.default_rng(0).standard_normal((64, 200)).astype(np.float32)
+    kept, path = [], None
+    for _ in range(2):
+        boundary = ThresholdBoundary(0.1, "laplace")
+        with Pipeline(Scaled(), boundary=boundary, loss=lambda outputs, _: outputs, timeout=60.0) as pipeline:
+            checkpoint = tf.train.Checkpoint(boundaries=pipeline.boundaries)
+            if path is None:
+                for _ in range(5):
+                    pipeline.step(x, np.zeros(64, np.float32))
+                path = checkpoint.write(str(tmp_path / "saved"))
+            else:
+                checkpoint.read(path)  # before the first batch
+            pipeline.evaluate(x, np.zeros(64, np.float32))
+            if RANK > 0:
+                kept.append([int(tf.math.count_nonzero(one)) for one in pipeline.stage.kept.values()])
+    if RANK == 1:
+        assert kept[0] == kept[1] and 0 < kept[0][0] == kept[0][1] < 0.3 * x.size  # b is a multiple of a
+
+
+@several
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_crosses_as_it_is(dtype):
     class Half(Stage):

@@ -115,11 +115,13 @@ class DgsOracle:
         return r * mask
 
     def dgc_async(self, k, j, g):
-        """Deep Gradient Compression, Algorithm 3, lines 11 to 16."""
+        """Deep Gradient Compression, Algorithm 3, lines 11 to 16. Dense layers have ordinary momentum."""
         self.u[k][j] = self.m * self.u[k][j] + g
         v = self.r[k][j] + self.u[k][j]
         mask = self.mask(v, self.density)
-        self.r[k][j], self.u[k][j] = v * ~mask, self.u[k][j] * ~mask
+        self.r[k][j] = v * ~mask
+        if v.size >= self.dense_below and self.density < 1.0:
+            self.u[k][j] = self.u[k][j] * ~mask
         return v * mask
 
     def asgd(self, k, j, g):

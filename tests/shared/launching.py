@@ -4,6 +4,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,16 @@ def launch(command, environment=()):
         output, _ = job.communicate()
         pytest.fail(f"the job hung:\n{output}")
     return job.returncode, output
+
+
+def run_asynchronous_job(directory, script, ranks=3, environment=(), options=()):
+    """Run a script with the names of `asynchronous_job` under mpirun; a directory is for the ranks' output.
+
+    Returns the exit code, and what ranks and mpirun wrote.
+    """
+    preamble = "import os, signal, subprocess, sys, time\nfrom asynchronous_job import *\n"
+    (output := directory / "output").mkdir(exist_ok=True)
+    command = [*mpirun(ranks), *options, sys.executable, "-c", preamble + textwrap.dedent(script)]
+    here = {"JOB_OUTPUT": str(output), "PYTHONPATH": str(Path(__file__).parent), **dict(environment)}
+    code, printed = launch(command, here)
+    return code, "".join(file.read_text() for file in sorted(output.iterdir())) + printed

@@ -1,39 +1,30 @@
 """Asynchronous runs on MPI: they train, and after a failure they end without a hang."""
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import launching
 import numpy as np
 import pytest
-from asynchronous_job import LR, SHAPES, dgs, gradients, loss_of, numbers
-from launching import launch, mpirun
+from asynchronous_job import LR, dgs, gradients, loss_of, numbers
+from launching import mpirun
 
 from hvd_sparse.parameter_server import Simulation, in_turn
 
 pytestmark = launching.MARKS
-PREAMBLE = "import os, signal, subprocess, sys, time\nfrom asynchronous_job import *\n"
 SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared")
 
 
 @pytest.fixture
 def run_job(tmp_path, monkeypatch):
-    """Return run(script, ranks, options=()): (exit code, what ranks and mpirun wrote). A hang is a failure."""
+    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
     monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
-    (output := tmp_path / "output").mkdir()
-
-    def run(script, ranks=3, environment=(), options=()):
-        command = [*mpirun(ranks), *options, sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
-        here = {"JOB_OUTPUT": str(output), "PYTHONPATH": SHARED, **dict(environment)}
-        code, printed = launch(command, here)
-        return code, "".join(file.read_text() for file in sorted(output.iterdir())) + printed
-
-    return run
+    return functools.partial(launching.run_asynchronous_job, tmp_path)
 
 
 def losses(output):
@@ -165,7 +156,8 @@ def test_with_enable_recovery_the_others_outlive_a_killed_worker(run_job, expect
 
 
 def test_interrupting_mpirun_ends_all_ranks(tmp_path):
-    script = PREAMBLE + "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
+    script = "import time\nfrom asynchronous_job import *\n"
+    script += "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "JOB_OUTPUT": str(tmp_path)}
     job = subprocess.Popen(
         [*mpirun(3), sys.executable, "-c", script],
@@ -284,39 +276,6 @@ def test_an_idle_server_costs_little(run_job):
     assert float(re.search(r"server used ([\d.]+)", output)[1]) < 0.3, output
 
 
-RESTORED = """
-session = Job(restore={restore!r}, servers={servers!r})
-if session.is_worker:
-    if {restore!r}:
-        with np.load({restore!r}) as file:
-            same = [(file[f"parameter/{{name}}"] == theta).all() for name, theta in session.theta.items()]
-            print("as saved", all(same))
-    # no worker pushes before all have looked
-    MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(session.placement.workers)).Barrier()
-    session.train(20)
-    if RANK == 0:
-        session.save({path!r})
-    session.close()
-else:
-    session.serve()
-"""
-
-
-def test_saved_and_restored_with_other_numbers(run_job, tmp_path):
-    """Two workers and one server go on as one worker and three servers, then as three co-located ranks."""
-    paths, losses_there = [str(tmp_path / f"{number}.npz") for number in range(3)], []
-    for path, (ranks, servers, restore) in zip(
-        paths, [(3, 1, None), (4, 3, paths[0]), (3, "colocated", paths[1])], strict=True
-    ):
-        code, output = run_job(RESTORED.format(restore=restore, servers=servers, path=path), ranks)
-        assert code == 0 and "as saved False" not in output, output
-        with np.load(path) as file:
-            losses_there.append(loss_of({name: file[f"parameter/{name}"] for name in SHAPES}))
-        expected = 0 if restore is None else ranks if servers == "colocated" else ranks - servers
-        assert output.count("as saved True") == expected, output
-    assert losses_there == sorted(losses_there, reverse=True)
-
-
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_worker_that_was_silent_comes_back(run_job, servers):
     """Stopped for longer than `silence`, the worker is dropped, then joins again. Each push counts once."""
@@ -374,27 +333,3 @@ def test_horovod_and_a_session_in_one_process(run_job):
         """
     )
     assert code == 0 and output.count("sum [3.0, 3.0, 3.0]") == 3, output
-
-
-def test_a_run_begins_with_the_model_of_the_first_server(run_job):
-    """Statistics of batch normalisation with it: a pretrained model need be loaded on that rank only."""
-    code, output = run_job(
-        """
-        import torch
-        from hvd_sparse.torch.asynchronous import ASGD, connect
-
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-        for tensor in model.state_dict().values():
-            tensor.fill_(1 + RANK)
-        session = connect(model, ASGD(), servers=2)
-        if session.is_worker:
-            found = {float(value) for tensor in model.state_dict().values() if tensor.ndim for value in tensor.view(-1)}
-            print(f"rank {RANK} begins with {found}")
-            session.close()
-        else:
-            session.serve()
-        """,
-        4,
-    )
-    assert code == 0
-    assert [f"rank {rank} begins with {{3.0}}" in output for rank in (0, 1)] == [True, True], output

@@ -108,6 +108,31 @@ def test_msgd_is_momentum_sgd_on_one_worker():
         Simulation(method, start(), 2)
 
 
+@pytest.mark.parametrize(("numel", "density"), [(8, 0.01), (2000, 1.0)], ids=["small", "density 1"])
+@pytest.mark.parametrize("values", ["float32", "int2"])
+def test_what_is_sent_whole_has_ordinary_momentum_with_dgc(numel, density, values):
+    """Velocities 1, 1.5 and 1.75: no element is delayed, so none is masked."""
+    method = METHODS["dgc_async"](momentum=0.5, density=density, values=values)
+    simulation = Simulation(method, {"w": np.zeros(numel, np.float32)}, 1)
+    for _ in range(3):
+        simulation.step(0, lambda worker, theta: {"w": np.ones(numel, np.float32)}, 1.0)
+    np.testing.assert_array_equal(simulation.parameters()["w"], np.full(numel, -4.25))
+
+
+@pytest.mark.parametrize("values", ["int1", "int2"])
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_what_has_no_gradient_does_not_move(values, density):
+    """Selections that are larger than the gradient, and one that is empty: the levels have no zero."""
+    method = METHODS["gd_async"](density=density, values=values, pull_density=0.1, pull_values=values, min_numel=1)
+    simulation = Simulation(method, {"w": np.zeros(100, np.float32)}, 1)
+    for number in range(3):
+        gradient = np.zeros(100, np.float32)
+        gradient[50] = number > 0
+        simulation.step(0, lambda worker, theta, found=gradient: {"w": found}, 1.0)
+        for found in (simulation.parameters()["w"], simulation.workers[0].parameters["w"]):
+            np.testing.assert_array_equal(found, -number * (np.arange(100) == 50))
+
+
 def test_a_worker_that_joins_again_goes_on_with_its_schedule():
     """Its messages are counted anew, but the density does not start from the warm-up's first step."""
     time, method = [0.0], METHODS["gd_async"](density=0.01, warmup=4, min_numel=0)

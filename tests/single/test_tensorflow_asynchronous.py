@@ -55,6 +55,15 @@ def train_torch(method, seed=0, **options):
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
+def test_close_takes_the_last_answer():
+    """With overlap, the answer to a push comes with the next one: the last one has none."""
+    variable = tf.Variable(tf.zeros([3]))
+    session = asynchronous.connect([variable], METHODS["asgd"](), **OPTIONS, overlap=True)
+    session.optimizer(1.0).apply_gradients([(tf.ones([3]), variable)])
+    session.close()
+    np.testing.assert_array_equal(variable.numpy(), -np.ones(3))
+
+
 def variables_of(values, dtype=tf.float32):
     return {name: tf.Variable(value, name=name, dtype=dtype) for name, value in values.items()}
 

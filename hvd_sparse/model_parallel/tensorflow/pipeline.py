@@ -24,9 +24,9 @@ class Pipeline(stages.Pipeline):
         optimizer.apply_gradients(zip(pipeline.gradients(), stage.trainable_variables))
 
     Build it on every rank of the communicator. Messages go through the CPU. `boundaries`, {name: layer}, are not part
-    of the stage: `tf.train.Checkpoint(stage=stage, **pipeline.boundaries)`. A stage that fails ends the others with a
-    `PipelineError`, also in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021), section
-    2.2; schedules: GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
+    of the stage: `tf.train.Checkpoint(stage=stage, boundaries=pipeline.boundaries)`. A stage that fails ends the others
+    with a `PipelineError`, also in the constructor. Source: Dynamic Communication Thresholding (Gupta et al., 2021),
+    section 2.2; schedules: GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019).
 
     Args:
         stage: A Keras model or layer, or any callable with `trainable_variables`. It runs eagerly; to compile it, make
@@ -63,7 +63,8 @@ class Pipeline(stages.Pipeline):
         communicator=None,
     ):
         self._gradients: list[tf.Tensor] | None = None
-        super().__init__(stage, boundary, {}, communicator, micro_batches, schedule, loss, reduction, timeout)
+        boundaries = tf.__internal__.tracking.wrap({})  # a checkpoint restores those that do not exist yet when they do
+        super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def step(self, inputs=None, targets=None) -> float:
         """Run a batch forward and backward, on every stage; return its loss, on every stage.
@@ -74,7 +75,11 @@ class Pipeline(stages.Pipeline):
         `PipelineError`.
         """
         self._gradients = None
-        return super().step(inputs, targets)
+        try:
+            return super().step(inputs, targets)
+        except BaseException:
+            self._gradients = None  # those of the micro-batches that have run
+            raise
 
     def gradients(self) -> list[tf.Tensor]:
         """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
@@ -137,11 +142,13 @@ class Pipeline(stages.Pipeline):
     def _to_wire(self, name: str, leaf: tf.Tensor, training: bool) -> Tensor:
         if not isinstance(leaf, tf.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
-        is_real = leaf.dtype.is_floating
-        mask, boundary = None, self._boundary_of(name) if is_real and leaf.shape.rank > 1 and len(leaf) > 0 else None
+        mask, boundary = None, None
+        if leaf.dtype.is_floating and leaf.shape.rank > 1 and len(leaf) > 0:
+            boundary = self._boundary_of(name)
         if boundary is not None and boundary.settings.density < 1.0:
             mask = boundary.mask(leaf, training).numpy()
-        return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, bool(name) and training and is_real)
+        dtype = DTYPES[leaf.dtype]
+        return Tensor(_as_array(leaf), dtype, mask, bool(name) and training and dtype in message.DIFFERENTIABLE)
 
     def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
         if not training:

@@ -1,5 +1,6 @@
 """Pipelines of stages for PyTorch: one stage per rank, sparse activations between them (DCT-MP)."""
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -57,7 +58,7 @@ class Pipeline(stages.Pipeline):
         timeout: float = stages.TIMEOUT,
         communicator=None,
     ):
-        boundaries = torch.nn.ModuleDict()  # by name of the output; their state is in its state_dict
+        boundaries = Boundaries(self)
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def stats(self) -> dict:
@@ -114,6 +115,28 @@ class Pipeline(stages.Pipeline):
                 torch.autograd.backward(roots, [self._from_wire(gradient) for gradient in gradients])
         wanted = [leaf for leaf in run.inputs if leaf.requires_grad]
         return [_as_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in wanted]
+
+
+class Boundaries(torch.nn.ModuleDict):
+    """The boundaries of a stage by name of the output.
+
+    Any name is allowed, such as "values", which `ModuleDict` refuses. `load_state_dict` makes a boundary that would
+    only be made in the first batch.
+    """
+
+    def __init__(self, pipeline: Pipeline):
+        super().__init__()
+        self._pipeline = weakref.ref(pipeline)
+
+    def __setitem__(self, name: str, boundary: ThresholdBoundary) -> None:
+        """Add a boundary."""
+        self._modules[name] = boundary
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        for key in state_dict:
+            if key.startswith(prefix):
+                self._pipeline()._boundary_of(key.removeprefix(prefix).partition(".")[0])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

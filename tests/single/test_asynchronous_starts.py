@@ -1,0 +1,102 @@
+"""Asynchronous runs on MPI: what they start from, a file that was saved, and sessions one after another."""
+
+import functools
+import re
+
+import launching
+import numpy as np
+import pytest
+from asynchronous_job import SHAPES, loss_of
+
+pytestmark = launching.MARKS
+
+
+@pytest.fixture
+def run_job(tmp_path, monkeypatch):
+    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
+    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
+    return functools.partial(launching.run_asynchronous_job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "roles", ["servers=1", pytest.param("servers='colocated', silence=20.0", marks=pytest.mark.exhaustive)]
+)
+def test_a_worker_that_is_already_in_the_next_session(run_job, roles):
+    """Worker 0 opens the second session, of another method, while the others are still in the first one."""
+    code, output = run_job(
+        f"""
+        for number in range(2):
+            session = Job(method=dgs(momentum=0.1 * (number + 1)), timeout=20.0, {roles})
+            if session.is_worker:
+                start = loss_of(session.theta)
+                MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(session.placement.workers)).Barrier()
+                session.train(20)
+                if RANK == 1:
+                    time.sleep(2.0)
+                print(f"loss {{start:.4f}} rank {{RANK}}")
+                session.close()
+            if session.is_server:
+                session.serve()
+        print("ended", RANK)
+        """
+    )
+    assert code == 0 and all(f"ended {rank}" in output for rank in range(3)), output
+    starts = re.findall(r"loss ([\d.]+) rank", output)
+    assert len(starts) >= 4 and len(set(starts)) == 1, output  # the first server's model, not one that is trained
+
+
+def test_a_run_begins_with_the_model_of_the_first_server(run_job):
+    """Statistics of batch normalisation with it: a pretrained model need be loaded on that rank only."""
+    code, output = run_job(
+        """
+        import torch
+        from hvd_sparse.torch.asynchronous import ASGD, connect
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        for tensor in model.state_dict().values():
+            tensor.fill_(1 + RANK)
+        session = connect(model, ASGD(), servers=2)
+        if session.is_worker:
+            found = {float(value) for tensor in model.state_dict().values() if tensor.ndim for value in tensor.view(-1)}
+            print(f"rank {RANK} begins with {found}")
+            session.close()
+        else:
+            session.serve()
+        """,
+        4,
+    )
+    assert code == 0
+    assert [f"rank {rank} begins with {{3.0}}" in output for rank in (0, 1)] == [True, True], output
+
+
+RESTORED = """
+session = Job(restore={restore!r}, servers={servers!r})
+if session.is_worker:
+    if {restore!r}:
+        with np.load({restore!r}) as file:
+            same = [(file[f"parameter/{{name}}"] == theta).all() for name, theta in session.theta.items()]
+            print("as saved", all(same))
+    # no worker pushes before all have looked
+    MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(session.placement.workers)).Barrier()
+    session.train(20)
+    if RANK == 0:
+        session.save({path!r})
+    session.close()
+else:
+    session.serve()
+"""
+
+
+def test_saved_and_restored_with_other_numbers(run_job, tmp_path):
+    """Two workers and one server go on as one worker and three servers, then as three co-located ranks."""
+    paths, losses_there = [str(tmp_path / f"{number}.npz") for number in range(3)], []
+    for path, (ranks, servers, restore) in zip(
+        paths, [(3, 1, None), (4, 3, paths[0]), (3, "colocated", paths[1])], strict=True
+    ):
+        code, output = run_job(RESTORED.format(restore=restore, servers=servers, path=path), ranks)
+        assert code == 0 and "as saved False" not in output, output
+        with np.load(path) as file:
+            losses_there.append(loss_of({name: file[f"parameter/{name}"] for name in SHAPES}))
+        expected = 0 if restore is None else ranks if servers == "colocated" else ranks - servers
+        assert output.count("as saved True") == expected, output
+    assert losses_there == sorted(losses_there, reverse=True)
