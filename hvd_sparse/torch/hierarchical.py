@@ -2,7 +2,7 @@
 
 `hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a separate `Step` for its shards. This class
 passes the sums over a host's ranks to that step and distributes its results. Horovod sends small tensors dense, as in
-any step.
+any step; with clip_scope="model" they wait for the norm of the whole gradient, and are all-reduced together.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
-from hvd_sparse.torch.dense_bucket import take_dense
+from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
@@ -45,6 +45,8 @@ class HierarchicalStep:
         self.entries: dict[str, Entry] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
+        self._clips_model = getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
+        self._together: DenseBucket | None = None  # the small tensors, if they wait for the norm of all gradients
 
     # State
 
@@ -157,7 +159,7 @@ class HierarchicalStep:
         """Begin an optimizer step, counted from 0."""
         self.lay_out()
         self.number, self.units, self.rank = number, units, self.exchange.rank()
-        self.entries, self._finite, self._groups, self._sums = {}, [], {}, None
+        self.entries, self._finite, self._groups, self._sums, self._together = {}, [], {}, None, None
         self._presence = Presence(self.exchange, freezes=False)
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
@@ -165,7 +167,7 @@ class HierarchicalStep:
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
-        self._tokens.begin(self.rank, len(large))
+        self._tokens.begin(self.rank, len(self.expected if self._clips_model else large))
         self._planned = plan_buckets({name: self._bytes(name) for name in large}, HOST_BYTES, "host")
         self._missing = {title: set(names) for title, names in self._planned.items()}
         self._title_of = {name: title for title, names in self._planned.items() for name in names}
@@ -179,18 +181,17 @@ class HierarchicalStep:
                 self._missing[self._title_of[name]].discard(name)
                 self._start_full()
             return self._tokens.take()
+        if self._clips_model:
+            return self._tokens.take()
         entry.carries_token = False
-        if not entry.frozen:
-            entry.factor = self._clip(entry) * self.units.incoming
-        sent, finite = take_dense(entry, self.small[name], self.units)
-        self._finite += finite
-        self.traffic.count(payload_bytes=sent.nbytes, sent=entry.gradient.numel())
-        return sent
+        return self._take_dense(entry)
 
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
+        if self._clips_model:
+            self._start_together()
         unplanned = [name for name in self.entries if name in self.cuts and name not in self._title_of]
         late = plan_buckets({name: self._bytes(name) for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
@@ -217,7 +218,7 @@ class HierarchicalStep:
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
-        if entry.carries_token:
+        if entry.name in self.cuts:
             if self._sums is None:
                 self._sums = self._deliver(scale)
             out = place_of(entry.gradient)
@@ -225,6 +226,9 @@ class HierarchicalStep:
                 begin, end = self.cuts[entry.name][shard : shard + 2].tolist()
                 part.put(out.view(-1)[begin:end], at)
             return out
+        if self._together is not None:
+            with self.traffic.timed("exchange"):
+                carried = self._together.sum_of(entry.name, scale)
         if entry.commit is not None:
             entry.commit()
         return carried
@@ -241,7 +245,29 @@ class HierarchicalStep:
         sent, received = between["payload_bytes"], between["received_bytes"]
         self.traffic.count(payload_bytes=sent, surplus_bytes=received - sent)
         self.expected = tuple(sorted(self.entries))
-        self.entries = {}
+        self.entries, self._together = {}, None
+
+    # Small tensors
+
+    def _take_dense(self, entry: Entry) -> torch.Tensor:
+        """Return the tensor that a small entry sends, clipped, and set the entry's `commit`."""
+        if not entry.frozen:
+            entry.factor = self._clip(entry) * self.units.incoming
+        sent, finite = take_dense(entry, self.small[entry.name], self.units)
+        self._finite += finite
+        self.traffic.count(payload_bytes=sent.nbytes, sent=entry.gradient.numel())
+        return sent
+
+    def _start_together(self) -> None:
+        """Compute the factor that clips the whole gradient, and start one all-reduce of all small tensors."""
+        entries = [self.entries[name] for name in sorted(self.entries)]
+        gradients = [entry.gradient for entry in entries if not entry.frozen]
+        self._whole_factor = whole_clip_factor(self.algorithm, self.units, gradients) * self.units.loss_scale
+        small = [entry for entry in entries if entry.name not in self.cuts]
+        if small:
+            whole = torch.cat([self._take_dense(entry).reshape(-1) for entry in small])
+            self._together = DenseBucket(small, self.exchange.allreduce("dense", whole))
+            self._collectives.append(self._together.pending)
 
     # Within a host
 
@@ -249,17 +275,16 @@ class HierarchicalStep:
         return 4 * self.parameters[name].numel()
 
     def _clip(self, entry: Entry) -> float:
-        """Return the factor that clips a gradient by its own norm or by the norm of all gradients."""
-        clip_norm = getattr(self.algorithm, "clip_norm", None)
-        if clip_norm is None:
+        """Return the factor that clips a gradient by its own norm or by the norm of this rank's whole gradient."""
+        if getattr(self.algorithm, "clip_norm", None) is None:
             return 1.0
-        whole = self.algorithm.clip_scope == "model"
-        gradients = [one.gradient for one in self.entries.values() if not one.frozen] if whole else [entry.gradient]
-        return whole_clip_factor(self.algorithm, self.units, gradients) * self.units.loss_scale
+        if self._clips_model:
+            return self._whole_factor
+        return whole_clip_factor(self.algorithm, self.units, [entry.gradient]) * self.units.loss_scale
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
-        if getattr(self.algorithm, "clip_scope", "tensor") == "model" or not self._presence.is_known():
+        if self._clips_model or not self._presence.is_known():
             return
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)

@@ -174,7 +174,7 @@ class Step:
                 if not bucket.missing:
                     self._start(bucket)
         self._awaited.discard(name)
-        if not self._awaited and not self._is_sealed and self.expected:
+        if not self._awaited and not self._is_sealed and self.expected and not self._clips_model():
             self._seal()
         if self._deferred:
             self._release(wait=False)
@@ -184,8 +184,8 @@ class Step:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
         self._nowhere = self._trained_nowhere()
         known = {*self.expected, *self._nowhere}
-        if not self._is_sealed and self.expected and self.codec.is_joint:
-            self._bucket_of, known = {}, set(self._nowhere)  # a tensor is missing: all others share a late bucket
+        if not self._is_sealed and self.expected and self.codec.is_joint and (self._awaited or {*self.entries} - known):
+            self._bucket_of, known = {}, set(self._nowhere)  # a tensor is missing or new: all share a late bucket
             self._is_sealed = True
         if not self._is_sealed:
             self._seal()

@@ -224,14 +224,17 @@ def test_training_goes_on_from_a_checkpoint(summed, between, layout):
             assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
 
 
-def test_a_step_that_is_not_finite_is_skipped_on_all_hosts():
+@pytest.mark.parametrize("bad", ["head.weight", "body.bias"])
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
+def test_a_step_that_is_not_finite_is_skipped_on_all_hosts(method, bad):
     parameters = make_parameters()
     exchange = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
-    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    clips = {"scope": "model", "clip_norm": 5.0, "clip_scope": "model"} if method == "dgc" else {}
+    compressor = getattr(Compression, method)(parameters.items(), 0.05, min_numel=100, **exchange, **clips)
     for t in range(4):
         gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, t, hvd.rank()).items()}
         if t == 2 and hvd.rank() == hvd.size() - 1:
-            gradients["head.weight"][7] = np.nan
+            gradients[bad][7] = np.nan
         reduced = drive(compressor, parameters, gradients)
         assert all(bool(torch.isnan(result).all()) == (t == 2) for result in reduced.values())
 
@@ -294,6 +297,69 @@ def test_the_optimizers_options():
             results.append(parameters)
         for name in SHAPES:
             torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
+
+
+SMALL_FIRST = ["scale", "body.bias", "body.weight", "head.weight"]
+CLIPPED = {"density": 0.05, "scope": "model", "momentum": 0.9, "min_numel": 100}
+
+
+def clipped(parameters, **exchange):
+    settings = {**CLIPPED, "clip_norm": 5.0, "clip_scope": "model", "dense_fallback": None, **exchange}
+    return distributed(parameters, Compression.dgc(parameters.items(), **settings), op=hvd.Sum)
+
+
+@pytest.mark.parametrize("order", [SMALL_FIRST, SMALL_FIRST[::-1], None], ids=["small first", "small last", "shuffled"])
+def test_small_tensors_are_clipped_by_the_whole_gradients_norm(order):
+    results = []
+    for exchange in ({}, {"exchange": "hierarchical", "ranks_per_host": 1}):
+        parameters, seen = make_parameters(), []
+        optimizer = clipped(parameters, **exchange)
+        for t in range(6):
+            parameters["body.bias"].requires_grad_(t not in (2, 3))  # then a gradient that no rank expects
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank()), order or shuffled(SHAPES, t, hvd.rank()))
+            seen.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+        assert_ranks_agree(parameters)
+        results.append(seen)
+    for flat, hosted in zip(*results, strict=True):
+        for name in SHAPES:
+            torch.testing.assert_close(hosted[name], flat[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_each_rank_clips_its_whole_gradient_before_its_host_sums(layout):
+    """DGC, Appendix C. Under Sum, the bound is clip_norm / sqrt(world size)."""
+    hosts = hosts_of(layout)
+    shards = min(map(len, hosts))
+
+    def shard(j, tensors):
+        cut = {name: slice(value.size * j // shards, value.size * (j + 1) // shards) for name, value in tensors.items()}
+        return {name: v.reshape(-1)[cut[name]] if v.size >= 100 else v for name, v in tensors.items()}
+
+    def of_host(t, host, j, seed):
+        sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        for drawn in (draw(SHAPES, t, rank, seed) for rank in hosts[host]):
+            norm = np.linalg.norm(np.concatenate([value.reshape(-1) for value in drawn.values()]))
+            for name, value in drawn.items():
+                sums[name] += value * min(1.0, 5.0 / hvd.size() ** 0.5 / norm)
+        return shard(j, sums)
+
+    parameters = make_parameters()
+    start = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
+    for seed in range(20):
+        given = [functools.partial(of_host, j=j, seed=seed) for j in range(shards)]
+        columns = [
+            train(Method(**CLIPPED), shard(j, start), one, len(hosts), 8, 0.1, average=False)
+            for j, one in enumerate(given)
+        ]
+        if min(column.gap for column in columns) > 10 * CLEAR_GAP:
+            break
+    optimizer = clipped(parameters, exchange="hierarchical", ranks_per_host=layout)
+    for t in range(8):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank(), seed), SMALL_FIRST)
+    for j, column in enumerate(columns):
+        found = shard(j, {name: parameter.detach().double().numpy() for name, parameter in parameters.items()})
+        for name, wanted in column.parameters.items():
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_residuals_go_with_the_next_gradients_where_hosts_have_changed():

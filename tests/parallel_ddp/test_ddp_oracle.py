@@ -16,6 +16,12 @@ DGC = {"density": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05,
 TRIALS = {
     "dgc": ("dgc", Method(**DGC), DGC, 30),
     "dgc, joint": ("dgc", Method(**JOINT), {**JOINT, "min_numel": 100}, 30),
+    "dgc, joint, hierarchical": (
+        "dgc",
+        Method(**JOINT),
+        {**JOINT, "min_numel": 100, "exchange": "hierarchical", "ranks_per_host": 1, "dense_fallback": None},
+        30,
+    ),
     "samomentum": (
         "samomentum",
         Method(samomentum=True, momentum=0.7, density=0.05),
