@@ -243,11 +243,11 @@ class SparseCompressor(tf.Module):
         decays = parts.algorithm.weight_decays((name, parts.variables[name]) for name in parts.variables)
         variables = {name: parts.variables[name] for name in parts.variables}
         hosts = make_hosts(parts.algorithm, variables, decays, parts.exchange)
-        own, shards = (parts, {}) if hosts is None else (hosts, hosts.shards)
+        own, dense, shards = parts.algorithm, parts.algorithm, {}
+        if hosts is not None:
+            own, dense, shards = hosts.algorithm, hosts.dense_algorithm, hosts.shards
         feedback = {
-            name: make_error_feedback(
-                own.algorithm if name in shards else parts.algorithm, shards.get(name, variable), name, decays[name]
-            )
+            name: make_error_feedback(own if name in shards else dense, shards.get(name, variable), name, decays[name])
             for name, variable in variables.items()
         }
         self.feedback = feedback

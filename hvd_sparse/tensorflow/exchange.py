@@ -22,15 +22,16 @@ from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
-PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6) + 3  # length of the presence sum
+PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6)  # length of the presence sum
 STARTING, LOADING = b"S", b"L"  # why a rank waits for all others between steps: to compare settings or to load a state
 
 
 class Exchange(Members):
     """The collectives of one compressor over one process set.
 
-    In a graph, their names begin like Horovod's own: hvd.elastic.run recognises by this prefix a collective that failed
-    because a rank died, and treats any other failure as the end of training.
+    In a graph, their names begin with HorovodAllreduce or HorovodAllgather: hvd.elastic.run recognises by these words a
+    collective that failed because a rank died, and treats any other failure as the end of training. It does not know
+    HorovodAlltoall, so an all-to-all is named as an all-gather.
     """
 
     def __init__(self, process_set=None):
@@ -66,13 +67,14 @@ class Exchange(Members):
         splits: int32[ranks], the number of 8-byte words for each rank.
         """
         words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
-        name = f"HorovodAlltoall.{self._prefix}.{name}"
-        received, _ = hvd.alltoall(words, splits, name=name, ignore_name_scope=True, process_set=self.process_set)
-        return tf.reshape(tf.bitcast(received, tf.uint8), [-1])
+        return tf.reshape(tf.bitcast(self._alltoall(name, words, splits), tf.uint8), [-1])
 
     def alltoall_floats(self, name: str, tensor: tf.Tensor, sizes: list[int]) -> tf.Tensor:
         """Send each rank its part of a float32 vector, split by `sizes`; return the parts sent to this rank."""
-        name, splits = f"HorovodAlltoall.{self._prefix}.{name}", tf.constant(sizes, tf.int32)
+        return self._alltoall(name, tensor, tf.constant(sizes, tf.int32))
+
+    def _alltoall(self, name: str, tensor: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+        name = f"HorovodAllgather.{self._prefix}.{name}.alltoall"  # see the class
         return hvd.alltoall(tensor, splits, name=name, ignore_name_scope=True, process_set=self.process_set)[0]
 
     def gather_floats(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
@@ -88,8 +90,10 @@ class Exchange(Members):
         name = f"HorovodAllreduce.{self._prefix}.{name}"
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
 
-    def furthest(self, name: str, step: tf.Tensor) -> tf.Tensor:
-        """Return the largest step of any rank, int64, for an elastic job, where new ranks begin with 0.
+    def furthest(self, name: str, numbers: tf.Tensor) -> tf.Tensor:
+        """Return the largest of all ranks' numbers, int64, for an elastic job, where new ranks begin with step 0.
+
+        numbers: a scalar, or a vector that is compared element by element.
 
         Raises InvalidArgumentError, without waiting for other ranks, if this graph was built for another rank or size.
         """
@@ -101,7 +105,7 @@ class Exchange(Members):
         )
         check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])
         with tf.control_dependencies([check]):
-            own = tf.identity(step)
+            own = tf.identity(numbers)
         name = f"HorovodAllreduce.{self._prefix}.{name}"
         return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
 

@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.half import HALF
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, hold, once
 from hvd_sparse.tensorflow.error_feedback import clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, in_time
 from hvd_sparse.units import Units
@@ -64,22 +65,24 @@ class Hosts:
             sizes = list(map(len, hierarchy.hosts))
             raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
         sets, rank = process_sets_of(hvd, hierarchy), exchange.rank()
-        self._number, self._size = hierarchy.shard_of(rank), hierarchy.shards
+        self.shard_number, self.host_size = hierarchy.shard_of(rank), hierarchy.shards
         self.count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))
         self.host = Exchange(sets[hierarchy.host_of(rank)])
-        self.column = Exchange(sets[hierarchy.columns[self._number]])
+        self.column = Exchange(sets[hierarchy.columns[self.shard_number]])
         least, rows = max(algorithm.min_numel, hierarchy.shards), {}
         self.cuts: dict[str, np.ndarray] = {}
         for name, variable in variables.items():
             if variable.shape.num_elements() >= least:
                 rows[name] = row_of(variable.shape.as_list(), algorithm.granularity)
                 self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
+        # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
+        self.dense_algorithm = dataclasses.replace(algorithm, min_numel=least)
         self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts})
         self.shards = {name: Shard(variables[name], *self.place(name), rows[name]) for name in self.cuts}
 
     def place(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's shard of a variable."""
-        begin, end = self.cuts[name][self._number : self._number + 2].tolist()
+        begin, end = self.cuts[name][self.shard_number : self.shard_number + 2].tolist()
         return begin, end
 
     def inner(self, now: Round) -> Round:
@@ -89,8 +92,10 @@ class Hosts:
     def add(self, entries: Sequence[Entry], algorithm: Algorithm, now: Round) -> None:
         """Replace each sharded gradient with this rank's shard of its sum over the host's ranks."""
         entries = [entry for entry in entries if entry.name in self.cuts]
+        if not entries:
+            return
         incoming = tf.cast(now.units.incoming, tf.float32)
-        parts: list[list[tf.Tensor]] = [[] for _ in range(self._size)]
+        parts: list[list[tf.Tensor]] = [[] for _ in range(self.host_size)]
         for entry in entries:
             whole = tf.reshape(tf.cast(entry.gradient, tf.float32), [-1])
             if getattr(algorithm, "clip_norm", None) is not None:
@@ -99,23 +104,25 @@ class Hosts:
             for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[entry.name])), strict=True):
                 part.append(piece)
         sizes = [sum(int(piece.shape[0]) for piece in part) for part in parts]
-        own = sizes[self._number]
+        own = sizes[self.shard_number]
         message = once(now.present, tf.concat([piece for part in parts for piece in part], 0))
-        received = self.host.alltoall_floats(f"host{now.suffix}", message, sizes) if self._size > 1 else message
-        rows = tf.unstack(tf.reshape(received, [self._size, own]))
+        received = self.host.alltoall_floats(f"host{now.suffix}", message, sizes) if self.host_size > 1 else message
+        rows = tf.unstack(tf.reshape(received, [self.host_size, own]))
         total = rows[0]
         for row in rows[1:]:  # in the order of the ranks
             total += row
         handed = 4 * (sum(sizes) - own)
-        now.counted.add(payload_bytes=handed, surplus_bytes=4 * (self._size - 1) * own - handed)
+        now.counted.add(payload_bytes=handed, surplus_bytes=4 * (self.host_size - 1) * own - handed)
         for entry, shard in zip(entries, tf.split(total, [self._length(entry.name) for entry in entries]), strict=True):
             entry.dtype, entry.gradient, entry.factor = entry.gradient.dtype, shard, incoming
 
     def deliver(self, entries: Sequence[Entry], now: Round) -> None:
         """All-gather the shards of the results within the host, and set the entries' `decode`."""
         entries = [entry for entry in entries if entry.name in self.cuts]
+        if not entries:
+            return
         own = tf.concat([self._result(entry, now) for entry in entries], 0)
-        every = self.host.gather_floats(f"result{now.suffix}", own) if self._size > 1 else own
+        every = self.host.gather_floats(f"result{now.suffix}", own) if self.host_size > 1 else own
         now.counted.add(payload_bytes=4 * own.shape[0])
         now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
         lengths = [np.diff(self.cuts[entry.name]) for entry in entries]
@@ -129,9 +136,18 @@ class Hosts:
         decoded = entry.decode()
         if now.is_dense is None:
             return decoded
-        scale = tf.cast(now.units.reduction, tf.float32)
+        scale, buffers = tf.cast(now.units.reduction, tf.float32), entry.taken[1]
         name, sent = f"dense.{entry.name}{now.suffix}", once(now.present, tf.reshape(entry.taken[0], [-1]))
-        result = tf.cond(now.is_dense, lambda: self.column.allreduce(name, sent) * scale, lambda: decoded)
+
+        def dense() -> tuple[tf.Tensor, tf.Tensor]:
+            """Return the sum over hosts, and the next residual, with this rank's part of what a 16-bit type loses."""
+            total = self.column.allreduce(name, sent) * scale
+            if entry.dtype.name not in HALF:
+                return total, buffers["residual"]
+            held, excess = hold(total, entry.dtype, self.column.rank(), self.inner(now).units)
+            return held, buffers["residual"] + excess
+
+        result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))
         now.counted.add(payload_bytes=tf.where(now.is_dense, 4 * self._length(entry.name), 0))
         return tf.ensure_shape(result, [self._length(entry.name)])
 

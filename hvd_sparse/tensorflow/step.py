@@ -8,7 +8,8 @@ then reads the sum of its own gradient.
     present   an all-reduce that starts the step: do all ranks take part, at the same step, with the same settings?
               All other collectives wait for it, as a collective that not every rank starts would never end
     encode    accumulates each gradient, selects the entries to send and packs them
-    vote      counts the gradients that were not finite on any rank: if there are any, the step is skipped
+    vote      counts the gradients that were not finite on any rank: if there are any, the step is skipped; also
+              compares the regions of a reduce-scatter
     decode    gathers and sums the payloads, and clears the sent entries unless the step is skipped
     carry     passes Horovod's own all-reduce a token for each gradient, or the tensor itself if it is sent dense
 """
@@ -30,7 +31,7 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
-from hvd_sparse.tensorflow.exchange import PRESENCE_NUMBERS, Exchange, digest_numbers
+from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.units import Units
@@ -60,6 +61,7 @@ class Step:
         self._traffic = traffic
         self._fallback: DenseFallback | None = None
         self._began = 0.0  # start of the last step, if steps are timed
+        self._timings = 0  # steps begun and durations noted since the timing started
         self._between = (algorithm, exchange) if hosts is None else (hosts.algorithm, hosts.column)
         self.codec = CODECS[algorithm.layout](self._between[0], feedback, self._between[1])
 
@@ -75,12 +77,12 @@ class Step:
         if self._fallback is None or self._fallback.world_size != size:
             waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
             tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
-            self._fallback = DenseFallback(algorithm, tensors, size)
+            self._fallback, self._timings = DenseFallback(algorithm, tensors, size), 0
         return self._fallback
 
     def restart(self) -> None:
         """Reset the timings of the dense fallback."""
-        self._began = 0.0
+        self._began, self._timings = 0.0, 0
         if self._fallback is not None:
             self._fallback.forget()
 
@@ -117,7 +119,7 @@ class Step:
         sparse = [entry for entry in entries if entry.is_sparse]
         buckets = self.codec.encode(sparse, inner) if sparse else []
         self._vote(now, entries, inner.units)
-        inner.overflow, inner.void = now.overflow, now.void
+        inner.overflow, inner.void, inner.agrees = now.overflow, now.void, now.agrees
         sent = self.codec.learn(buckets, inner) if sparse else []
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
@@ -163,7 +165,7 @@ class Step:
     def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Round:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
-            number = self.exchange.furthest(f"furthest{suffix}", number)
+            number = self._catch_up(number, suffix)
         density, seconds, is_dense, fallback = None, None, None, self.fallback()
         always = self.hosts is not None and fallback.density(schedule.highest) >= 1.0
         if isinstance(schedule, Constant) and not (fallback.is_measured or always):
@@ -185,15 +187,38 @@ class Step:
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
 
+    def _catch_up(self, number: tf.Tensor, suffix: str) -> tf.Tensor:
+        """Return the step with which all ranks of an elastic job go on.
+
+        If they have timed different steps, as a rank is new or a step has failed on some ranks, all of them start the
+        timing of the dense fallback anew: from different durations, they would choose differently.
+        """
+        name = f"furthest{suffix}"
+        if not self.fallback().is_measured:
+            return self.exchange.furthest(name, number)
+
+        def forget(differ) -> np.int64:
+            """Reset the timings, if those of the ranks differ."""
+            if differ:
+                self.restart()
+            return np.int64(0)
+
+        timings = tf.numpy_function(lambda: np.int64(self._timings), [], tf.int64)
+        own = tf.stack([number, tf.ensure_shape(timings, []), -timings])
+        number, most, least = tf.unstack(self.exchange.furthest(name, own), 3)
+        return once(tf.numpy_function(forget, [tf.not_equal(most, -least)], tf.int64).op, number)
+
     def _choose(self, number) -> tuple[float, float]:
         """Return the density of a step, and the seconds since the previous step began; 0 if unknown."""
         now = perf_counter()
+        self._timings += 1
         seconds, self._began = now - self._began if self._began else 0.0, now
         return np.float64(self.fallback().choose(int(number), self.algorithm.schedule.density(int(number)))), seconds
 
     def _note(self, number, seconds) -> np.int64:
         """Pass the mean of the ranks' seconds to the dense fallback."""
         self.fallback().note(int(number), float(seconds))
+        self._timings += 1
         return np.int64(0)
 
     def _check_presence(self, now: Round, lines: list[str]) -> tf.Operation:
@@ -206,14 +231,9 @@ class Step:
         loss_scale = now.units.loss_scale
         numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
-        told = self.codec.told(now)
-        own = tf.concat([own, tf.zeros([3], tf.float64) if told is None else told], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()
-        sums, rest = tf.split(self.exchange.allreduce(f"present{now.suffix}", own), [PRESENCE_NUMBERS - 3, 3])
-        if told is not None:
-            due, known, known_squares = tf.unstack(rest)
-            now.agrees = (due > 0.0) | tf.not_equal(tf.square(known), known_squares * ranks)  # `must_agree`
+        sums = self.exchange.allreduce(f"present{now.suffix}", own)
         total, squares = tf.split(sums[1:], 2)
         equal = tf.equal(tf.square(total), squares * ranks)
         scales_equal = tf.abs(tf.square(total[1]) - squares[1] * ranks) <= 1e-9 * tf.square(total[1])
@@ -237,13 +257,37 @@ class Step:
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # The step number keeps the vote from being a constant, which TensorFlow would send only once.
         measured = [] if now.seconds is None else [now.seconds]
-        own = tf.stack([bad, tf.cast(now.number, tf.float64), *measured])
+        told = self._told(now)
+        own = tf.concat([tf.stack([bad, tf.cast(now.number, tf.float64), *measured]), tf.reshape(told, [-1])], 0)
         sums = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))
+        if told.shape[0] > 0:
+            now.agrees = self._agrees(tf.reshape(sums[2 + len(measured) :], told.shape))
         now.overflow = sums[0] > 0.0
         if measured:
             now.noted.append(tf.numpy_function(self._note, [now.number, sums[2] / self.exchange.size()], tf.int64).op)
         now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
-        now.counted.add(payload_bytes=16 + 8 * len(measured))
+        now.counted.add(payload_bytes=8 * own.shape[0])
+
+    def _told(self, now: Round) -> tf.Tensor:
+        """Return the numbers by which ranks compare their regions, float64[shards, 3]; [0, 3] if there are no regions.
+
+        Ranks with different shards have different regions: each has the row of its shard, with zeros in the others.
+        """
+        told = self.codec.told(now)
+        if self.hosts is None:
+            return tf.zeros([0, 3], tf.float64) if told is None else told[None]
+        if getattr(self.hosts.algorithm, "exchange", "gather") == "gather":
+            return tf.zeros([0, 3], tf.float64)
+        # With "auto", shards of different sizes may decide differently: the rows are there on every rank.
+        own = tf.zeros([3], tf.float64) if told is None else told
+        return tf.one_hot(self.hosts.shard_number, self.hosts.host_size, dtype=tf.float64)[:, None] * own
+
+    def _agrees(self, sums: tf.Tensor) -> tf.Tensor:
+        """Return whether ranks with this shard agree on regions in this step, from the sum of `_told`: `must_agree`."""
+        hosts = self.hosts
+        shard, ranks = (0, self.exchange.size()) if hosts is None else (hosts.shard_number, hosts.count)
+        due, known, squares = tf.unstack(sums[shard])
+        return (due > 0.0) | tf.not_equal(tf.square(known), squares * ranks)
 
     def _take(self, entries: list[Entry], now: Round, inner: Units) -> list[tf.Tensor]:
         """Set `taken` of the entries that are sent dense in this step; return whether each is finite everywhere.

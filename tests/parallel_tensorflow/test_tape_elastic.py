@@ -3,12 +3,16 @@
 import pickle
 
 import horovod.tensorflow as hvd
+import numpy as np
 import pytest
 import tensorflow as tf
-from gradients import SHAPES, draw
-from tf_helpers import Reducer, make_variables, several
+from gradients import SHAPES, draw, whole_numbers
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, several, total
 
 from hvd_sparse.tensorflow import Compression
+from hvd_sparse.tensorflow import step as tensorflow_step
+
+SCATTER = {"density": 0.05, "min_numel": 50, "exchange": "reduce_scatter", "dense_fallback": None}
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +32,72 @@ def test_a_rank_that_joins_goes_on_from_the_others_step(scope):
     assert int(compression.step) == 26
     reducer(draw(SHAPES, 1, hvd.rank()))
     assert int(compression.step) == 27
+
+
+@several
+def test_regions_of_another_world_size_are_agreed_on_anew():
+    """Such as those of all ranks that are left when one has gone: they have the same, for one rank more."""
+    variables = make_variables()
+    compression = Compression.gradient_dropping(list(variables.values()), **SCATTER)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(4):
+        gradients = whole_numbers(SHAPES, step, hvd.rank())
+        reduced = reduce(gradients)
+        assert_ranks_agree(reduced)
+        for name in SHAPES:
+            fed[name] += total(gradients[name])
+            out[name] += reduced[name]
+        if step == 0:
+            more = hvd.size() + 1
+            for one in compression.regions.values():
+                one.world_size, one.bounds = more, np.arange(more + 1) * one.form.n // more
+    assert {one.world_size for one in compression.regions.values()} == {hvd.size()}
+    for name in SHAPES:
+        left = total(residual_of(compression, name)).reshape(SHAPES[name])
+        np.testing.assert_array_equal(out[name] + left, fed[name], err_msg=name)
+
+
+@several
+def test_a_replaced_rank_sends_dense_when_the_others_do(monkeypatch):
+    """Dense steps are faster. The last rank, which is new at the same world size, has not timed any."""
+    shapes, clock = {"a": (40, 50), "b": (3000,)}, [1.0]
+    monkeypatch.setattr(tensorflow_step, "perf_counter", lambda: clock[0])
+    variables = make_variables(shapes)
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.02, dense_fallback="measured")
+
+    def run(steps):
+        reduce, ways = Reducer(variables, compression), []
+        for step in steps:
+            assert_ranks_agree(reduce(draw(shapes, step, hvd.rank())))
+            ways.append(compression.stats()["dense_fallback"]["is_dense"])
+            clock[0] += 1.0 if ways[-1] else 4.0
+        return ways
+
+    assert run(range(20))[-1]
+    if hvd.rank() == hvd.size() - 1:
+        compression.reset()
+    ways = run(range(20, 40))
+    assert hvd.allgather_object(ways, name="ways") == [ways] * hvd.size()
+    assert not ways[0] and ways[-1], "timed anew, by all ranks"
+
+
+@several
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
+def test_horovod_recognises_a_failure_of_each_collective(exchange):
+    """hvd.elastic.run looks for these words in the error, which names the operation; others would end the training."""
+    variables = make_variables()
+    settings = {**SCATTER, "exchange": exchange, "complete": exchange == "reduce_scatter"}
+    reducer = Reducer(variables, Compression.topk(list(variables.values()), **settings))
+    gradients = {name: tf.TensorSpec(variable.shape, tf.float32) for name, variable in variables.items()}
+    graph = reducer._reduce.get_concrete_function(gradients).graph.as_graph_def()
+    nodes = [node for part in (graph.node, *(one.node_def for one in graph.library.function)) for node in part]
+    local = ("HorovodRank", "HorovodSize", "HorovodProcessSetIncluded")
+    names = {node.name for node in nodes if node.op.startswith("Horovod") and node.op not in local}
+    assert len(names) > len(SHAPES)
+    known = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
+    assert [name for name in sorted(names) if not any(word in name for word in known)] == []
 
 
 def test_a_step_traced_for_other_ranks_is_refused_on_every_rank(monkeypatch):

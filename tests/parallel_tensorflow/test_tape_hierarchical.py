@@ -12,7 +12,9 @@ from oracle import CLEAR_GAP, Method, train
 from test_tape_conservation import NowAndThenDense
 from tf_helpers import Reducer, assert_ranks_agree, make_variables, total
 
+from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
+from hvd_sparse.tensorflow.codecs.owned_regions import Message
 
 pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks")
 
@@ -171,6 +173,79 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts():
             gradients["head.weight"][3] = np.inf
         reduced = reduce(gradients)
         assert all(np.isnan(result).all() == (step == 1) for result in reduced.values())
+
+
+def reduce_with(method, shapes, layout, **settings):
+    """Return a reducer of new variables of these shapes, to their sums."""
+    variables = make_variables(shapes)
+    hosts = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    return Reducer(variables, getattr(Compression, method)(list(variables.values()), **settings, **hosts), op=hvd.Sum)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_variable_with_fewer_elements_than_a_host_has_ranks_is_sent_dense(layout):
+    shapes = {"w": (480,), "scale": ()}
+    reduce = reduce_with("gradient_dropping", shapes, layout, density=0.05, min_numel=0)
+    for step in range(3):
+        gradients = whole_numbers(shapes, step, hvd.rank())
+        reduced = reduce(gradients)
+        assert_ranks_agree(reduced)
+        np.testing.assert_array_equal(reduced["scale"], total(gradients["scale"]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_may_have_small_gradients_only(layout):
+    shapes = {"bias": (20,), "scale": ()}
+    reduce = reduce_with("dgc", shapes, layout, momentum=0.0)
+    for step in range(2):
+        gradients = whole_numbers(shapes, step, hvd.rank())
+        reduced = reduce(gradients)
+        for name in shapes:
+            np.testing.assert_array_equal(reduced[name], total(gradients[name]))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout < hvd.size()])
+def test_hosts_agree_on_regions_in_the_first_step_only(layout, monkeypatch):
+    """Though the columns of hosts have different regions."""
+    agreed, split = [], Message.split
+
+    def noted(message, agrees, *arguments):
+        agreed.append(bool(agrees))
+        return split(message, agrees, *arguments)
+
+    monkeypatch.setattr(Message, "split", noted)
+    reduce = reduce_with("topk", {"w": (480,)}, layout, density=0.05, min_numel=0, between_hosts="reduce_scatter")
+    for step in range(5):
+        assert_ranks_agree(reduce(draw({"w": (480,)}, step, hvd.rank())))
+    assert agreed == [True] + [False] * 4
+
+
+class EverDense(Schedule):
+    """Each step could be one of payloads, and none is."""
+
+    def density(self, step):
+        return 1.0
+
+    def describe(self):
+        return "ever dense"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_velocity_beyond_float16_is_sent_in_parts(layout):
+    """Dense: momentum 0.75 makes four times the gradient of it, which is 30,720. All comes, later."""
+    variables = make_variables({"w": (40, 50)}, tf.float16)
+    hosts = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None}
+    reduce = Reducer(variables, Compression.dgc(list(variables.values()), EverDense(), momentum=0.75, **hosts))
+    fed, velocity, moved = 0.0, 0.0, np.zeros((40, 50))
+    for step in range(30):
+        gradient = 30720.0 if step < 6 else 0.0
+        velocity = 0.75 * velocity + gradient
+        fed += velocity
+        reduced = reduce({"w": np.full((40, 50), gradient)})
+        assert np.isfinite(reduced["w"]).all()
+        assert_ranks_agree(reduced)
+        moved += reduced["w"]
+    np.testing.assert_allclose(moved, fed, rtol=2e-2)
 
 
 def test_uneven_hosts_are_refused():

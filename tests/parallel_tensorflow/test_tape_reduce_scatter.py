@@ -104,6 +104,19 @@ def test_a_state_goes_on_bit_for_bit(method, complete):
             np.testing.assert_array_equal(found[name], wanted[name])
 
 
+def test_the_histogram_of_the_first_step_is_counted():
+    """8 bytes a bin, of which there are as many as elements; later steps send only payloads, of about the same size."""
+    shapes = {"a": (600,), "b": (500,)}
+    variables = make_variables(shapes)
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=50, **SCATTER)
+    reduce, sent = Reducer(variables, compression), []
+    for step in range(3):
+        reduce(draw(shapes, step, hvd.rank()))
+        sent.append(compression.stats()["step"]["payload_bytes"])
+    assert sent[0] - sent[1] == pytest.approx(8 * 1100, abs=200)
+    assert sent[1] == pytest.approx(sent[2], abs=200) and sent[1] < 2000
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step():
     variables = make_variables()
     compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=50, **SCATTER)

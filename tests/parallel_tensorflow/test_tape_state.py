@@ -212,7 +212,7 @@ def test_reset(method, scope):
     assert_same(everything(again), first)
 
 
-PRESENCE = 8 * (1 + 2 * (1 + 1 + 6) + 3)  # ranks; step, loss scale, a digest of six, their squares; for regions
+PRESENCE = 8 * (1 + 2 * (1 + 1 + 6))  # ranks; step, loss scale, a digest of six, their squares
 VOTE, TOKEN = 16, 8
 
 

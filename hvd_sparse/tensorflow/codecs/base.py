@@ -146,10 +146,9 @@ class Codec(abc.ABC):
         if dtype.name not in HALF:
             entry.decode = lambda: total
             return []
-        held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
+        held, excess = hold(total, dtype, self.exchange.rank(), now.units)
         entry.decode = lambda: held
-        part = tf.cast(rest_of(self.exchange.rank(), now.units.world_size) / now.units.outgoing(), tf.float32)
-        rest = tf.where(now.void, tf.zeros_like(total), (total - held) * part)
+        rest = tf.where(now.void, tf.zeros_like(total), excess)
         with tf.control_dependencies(cleared):
             return [entry.feedback.residual.assign_add(rest)]
 
@@ -188,6 +187,15 @@ class Codec(abc.ABC):
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
         """Return the groups that share the quantization levels of low-bit values."""
         return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
+
+
+def hold(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+    """Clamp and round a float32 sum over ranks to a 16-bit type; return it, float32, and the excess for this residual.
+
+    units: those of the ranks, among which this is `rank`; they share the excess.
+    """
+    held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
+    return held, (total - held) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
 
 
 def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:

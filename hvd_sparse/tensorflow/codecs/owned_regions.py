@@ -41,14 +41,17 @@ class OwnedRegions(FixedCount):
         return super().bucket_bytes * (self.exchange.size() if self.scatters else 1)
 
     def told(self, now: Round) -> tf.Tensor | None:
-        """Return the numbers by which the ranks check that they have the same regions, float64[3]."""
+        """Return the numbers by which the ranks check that they have the same regions, float64[3].
+
+        Their sum over ranks is for `must_agree`.
+        """
         if not self.scatters:
             return None
 
         def tell(number) -> np.ndarray:
             """Return these numbers; also request an agreement if a message of this graph has no regions yet."""
             due, *digests = told(self.regions, int(number))
-            unknown = any(message.names not in self.regions for message in now.messages)
+            unknown = any(message.known_bounds() is None for message in now.messages)
             return np.array([float(due > 0.0 or unknown), *digests])
 
         return tf.ensure_shape(tf.numpy_function(tell, [now.number], tf.float64), [3])
@@ -66,6 +69,7 @@ class OwnedRegions(FixedCount):
             lambda: self._count(message, indices, now),
             lambda: tf.zeros([min(message.n, BINS)], tf.float64),
         )
+        now.counted.add(payload_bytes=tf.where(now.agrees, 8 * counts.shape[0], 0))
         arguments = [now.agrees, once(now.present, counts), bucket.ks, indices, values]
         own, splits = tf.numpy_function(message.split, arguments, (tf.uint8, tf.int32))
         received = self.exchange.alltoall(f"{bucket.name}{now.suffix}", tf.ensure_shape(own, [None]), splits)
@@ -158,13 +162,23 @@ class Message:
         """Return the number of selected elements in each bin."""
         return self._make(1).count(Entries(indices, indices))
 
+    def known_bounds(self) -> np.ndarray | None:
+        """Return the bounds of the regions; None if the ranks have to agree on them.
+
+        Regions of another world size are not known: an elastic job has had more or fewer ranks, all with the same.
+        """
+        known = self._codec.regions.get(self.names)
+        if known is None or (known.world_size, known.form.n) != (self._codec.exchange.size(), self.n):
+            return None
+        return known.bounds
+
     def split(self, agrees, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
         """Return the message to the owners, and the number of words for each."""
-        before, self._regions = self._codec.regions.get(self.names), self._make(int(ks.sum()))
+        self._regions = self._make(int(ks.sum()))
         if agrees:
             self._regions.balance(counts)
-        elif before is not None:
-            self._regions.bounds = before.bounds
+        else:
+            self._regions.bounds = self.known_bounds()
         self._codec.regions[self.names] = self._regions
         self._selected = Entries(indices, values)
         self._sent = self._regions.split(self._selected)
