@@ -11,6 +11,9 @@
 # `make test-gpu` and `make bench-gpu` use no .venv: PYTHON is any Python that has a PyTorch with CUDA.
 
 SHELL := /bin/bash
+ifneq ($(words $(CURDIR)),1)
+$(error hvd_sparse: make cannot work in a path with spaces: $(CURDIR). Move it, or use pip install --no-build-isolation .)
+endif
 export PYTHON ?= python3
 export MPI ?= wheel
 export VENV ?= $(CURDIR)/.venv

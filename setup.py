@@ -21,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -83,16 +84,30 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=places)
 
 
+def architectures(nvcc: str) -> str:
+    """The compute capabilities to compile for: those of A100, H100 and B200 that this nvcc knows, or CUDAARCHS."""
+    if os.environ.get("CUDAARCHS"):
+        return os.environ["CUDAARCHS"]
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    return ";".join(one for one in ("80", "90", "100") if f"compute_{one}" in known)
+
+
 def cuda_options(with_torch: bool) -> list[str]:
-    """What CMake must know to build the ops on CUDA tensors; nothing where they are left out."""
+    """What CMake must know to build the ops on CUDA tensors, or to leave them out; it keeps what it was told before."""
     nvcc, wanted = find_nvcc(), os.environ.get("HVD_SPARSE_WITH_CUDA") == "1"
     if wanted and nvcc is None:
         sys.exit("HVD_SPARSE_WITH_CUDA=1, but there is no nvcc. Install the CUDA toolkit, or set CUDA_HOME to it")
     if not wanted and nvcc and with_torch:
         wanted = importlib.import_module("torch").version.cuda is not None
     if nvcc is None or not wanted or os.environ.get("HVD_SPARSE_WITHOUT_CUDA") == "1":
-        return []
-    return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+        return ["-DHVD_SPARSE_CUDA=OFF"]
+    found = architectures(nvcc)
+    if not found:
+        sys.exit(
+            f"hvd_sparse: {nvcc} knows no GPU from compute capability 8.0 (A100) on. Update the CUDA toolkit, name the "
+            "GPUs in CUDAARCHS, or leave CUDA out with HVD_SPARSE_WITHOUT_CUDA=1"
+        )
+    return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={found}"]
 
 
 COMPILER_NEEDED = "A C++17 compiler is needed, such as GCC 9 or Clang 10 or newer"
@@ -117,28 +132,35 @@ class CMakeBuild(build_ext):
 
     def run(self):
         """Configure and build; the libraries land in build_lib, or in the source tree for an editable install."""
+        if sys.platform != "linux":
+            sys.exit(f"hvd_sparse builds on Linux only; this is {sys.platform}")
+        os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")  # of an environment that is not activated
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "hvd_sparse"
         build = Path(os.environ.get("HVD_SPARSE_BUILD") or self.build_temp).resolve()
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DHVD_SPARSE_NUMPY=ON"]
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
         targets = ["hvd_sparse_numpy"]
         built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
-        configure += cuda_options("torch" in built)
+        configure += (cuda := cuda_options("torch" in built))
         for module, (title, options) in FRAMEWORKS.items():
             if module in built:
                 configure += options()
                 targets += [f"hvd_sparse_{module}"]
             else:
-                print(f"hvd_sparse: {title} is not installed here: its ops are left out", file=sys.stderr)
+                configure += [f"-DHVD_SPARSE_{module.upper()}=OFF"]
+                print(f"hvd_sparse: the ops for {title} are left out", file=sys.stderr)
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         targets = os.environ.get("HVD_SPARSE_TARGETS", "").split() or targets
         build.mkdir(parents=True, exist_ok=True)
+        if not self.inplace:  # libraries of another build, for other frameworks or other versions of them
+            shutil.rmtree(package / "lib", ignore_errors=True)
         environment = dict(os.environ)
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")
         if shutil.which("cmake") is None:
             sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
         if subprocess.run(configure).returncode != 0:
-            sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}")
+            hint = ". If CUDA is at fault: HVD_SPARSE_WITHOUT_CUDA=1 leaves it out" if len(cuda) > 1 else ""
+            sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}{hint}")
         compile_all = ["cmake", "--build", str(build), "--target", *targets]
         if subprocess.run(compile_all, env=environment).returncode != 0:
             sys.exit(f"hvd_sparse: it did not compile; the first error above says why. {COMPILER_NEEDED}")

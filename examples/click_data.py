@@ -45,6 +45,8 @@ class Clicks:
 
 def batches(clicks, batch_size, seed, part=0, parts=1):
     """Yield the indices of batches endlessly, epoch after epoch; each of `parts` parts gets its share of an epoch."""
+    if len(clicks) // parts < batch_size:
+        raise SystemExit(f"--batch-size {batch_size} is more than the {len(clicks) // parts} rows of a replica")
     epoch = 0
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(len(clicks))[part::parts]

@@ -25,6 +25,8 @@ def start(parser):
         parser.error("--powersgd is for --host ddp --method none")
     if args.device is None:
         args.device = "cuda" if host.has_cuda() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU")
     if args.device == "cuda":
         torch.cuda.set_device(host.local_rank() % torch.cuda.device_count())
     torch.manual_seed(args.seed)

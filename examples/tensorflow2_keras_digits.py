@@ -24,7 +24,10 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     digits_data.add_arguments(parser)
-    return training.start(parser)
+    args = training.start(parser)
+    if args.clip_norm and not reporting.compresses_momentum(args):
+        parser.error("--clip-norm is for dgc and samomentum here, on two ranks or more")
+    return args
 
 
 class Batches(tf.keras.utils.Sequence):

@@ -84,8 +84,8 @@ def _address(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def _check_changed(name: str, array: np.ndarray, size: int) -> None:
-    if not _checked(name, array, np.float32, size).flags.writeable:
+def _check_changed(name: str, array: np.ndarray, size: int | None = None, dtype: type = np.float32) -> None:
+    if not _checked(name, array, dtype, size).flags.writeable:
         raise ValueError(f"{name} is changed in place, got an array that is read-only")
 
 

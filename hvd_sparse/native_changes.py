@@ -114,7 +114,8 @@ def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray
 
 def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
     """Set the clocks, uint32[n], of what an update changed, in place."""
-    n = _checked("clocks", clocks, np.uint32).size
+    _check_changed("clocks", clocks, dtype=np.uint32)
+    n = clocks.size
     _check_update(changed, n)
     _call("set_clocks", *map(_address, changed), n, clock, _address(clocks))
 
@@ -143,7 +144,7 @@ def pack_marked(marks: np.ndarray, values: np.ndarray, k: int, coding: str, payl
     """Write the payload, uint8[payload_size], of the k of values, float32[n], that are marked: that of `pack`."""
     n = _checked("values", values, np.float32).size
     _check_marks(marks, n)
-    _checked("payload", payload, np.uint8, payload_size(n, k, coding))
+    _check_changed("payload", payload, payload_size(n, k, coding), np.uint8)
     form = _form(n, k, coding, "float32", None)
     _call("pack_marked", ctypes.byref(form), _address(values), _address(marks), _address(payload))
 
@@ -240,8 +241,7 @@ def _check_update(update: Changed, n: int) -> None:
 
 
 def _check_marks(marks: np.ndarray, n: int) -> None:
-    if not _checked("marks", marks, np.uint64, -(-n // 64)).flags.writeable:
-        raise ValueError("marks are changed in place, got an array that is read-only")
+    _check_changed("marks", marks, -(-n // 64), np.uint64)
 
 
 def _check_parts(counts: np.ndarray, m: int) -> None:

@@ -247,7 +247,7 @@ def break_even(method: Method, other: Method, network: Network, world_size: int)
         return other.step(at, world_size) - method.step(at, world_size)
 
     low, high = LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH
-    if gain(low) <= 0.0 or gain(high) >= 0.0:
+    if gain(low) <= 0.0 or gain(high) > 0.0:
         return None
     while high / low > 1.001:
         middle = math.sqrt(low * high)

@@ -4,6 +4,8 @@
 
 OPENMPI_VERSION=4.1.8
 
+[ "$(uname)" = Linux ] || fail "this is $(uname)" "hvd_sparse needs Linux"
+
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "Python 3.10 or newer is needed (built and tested with 3.11)" "install it, or name one: make PYTHON=/path/to/python3.11"
 "$PYTHON" -c 'import ensurepip, sysconfig, os; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||

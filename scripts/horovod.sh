@@ -19,6 +19,10 @@ torch) with_tensorflow=0 ;;
 tensorflow) with_torch=0 ;;
 *) fail "Horovod for $frameworks" "torch, tensorflow or all" ;;
 esac
+command -v mpirun >/dev/null || fail "there is no mpirun on PATH" "load or install an MPI, or leave MPI=system out"
+# What its setup.py imports, and what it imports at run time: nothing is downloaded where all of it is there.
+step "packages that Horovod needs" pip install --disable-pip-version-check cloudpickle packaging psutil pyyaml setuptools wheel ||
+    fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
 installed=$(python -c 'from importlib.util import find_spec as find; print(*filter(find, ("torch", "tensorflow")))')
 cache=$(wheel_cache $installed)/horovod-$VERSION-recipe$RECIPE
 source=$ROOT/build/horovod
@@ -27,32 +31,32 @@ has_wheel() {  # DIRECTORY
     ls "$1"/horovod-*.whl >/dev/null 2>&1
 }
 
-fetch() {
-    rm -rf "$source" && mkdir -p "$source"
-    pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION"
-    tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1
-    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt
-    sed -i '/xla_mpi_ops\.cc/d' "$source"/horovod/tensorflow/CMakeLists.txt
-    sed -i '1i set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' "$source"/CMakeLists.txt
-    echo "$cache" >"$source/.patched"
+fetch() {  # one chain: `step` calls this in a condition, where set -e is without effect
+    rm -rf "$source" && mkdir -p "$source" &&
+        pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION" &&
+        tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1 &&
+        sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt &&
+        sed -i '/xla_mpi_ops\.cc/d' "$source"/horovod/tensorflow/CMakeLists.txt &&
+        sed -i '1i set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' "$source"/CMakeLists.txt &&
+        echo "$cache" >"$source/.patched"
 }
 
 build() {  # the policy version: CMake 4 refuses the Gloo in it otherwise
     HOROVOD_WITH_PYTORCH=$with_torch HOROVOD_WITHOUT_PYTORCH=$((1 - with_torch)) \
         HOROVOD_WITH_TENSORFLOW=$with_tensorflow HOROVOD_WITHOUT_TENSORFLOW=$((1 - with_tensorflow)) \
         HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-        MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source"
-    mkdir -p "$wheels"
-    mv "$source"/dist/horovod-*.whl "$wheels/"
+        MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source" &&
+        mkdir -p "$wheels" && mv "$source"/dist/horovod-*.whl "$wheels/"
 }
 
 wheels=$cache
 [ "$frameworks" = all ] || has_wheel "$cache" || wheels=$cache-$frameworks
 if ! has_wheel "$wheels"; then
     # A tree that was made for other versions of the frameworks, or not to its end, is made anew.
-    [ "$(cat "$source/.patched" 2>/dev/null)" = "$cache" ] || step "Horovod $VERSION: source" fetch
+    [ "$(cat "$source/.patched" 2>/dev/null)" = "$cache" ] || step "Horovod $VERSION: source" fetch ||
+        fail "Horovod's source could not be downloaded" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
     step "Horovod $VERSION: build for $frameworks, once per set of versions (about 5 minutes on 2 cores for all)" build ||
-        fail "Horovod did not build" "read the log above; MPI=system builds against the system's MPI instead"
+        fail "Horovod did not build" "read the log above$([ "$MPI" = system ] || echo "; MPI=system builds against the system's MPI instead")"
     [ "$frameworks" != all ] || rm -rf "$source"
 fi
 step "Horovod $VERSION: install" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl

@@ -36,11 +36,13 @@ step() {
 }
 
 wheel_cache() {
-    python - "$CACHE" "$MPI" "$(mpirun --version)" "$@" <<'PY'
+    python - "$CACHE" "$MPI" "$(mpirun --version)" "${HOROVOD_GPU_OPERATIONS:-}" "$@" <<'PY'
 import re, sys, sysconfig
 from importlib.metadata import version
-cache, mpi, mpirun, *packages = sys.argv[1:]
+cache, mpi, mpirun, gpu, *packages = sys.argv[1:]
+mpi += "" if "Open MPI" in mpirun or "OpenRTE" in mpirun else ".other"
 parts = [sys.implementation.cache_tag, sysconfig.get_platform(), f"mpi.{mpi}.{re.search(r'[0-9][0-9.]*', mpirun)[0]}"]
+parts += [f"gpu.{gpu}"] if gpu else []
 print("/".join([cache, "-".join(parts + [package + version(package) for package in packages])]))
 PY
 }

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--framework", choices=EXAMPLES, default="pytorch")
     arguments, options = parser.parse_known_args()
     example, ranks, epochs = EXAMPLES[arguments.framework], arguments.ranks, arguments.epochs
+    if ranks < 2:
+        parser.error(f"--ranks must be at least 2, as one process exchanges nothing; got {ranks}")
     dense = train(example, "none", ranks, epochs, options)
     sparse = train(example, "dgc", ranks, epochs, ["--density", str(arguments.density), *options])
     print(f"\n{table([dense, sparse])}")

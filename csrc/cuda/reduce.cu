@@ -248,7 +248,7 @@ int64_t WorkspaceSize(const ReduceSelections& selections, int64_t rows) {
 }  // namespace
 
 int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks) {
-  return WorkspaceSize(selections, RanksTogether(PlansOf(selections), ranks));
+  return selections.empty() ? 0 : WorkspaceSize(selections, RanksTogether(PlansOf(selections), ranks));
 }
 
 cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,

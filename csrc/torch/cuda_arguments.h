@@ -69,8 +69,8 @@ class CudaCall {
   cudaStream_t stream_ = nullptr;
 };
 
-// Returns the DecodeStatus of a device as an int64[2] tensor on this device, initially zero.
-Tensor& DecodeStatusOf(at::Device device);
+// Returns the DecodeStatus of a device as an int64[2] tensor on this device, initially zero. It is never freed.
+Tensor DecodeStatusOf(at::Device device);
 
 inline DecodeStatus* CudaCall::decode_status() const {
   return static_cast<DecodeStatus*>(DecodeStatusOf(device_).data_ptr());

@@ -22,7 +22,7 @@ namespace hvd_sparse {
 // hvd_sparse/library.py searches the library for this string.
 __attribute__((used)) extern const char kCudaMark[] = "hvd_sparse was built with CUDA";
 
-Tensor& DecodeStatusOf(at::Device device) {
+Tensor DecodeStatusOf(at::Device device) {
   static std::mutex mutex;
   static auto* all = new std::vector<Tensor>;  // never freed: CUDA may shut down before static objects are destroyed
   const std::lock_guard<std::mutex> lock(mutex);
@@ -254,7 +254,7 @@ Tensor QuantizeOp(const Tensor& values, const std::string& value_dtype, const st
 
 Tensor TakeDecodeStatusOp(const Tensor& like) {
   const CudaCall call("take_decode_status", "like", like);
-  Tensor& status = DecodeStatusOf(call.device());
+  const Tensor status = DecodeStatusOf(call.device());
   Tensor taken = status.clone();
   status.zero_();
   return taken;

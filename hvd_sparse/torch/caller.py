@@ -14,3 +14,20 @@ def calling_optimizer(compressor, depth: int = 8):
             return caller
         frame = frame.f_back
     return None
+
+
+def reduces_again(optimizer, depth: int = 12) -> bool:
+    """Return whether `optimizer.step()` reduces gradients that `optimizer.synchronize()` has reduced already.
+
+    Between the two no hook has called the compressor. After a step that a loss scaler has skipped, hooks have.
+    """
+    if not getattr(optimizer, "_synchronized", False) or getattr(optimizer, "_handles", None):
+        return False
+    frame, called = sys._getframe(1), set()
+    for _ in range(depth):
+        if frame is None:
+            break
+        if frame.f_locals.get("self") is optimizer:
+            called.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return {"synchronize", "step"} <= called

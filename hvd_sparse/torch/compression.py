@@ -15,7 +15,7 @@ from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.members import two_momenta
-from hvd_sparse.torch.caller import calling_optimizer
+from hvd_sparse.torch.caller import calling_optimizer, reduces_again
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
@@ -55,10 +55,10 @@ class SparseCompressor(Compressor):
         self._held: list[torch.Tensor] = []  # gradients that Horovod all-reduces
         _compressors.add(self)
         self._start_check()
-        if algorithm.local_momentum > 0.0 and self._collectives.is_alone():
+        if (algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction) and self._collectives.is_alone():
             warnings.warn(
-                "Horovod calls no compressor with one process: nothing is compressed, and the momentum of "
-                f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
+                "Horovod calls no compressor with one process: nothing is compressed, and momentum, weight_decay and "
+                f"clip_norm of Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
                 stacklevel=5,
             )
 
@@ -129,6 +129,11 @@ class SparseCompressor(Compressor):
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
             return Units(size, None, self._loss_scale)
+        if reduces_again(optimizer):
+            raise RuntimeError(
+                "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
+                "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
+            )
         average = getattr(optimizer, "op", hvd.Average) == hvd.Average
         return Units(size, 1.0 / size if average else 1.0, self._loss_scale)
 

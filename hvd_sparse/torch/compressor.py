@@ -129,18 +129,18 @@ class Compressor(abc.ABC):
                 job), before anything has changed.
         """
         with self._lock:
-            self._number = restore_state(self._step, state, self._exchange)
             self._drop()
+            self._number = restore_state(self._step, state, self._exchange)
 
     def reset(self) -> None:
         """Clear residuals, step number and pending work, on every rank; check settings again. Keep the loss scale."""
         with self._lock:
+            self._drop()
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():
                     buffer.zero_()
             self._number = 0
             self._traffic.restart()
-            self._drop()
             self._step.forget()
             self._reset_in, self._agreed_in = self._agreed_in or self._reset_in, None
 
@@ -237,6 +237,6 @@ class Compressor(abc.ABC):
 
     def _drop(self) -> None:
         """Give up the step under way."""
-        self._step.entries = {}
+        self._step.drop()
         self._traffic.drop_step()
         self._under_way = self._finished = False

@@ -17,6 +17,7 @@ from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.exchange import Exchange
 
 LAYOUTS = ("tensor", "model", "threshold")
+LEAST_CAPABILITY = (8, 0)
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -36,6 +37,8 @@ def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
     return collectives.why_not_cuda()
 
 

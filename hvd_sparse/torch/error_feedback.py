@@ -278,6 +278,11 @@ def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
     return [units.decay(one.weight_decay) for one in feedback]
 
 
+def clips_model(algorithm: Algorithm) -> bool:
+    """Return whether a method clips by the norm of all gradients together."""
+    return getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
+
+
 def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
     """Return the factor that clips by the L2 norm of all the gradients of this rank together."""
     squares = (_norm(gradient) ** 2 for gradient in gradients)

@@ -14,7 +14,7 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clips_model, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
@@ -45,7 +45,7 @@ class HierarchicalStep:
         self.entries: dict[str, Entry] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
-        self._clips_model = getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
+        self._clips_model = clips_model(algorithm)
         self._together: DenseBucket | None = None  # the small tensors, if they wait for the norm of all gradients
 
     # State
@@ -154,6 +154,12 @@ class HierarchicalStep:
         return {"rule": self.algorithm.dense_fallback} if self.inner is None else self.inner.explain()
 
     # A step
+
+    def drop(self) -> None:
+        """Give up the step under way."""
+        self.entries = {}
+        if self.inner is not None:
+            self.inner.drop()
 
     def begin(self, number: int, units: Units) -> None:
         """Begin an optimizer step, counted from 0."""

@@ -21,7 +21,7 @@ from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clips_model, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
@@ -59,7 +59,7 @@ class Step:
         self._bucket_of: dict[str, Bucket | DenseBucket] = {}
         self._deferred: list[Bucket] = []
         self._collectives: list[Pending] = []
-        self._tokens = Tokens()
+        self._tokens, self._clips_model = Tokens(), clips_model(algorithm)
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
         self._alone: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
@@ -122,6 +122,11 @@ class Step:
             return {"rule": self.algorithm.dense_fallback}
         return self._fallback.explain(self.number, self.algorithm.schedule.density(self.number))
 
+    def drop(self) -> None:
+        """Give up the step under way."""
+        self.entries = {}
+        self.codec.drop()
+
     def begin(self, number: int, units: Units) -> None:
         """Begin an optimizer step, counted from 0; cut the expected tensors into buckets."""
         fallback = self.fallback(units.world_size)
@@ -130,7 +135,6 @@ class Step:
         self._seconds, self._began = now - self._began if self._began else 0.0, now
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self.codec.begin(Round(number, density, (self.algorithm.seed << 32) + number, units, self.rank))
-        self.entries = {}
         self._awaited = set(self.expected)
         self._deferred, self._votes, self._is_sealed = [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
@@ -174,7 +178,7 @@ class Step:
                 if not bucket.missing:
                     self._start(bucket)
         self._awaited.discard(name)
-        if not self._awaited and not self._is_sealed and self.expected and not self._clips_model():
+        if not self._awaited and not self._is_sealed and self.expected and not self._clips_model:
             self._seal()
         if self._deferred:
             self._release(wait=False)
@@ -287,7 +291,7 @@ class Step:
 
     def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:
         """Send the buckets and those dense entries that Horovod does not all-reduce itself; start the vote."""
-        if self._clips_model():
+        if self._clips_model:
             training = [entry.gradient for entry in entries if not entry.frozen]
             self._whole_factor = whole_clip_factor(self.algorithm, self.units, training)
         for bucket in buckets:
@@ -333,11 +337,7 @@ class Step:
         """Set the factor from a gradient to units of its error feedback, with clipping by the tensor or model norm."""
         if not entry.frozen:
             feedback = self.feedback[entry.name]
-            entry.factor = self._whole_factor if self._clips_model() else feedback.factor(entry.gradient, self.units)
-
-    def _clips_model(self) -> bool:
-        algorithm = self.algorithm
-        return getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
+            entry.factor = self._whole_factor if self._clips_model else feedback.factor(entry.gradient, self.units)
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
         """Return the tensor that a dense entry sends, and set the entry's `commit`."""

@@ -39,6 +39,8 @@ TEST(NobodyTakesPart) {
   int64_t size = 7;
   EXPECT_EQ(cudaSuccess, accumulate_bucket_workspace_size({}, &size), "an empty bucket");
   EXPECT_EQ(int64_t{0}, size, "an empty bucket");
+  EXPECT_EQ(int64_t{0}, reduce_workspace_size({}, 3), "an empty bucket");
+  EXPECT_EQ(cudaSuccess, reduce_launch({}, 3, 0, 1.0f, nullptr, nullptr, nullptr), "an empty bucket");
 }
 
 TEST(OneDamagedPayloadOfABucketSpoilsItsOwnSelection) {

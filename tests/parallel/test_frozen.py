@@ -4,7 +4,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from gradients import SCOPES, draw, whole_numbers
-from helpers import assert_ranks_agree, distributed, make_parameters, memory_of, step, total
+from helpers import as_gradient, assert_ranks_agree, distributed, drive, make_parameters, memory_of, step, total
 
 from hvd_sparse import wire
 from hvd_sparse.torch import Compression
@@ -90,3 +90,27 @@ def test_one_rank_may_freeze_what_another_trains(method):
         assert_ranks_agree(parameters)
     for name in FROZEN:
         assert torch.equal(balance[name], total(memory_of(compression, parameters, name))), name
+
+
+@pytest.mark.parametrize("method", ["micro", "cltk", "random_k"])
+def test_a_step_that_is_given_up_keeps_what_is_frozen(method):
+    """As in an elastic job: a rank dies in a step, and the others restore their states, or start anew."""
+    parameters = make_parameters(SHAPES)
+    compression = getattr(Compression, method)(parameters.items(), density=0.05, min_numel=100)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    saved = compression.state_dict()
+    kept = memory_of(compression, parameters, "b")
+    assert kept.any()
+    parameters["b"].requires_grad_(False)
+    gradients = draw(SHAPES, 2, hvd.rank())
+    for name, parameter in parameters.items():
+        parameter.grad = as_gradient(parameter, gradients[name])
+        compression.compress(parameter.grad)
+    for pending in compression._step._collectives:
+        pending.wait()
+    compression.load_state_dict(saved)
+    drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
+    assert torch.equal(memory_of(compression, parameters, "b"), kept)
+    compression.reset()
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    assert not memory_of(compression, parameters, "b").any()

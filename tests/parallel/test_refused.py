@@ -278,6 +278,22 @@ def test_momentum_in_both_is_warned_of(momentum):
     assert all("Set the optimizer's to 0" in message for message in messages)
 
 
+@several
+def test_synchronize_without_skip_synchronize_is_an_error():
+    """Horovod would reduce again what is reduced already. Not where a loss scaler has skipped step()."""
+    parameters = make_parameters()
+    optimizer = distributed(parameters, Compression.dgc(parameters.items(), 0.05, momentum=0.9, min_numel=100))
+    for skips_step in (True, False):
+        for name, gradient in draw(SHAPES, 0, hvd.rank()).items():
+            parameters[name].grad = None
+            (parameters[name] * torch.from_numpy(gradient).float()).sum().backward()
+        optimizer.synchronize()
+        if not skips_step:
+            with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="skip_synchronize"):
+                optimizer.step()
+    optimizer._handles.clear()
+
+
 def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

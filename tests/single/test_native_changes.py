@@ -134,7 +134,16 @@ MARKS = np.zeros(1, np.uint64)
 TOO_FAR = Changed(np.array([1], np.uint32), np.array([8], np.uint16))
 SHORT = Changed(np.array([2], np.uint32), np.array([1], np.uint16))
 CLOCKS = np.zeros(8, np.uint32)
+CHANGED = Changed(np.zeros(1, np.uint32), np.zeros(0, np.uint16))
+FIXED = np.frombuffer(bytes(32), np.uint32)
 REFUSALS = [
+    (native_changes.set_clocks, (CHANGED, FIXED, 3), {}, "clocks is changed in place, got an array that is read-only"),
+    (
+        native_changes.pack_marked,
+        (MARKS, ones(), 1, "run_length", np.frombuffer(bytes(payload_size(8, 1, "run_length")), np.uint8)),
+        {},
+        "payload is changed in place",
+    ),
     (native_changes.add_entries, (np.array([2, 1]), ones(2), np.array([2])), {}, "must ascend from 0, got 1 after 2"),
     (native_changes.add_entries, (np.array([-1]), ones(1), np.array([1])), {}, "must ascend from 0, got -1"),
     (native_changes.add_entries, (np.arange(2), ones(3), np.array([2])), {}, "values must have 2 elements, got 3"),

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,17 +38,26 @@ def test_cuda_is_built_where_it_is_asked_for_or_pytorch_has_it(monkeypatch):
     for name in ("HVD_SPARSE_WITH_CUDA", "HVD_SPARSE_WITHOUT_CUDA"):
         monkeypatch.delenv(name, raising=False)
     options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
-    built = ["-DHVD_SPARSE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=/somewhere/nvcc"]
+    known = SimpleNamespace(stdout="compute_75\ncompute_80\ncompute_90\n")  # as nvcc 12.0 says
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: known)
+    built = ["-DHVD_SPARSE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=/somewhere/nvcc", "-DCMAKE_CUDA_ARCHITECTURES=80;90"]
+    left_out = ["-DHVD_SPARSE_CUDA=OFF"]
     monkeypatch.setattr("shutil.which", lambda *_, **__: "/somewhere/nvcc")
     for version in (None, "13.0"):
         monkeypatch.setattr("torch.version.cuda", version)
-        assert options(with_torch=True) == (built if version else [])
-    assert options(with_torch=False) == []
+        assert options(with_torch=True) == (built if version else left_out)
+    assert options(with_torch=False) == left_out
     monkeypatch.setenv("HVD_SPARSE_WITHOUT_CUDA", "1")
-    assert options(with_torch=True) == []
+    assert options(with_torch=True) == left_out
     monkeypatch.delenv("HVD_SPARSE_WITHOUT_CUDA")
     monkeypatch.setenv("HVD_SPARSE_WITH_CUDA", "1")
     assert options(with_torch=False) == built
+    monkeypatch.setenv("CUDAARCHS", "70")
+    assert options(with_torch=False)[-1] == "-DCMAKE_CUDA_ARCHITECTURES=70"
+    monkeypatch.delenv("CUDAARCHS")
+    known.stdout = "compute_75\n"
+    with pytest.raises(SystemExit, match="knows no GPU"):
+        options(with_torch=True)
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="there is no nvcc"):
         options(with_torch=True)

@@ -59,7 +59,8 @@ def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
     plan.main([*FLAGS[:4], "--bandwidth", "100gbit", "--ranks", "64", "--latency-us", "1"])
     output = capsys.readouterr().out
     assert output.splitlines()[-1].strip() in ("compression=hvd.Compression.none", "compression=hvd.Compression.fp16")
-    assert "never" in output
+    slower = [line for line in output.splitlines() if line.startswith("DGC")]
+    assert slower and all(float(line.split("Gbit/s")[0].split()[-1]) < 100 for line in slower)
 
 
 def test_own_work_is_measured():

@@ -134,6 +134,9 @@ class Codec(abc.ABC):
         """The type of the values in messages."""
         return self.algorithm.values
 
+    def drop(self) -> None:  # noqa: B027 - most codecs have nothing to give back
+        """Give up the step under way, if there is one."""
+
     def begin(self, now: Round) -> None:
         """Begin a step."""
         self.now = now

@@ -22,7 +22,7 @@ from hvd_sparse.threshold import (
     sketch_sample,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Round, in_training, place_of
+from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
@@ -47,9 +47,8 @@ class SharedIndices(Codec):
         """The thresholds of the selection."""
         return self.selection.thresholds
 
-    def begin(self, now: Round) -> None:
-        """Begin a step."""
-        super().begin(now)
+    def drop(self) -> None:
+        """Give up the step under way: frozen tensors get their buffers back."""
         self._put_back()
 
     def end(self) -> None:
