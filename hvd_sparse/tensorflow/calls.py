@@ -29,6 +29,7 @@ class Call:
     reduction: int
     process_set: hvd.ProcessSet
     optimizer: object  # the calling Keras or v1 optimizer, None under a tape
+    passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
 
     def positions(self, tensor) -> list[int]:
         """Return the positions of a gradient in the list."""
@@ -50,7 +51,7 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    frame, known, optimizer, lists = sys._getframe(1), {}, None, None
+    frame, known, optimizer, lists, passes = sys._getframe(1), {}, None, None, 1
     for _ in range(deepest):
         if frame is None:
             break
@@ -61,12 +62,15 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
             elif name.endswith("allreduce_grads") and _holds(local.get("grads"), tensor) and known:
                 lists = list(local["grads"]), list(local.get("vars") or [])
                 in_order = not isinstance(local.get("groups"), list)
+        elif hasattr(local.get("self"), "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
+            helper = local["self"]
+            passes = helper.backward_passes_per_step if helper.average_aggregated_gradients else 1
         elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
             optimizer = local["self"]
         frame = frame.f_back
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
-    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer)
+    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer, passes)
 
 
 def _holds(gradients, tensor) -> bool:
@@ -104,7 +108,12 @@ class TracedCall:
 
 
 def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
-    """Refuse other reductions and process sets; warn of a second momentum."""
+    """Refuse other reductions and process sets, and functions that run eagerly; warn of a second momentum."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd_sparse: a compression is traced once, as a graph, and tf.config.run_functions_eagerly(True) prevents "
+            "that: call tf.config.run_functions_eagerly(False) before the gradients are reduced"
+        )
     if call.reduction == hvd.Adasum:
         raise ValueError("hvd_sparse does not work with op=Adasum: use op=hvd.Average or op=hvd.Sum")
     if call.reduction not in (hvd.Average, hvd.Sum):

@@ -67,10 +67,11 @@ class SparseCompressor(tf.Module):
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
-        if algorithm.local_momentum > 0.0 and hvd.is_initialized() and not exchange.is_used():
+        loses = algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction
+        if loses and hvd.is_initialized() and not exchange.is_used():
             warnings.warn(
-                "Horovod compresses nothing with one process: the momentum of "
-                f"Compression.{algorithm.name} is not applied. Give the optimizer a momentum for such a run",
+                "Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
+                f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
                 stacklevel=5,
             )
 
@@ -92,6 +93,11 @@ class SparseCompressor(tf.Module):
     def algorithm(self) -> Algorithm:
         """The settings."""
         return self._parts.algorithm
+
+    @property
+    def regions(self) -> dict:
+        """The regions of reduce-scatters; no attribute, as TensorFlow would track it, and refuse a checkpoint of it."""
+        return self._parts.step.codec.regions
 
     @property
     def loss_scale(self) -> tf.Variable:
@@ -159,7 +165,8 @@ class SparseCompressor(tf.Module):
         squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
         norm = tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
-        chosen = self._parts.step.explain(int(number))
+        rule = {"rule": self.algorithm.dense_fallback}
+        chosen = self._parts.step.explain(int(number)) if self.feedback else rule
         return {**Traffic.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
@@ -254,7 +261,6 @@ class SparseCompressor(tf.Module):
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic, hosts)
         self.hosts = hosts
         self.thresholds, parts.threshold_rows = parts.step.codec.thresholds, parts.step.codec.threshold_rows
-        self.regions = parts.step.codec.regions
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -269,10 +275,10 @@ class SparseCompressor(tf.Module):
     def _begin(self, call: Call) -> TracedCall:
         """Lay out a step for all gradients of the call that is being traced."""
         parts = self._parts
-        self._load()
         check_call(call, parts.algorithm, parts.exchange)
+        self._load()
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
-        description += [*parts.step.describe(), f"log_to was called = {parts.logs}"]
+        description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
             parts.exchange.agree(description)
             parts.agreed = True
@@ -288,7 +294,7 @@ class SparseCompressor(tf.Module):
         with outer.as_default(), tf.control_dependencies(None):
             suffix = f".{number}" if number else ""
             log = self._report if parts.logs else None
-            entries, step = parts.step.build(gradients, self._reduction(call), suffix, description, log)
+            entries, step = parts.step.build(gradients, self._factors(call), suffix, description, log)
         parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
         return parts.call
 
@@ -297,8 +303,8 @@ class SparseCompressor(tf.Module):
         if self._parts.log is not None:
             self._parts.log(step)
 
-    def _reduction(self, call: Call) -> float:
-        return 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
+    def _factors(self, call: Call) -> tuple[float, int]:
+        return (1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0), call.passes
 
 
 class Parts:

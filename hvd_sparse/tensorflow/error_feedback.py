@@ -6,6 +6,7 @@ update is an operation in a graph, on which later operations have to depend.
 """
 
 import math
+from types import SimpleNamespace
 
 import tensorflow as tf
 
@@ -28,7 +29,8 @@ class ErrorFeedback(tf.Module):
         super().__init__()
         self.algorithm = algorithm
         self.weight_decay = weight_decay
-        self.variable = variable
+        # In an object that tf.Module does not look into: a checkpoint of error feedback must not restore the weights.
+        self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
         self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.schedule)
         waits = self.size >= algorithm.min_numel or self.retained > 0.0 or self.may_be_cut()
@@ -37,6 +39,11 @@ class ErrorFeedback(tf.Module):
             for kind in self.BUFFERS
             if kind != "residual" or waits
         }
+
+    @property
+    def variable(self) -> tf.Variable:
+        """The variable of the model, or a `Shard` of it."""
+        return self._of.variable
 
     @property
     def residual(self) -> tf.Variable:
@@ -112,9 +119,14 @@ class ErrorFeedback(tf.Module):
         sent = tf.cast(tf.clip_by_value(whole, -most, most), dtype)
         return sent, tf.reshape(whole - tf.cast(sent, tf.float32), [-1])
 
-    def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the clamped values and the excess, in units of the residual; `most` is in units of the gradient."""
-        return (whole, tf.zeros([self.size])) if most == math.inf else self._cut(whole, most * units.incoming)
+    def _sent(self, whole: tf.Tensor, units: Units, most: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the clamped values and the excess, in units of the residual, and whether the clamp hides no infinity.
+
+        `most` is in units of the gradient.
+        """
+        if most == math.inf:
+            return whole, tf.zeros([self.size]), tf.constant(True)
+        return *self._cut(whole, most * units.incoming), ops.all_finite(whole)
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the buffers' content at `indices` after sending; `left` is the rounding error in the payload."""
@@ -179,11 +191,11 @@ class MomentumCorrection(ErrorFeedback):
         masked, as no element is delayed.
         """
         velocity, terms = self._advance(gradient, factor, units)
-        sent, after = tf.add_n(terms), {"velocity": velocity}
+        sent, after, finite = tf.add_n(terms), {"velocity": velocity}, tf.constant(True)
         if "residual" in self.buffers:
-            sent, after["residual"] = self._sent(sent + self.residual.read_value(), units, most)
+            sent, after["residual"], finite = self._sent(sent + self.residual.read_value(), units, most)
         sent = enlarged(sent, units)
-        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
+        return tf.reshape(sent, self.variable.shape), after, tf.logical_and(finite, ops.all_finite(sent))
 
     def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the buffers' content at `indices` after sending: factor masking clears the velocity (section 3.3)."""
@@ -226,12 +238,12 @@ class SparsificationAware(ErrorFeedback):
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return the dense tensor to send: the whole residual, which makes the update momentum SGD."""
-        sent, after = self._local(gradient, factor, units), {}
+        sent, after, finite = self._local(gradient, factor, units), {}, tf.constant(True)
         if "residual" in self.buffers:
-            sent, left = self._sent(sent + self.residual.read_value(), units, most)
+            sent, left, finite = self._sent(sent + self.residual.read_value(), units, most)
             after["residual"] = sent * self.retained + left
         sent = enlarged(sent, units)
-        return tf.reshape(sent, self.variable.shape), after, ops.all_finite(sent)
+        return tf.reshape(sent, self.variable.shape), after, tf.logical_and(finite, ops.all_finite(sent))
 
 
 KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentum: SparsificationAware}

@@ -95,14 +95,15 @@ class Step:
     def build(
         self,
         gradients: dict[str, tf.Tensor],
-        reduction: float,
+        factors: tuple[float, int],
         suffix: str,
         lines: list[str],
         log: Callable[[int], None] | None,
     ) -> tuple[dict[str, Entry], Round]:
         """Build a step for these gradients in the current graph; return an entry for each, and their shared `Round`.
 
-        reduction: the factor for sums over ranks. suffix: distinguishes several calls in one graph. lines: the
+        factors: the factor for sums over ranks, and the number of backward passes, summed in each gradient, by which
+        Horovod divides the result to average them. suffix: distinguishes several calls in one graph. lines: the
         settings, which must be the same on every rank. log: called after each step with the number of steps so far.
         """
         always_dense = self.fallback().always if self.hosts is None else ()
@@ -110,7 +111,7 @@ class Step:
             Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
             for name, gradient in gradients.items()
         ]
-        now = self._begin(reduction, suffix, [*lines, *gradients])
+        now = self._begin(*factors, suffix, [*lines, *gradients])
         self._scale(entries, now.units)
         inner = now
         if self.hosts is not None:
@@ -162,7 +163,7 @@ class Step:
         is_payload = now.is_dense is None or self.hosts is not None
         return decoded() if is_payload else tf.cond(now.is_dense, dense, decoded)
 
-    def _begin(self, reduction: float, suffix: str, lines: list[str]) -> Round:
+    def _begin(self, reduction: float, passes: int, suffix: str, lines: list[str]) -> Round:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
             number = self._catch_up(number, suffix)
@@ -178,12 +179,14 @@ class Step:
             if fallback.is_measured or fallback.density(schedule.highest) >= 1.0:
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
-        units = Units(self.exchange.size(), reduction, self._loss_scale.read_value())
+        loss_scale = self._loss_scale.read_value()
+        # A gradient is S * passes times the mean, and so is the result that Horovod divides by `passes` afterwards.
+        units = Units(self.exchange.size(), reduction, loss_scale * passes)
         now = Round(number, number + base, density, is_dense, units, suffix)
         now.seconds = seconds if fallback.is_measured else None
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
-        now.present = self._check_presence(now, lines)
+        now.present = self._check_presence(now, loss_scale, lines)
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
 
@@ -221,14 +224,13 @@ class Step:
         self._timings += 1
         return np.int64(0)
 
-    def _check_presence(self, now: Round, lines: list[str]) -> tf.Operation:
+    def _check_presence(self, now: Round, loss_scale: tf.Tensor, lines: list[str]) -> tf.Operation:
         """Compare step, loss scale and settings across ranks; all other collectives must wait for this operation.
 
         Over N ranks, let S be the sum of x and Q the sum of x^2. All x are equal if and only if S^2 = N * Q
         (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
         """
         digests = tf.constant(digest_numbers(lines), tf.float64)
-        loss_scale = now.units.loss_scale
         numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])

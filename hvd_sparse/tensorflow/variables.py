@@ -12,7 +12,8 @@ class Variables:
     """The variables of one compressor, in the given order, which must be the same on every rank.
 
     variables: a list of `tf.Variable` (variables of Keras 3 are unwrapped). For a model that is built later: a function
-    that returns the list, or an object with `trainable_variables`, such as the model. It is read at first use.
+    that returns the list, or an object with `trainable_variables`, such as the model. A model that is not built is read
+    at first use: until then, some layers may have variables and others none.
     """
 
     def __init__(self, variables):
@@ -21,7 +22,7 @@ class Variables:
         self._name_of: dict[int, str] = {}
         if not _may_come_late(variables):
             self.load()
-        else:
+        elif not (has_variables(variables) and getattr(variables, "built", True) is False):
             with contextlib.suppress(ValueError):  # Keras: weights have not yet been created
                 self.load()
 

@@ -298,10 +298,11 @@ def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Compression.dgc(make_parameters().items(), momentum=0.9)
+        Compression.dgc(make_parameters().items(), momentum=0.0, weight_decay=0.1)
         Compression.gradient_dropping(make_parameters().items())
     messages = [str(warning.message) for warning in caught]
-    assert len(messages) == (hvd.size() == 1), messages
-    assert not messages or "momentum" in messages[0]
+    assert len(messages) == (2 if hvd.size() == 1 else 0), messages
+    assert all("momentum, weight_decay" in message for message in messages)
 
 
 @several

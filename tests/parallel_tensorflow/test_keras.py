@@ -93,6 +93,34 @@ def test_backward_passes_per_step():
 
 
 @needs_two
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dgc", {"density": 1.0, "momentum": 0.0, "weight_decay": 0.5, "clip_norm": 0.1}),
+        ("samomentum", {"density": 0.05, "weight_decay": 0.5}),
+        ("hard_threshold", {"value": 0.01}),
+    ],
+    ids=["dense", "sparse", "threshold"],
+)
+def test_settings_are_in_units_of_the_average_over_passes(method, settings):
+    """Four passes over one batch, averaged, are one: Horovod sums them, and divides after decompressing."""
+    moved, sent = [], []
+    for passes in (1, 4):
+        model = make_model()
+        compression = getattr(Compression, method)(model.trainable_variables, min_numel=60, **settings)
+        compile_with(model, compression, backward_passes_per_step=passes, average_aggregated_gradients=True)
+        x, y = samples(8)
+        for _ in range(3 * passes):
+            model.train_on_batch(x, y)
+        stats = compression.stats()
+        assert stats["steps"] == 3
+        moved.append(model.get_weights()), sent.append((stats["total"]["density"], stats["residual_norm"]))
+    for one, four in zip(*moved, strict=True):
+        np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-6)
+    assert sent[1] == pytest.approx(sent[0], rel=1e-4)
+
+
+@needs_two
 def test_loss_scale_overflow_skips_the_step():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -124,6 +152,28 @@ def test_model_built_at_its_first_call():
     compression = Compression.dgc(model, **SETTINGS)
     with pytest.raises(ValueError, match=r"variables is empty|not yet been created"):
         compression.state_dict()
+    compile_with(model, compression)
+    fit(model)
+    assert compression.stats()["steps"] == 6
+    assert len(compression.state_dict()["memory"]) == 4
+    assert_alike(model)
+
+
+@needs_two
+def test_model_of_which_a_part_is_built_earlier():
+    class Partly(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = layers.Dense(60), layers.Dense(3)
+            self.body.build((None, 20))
+
+        def call(self, inputs):
+            return self.head(self.body(inputs))
+
+    tf.keras.utils.set_random_seed(1)
+    model = Partly()
+    compression = Compression.dgc(model, **SETTINGS)
+    assert compression.stats()["steps"] == 0
     compile_with(model, compression)
     fit(model)
     assert compression.stats()["steps"] == 6
@@ -172,10 +222,12 @@ def test_saved_model_needs_no_horovod(form, tmp_path):
 
 
 @needs_two
-def test_second_momentum_warns():
+@pytest.mark.parametrize("passes", [1, 2])
+def test_second_momentum_warns(passes):
     model = make_model()
     compression = Compression.dgc(model.trainable_variables, **SETTINGS)
-    compile_with(model, compression, optimizer=tf.keras.optimizers.SGD(0.1, momentum=0.5))
+    optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.5)
+    compile_with(model, compression, optimizer, backward_passes_per_step=passes)
     if hvd.rank() == 0:
         with pytest.warns(UserWarning, match=r"momentum=0.5 .* both are applied"):
             fit(model)

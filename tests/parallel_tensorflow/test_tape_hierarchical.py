@@ -70,6 +70,7 @@ def test_nothing_is_lost(method, settings, graph, layout):
         left = whole(compression, name).reshape(shape) if np.prod(shape) >= 100 else 0.0
         np.testing.assert_allclose(out[name] + left, fed[name], rtol=0, atol=1e-3, err_msg=name)
     assert compression.feedback["head.weight"].size <= -(-500 // layout)
+    assert compression.trainable_variables == (), "a checkpoint of a compression has no weights, sharded or not"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

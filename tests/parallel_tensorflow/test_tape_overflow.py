@@ -94,6 +94,23 @@ def test_of_every_type(dtype):
         assert_nothing_entered(reduce.compression)
 
 
+@pytest.mark.parametrize("bad", ["inf", "minus_inf"])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+@pytest.mark.parametrize("method", ["dgc", "samomentum"])
+def test_an_infinity_in_a_dense_float16_gradient_is_not_clamped_away(method, density, bad):
+    """A dense float16 tensor is clamped to what float16 holds: the check for infinity has to come before that."""
+    reduce = fresh(method, "tensor", dtype=tf.float16, density=density)
+    for t in range(4):
+        is_void, fed = t % 2 == 1, draw(SHAPES, t, hvd.rank())
+        before = {name: memory_of(reduce.compression, name) for name in ("weight", "bias")}
+        if is_void and hvd.rank() == hvd.size() - 1:
+            fed = spoilt(fed, "bias" if t == 1 or density < 1.0 else "weight", BAD[bad])
+        assert_void(reduce(fed), is_void)
+        assert_nothing_entered(reduce.compression)
+        if is_void:
+            np.testing.assert_array_equal(memory_of(reduce.compression, "bias"), before["bias"])
+
+
 @pytest.fixture(params=SCOPES)
 def clipped(request):
     """A reducer that sends everything, without momentum, clipped to a norm of 3 by each tensor or by the whole."""

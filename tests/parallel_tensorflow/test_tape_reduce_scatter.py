@@ -1,10 +1,12 @@
 """Reduce-scatter with a tape: nothing is lost, and each payload equals PyTorch's."""
 
 import functools
+import tempfile
 
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 from gradients import SCOPES, SHAPES, draw, whole_numbers
 from test_tape_conservation import NowAndThenDense
 from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
@@ -102,6 +104,30 @@ def test_a_state_goes_on_bit_for_bit(method, complete):
     for found, wanted in zip(run(Reducer(others, again, True, op=hvd.Sum), range(5, 12)), expected, strict=True):
         for name in SHAPES:
             np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_a_tensorflow_checkpoint_goes_on():
+    """It has no regions: the ranks agree on new ones, and nothing is lost."""
+    reducers = []
+    for _ in range(2):
+        variables = make_variables()
+        compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=50, **SCATTER)
+        reducers.append(Reducer(variables, compression, True, op=hvd.Sum))
+    first, second = reducers
+    first(whole_numbers(SHAPES, 0, hvd.rank()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(compression=first.compression).save(f"{folder}/checkpoint")
+        restored = tf.train.Checkpoint(compression=second.compression).restore(path)
+        restored.assert_existing_objects_matched().assert_consumed()
+    before = {name: total(residual_of(first.compression, name)) for name in SHAPES}
+    reduced = second(whole_numbers(SHAPES, 1, hvd.rank()))
+    assert_ranks_agree(reduced)
+    assert second.compression.step.numpy() == 2
+    assert second.compression.state_dict()["regions"]
+    for name in SHAPES:
+        fed = sum(whole_numbers(SHAPES, 1, rank)[name] for rank in range(hvd.size())).reshape(-1)
+        left = total(residual_of(second.compression, name))
+        np.testing.assert_array_equal(reduced[name].reshape(-1) + left, before[name] + fed, err_msg=name)
 
 
 def test_the_histogram_of_the_first_step_is_counted():

@@ -46,6 +46,15 @@ def test_other_reductions(op, graph):
 
 
 @several
+def test_functions_that_run_eagerly():
+    tf.config.run_functions_eagerly(True)
+    try:
+        refuse(make(), RuntimeError, r"tf\.config\.run_functions_eagerly\(False\)")
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+@several
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_unknown_variables(graph):
     variables, others = make_variables(SHAPES), make_variables(SHAPES)

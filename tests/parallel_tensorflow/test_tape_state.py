@@ -94,6 +94,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, method, scope, tmp_path):
     assert_ranks_agree({name: variable.numpy() for name, variable in resumed.variables.items()})
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_checkpoint_of_a_compression_has_no_model_variables(is_built, tmp_path):
+    """A restore must not overwrite the weights, and an optimizer that collects variables must not find them here."""
+    value = tf.Variable(tf.ones([200]), name="value")
+    settings = {"density": 0.05, "min_numel": 100, "weight_decay": 0.1}
+    compression = Compression.dgc([value] if is_built else lambda: [value], **settings)
+    Reducer({"value": value}, compression)({"value": np.ones(200)})
+    assert compression.trainable_variables == ()
+    assert all(variable is not value for variable in compression.variables)
+    path = tf.train.Checkpoint(compression=compression).save(str(tmp_path / "checkpoint"))
+    velocity = memory_of(compression, "value", "velocity")
+    value.assign(tf.fill([200], 5.0))
+    compression.reset()
+    tf.train.Checkpoint(compression=compression).restore(path).assert_consumed()
+    np.testing.assert_array_equal(value.numpy(), 5.0)
+    np.testing.assert_array_equal(memory_of(compression, "value", "velocity"), velocity)
+    assert velocity.any()
+
+
 def test_the_step_matters_to_a_resumed_run():
     """Without it the test above would see a difference."""
     reduce = fresh("dgc", "tensor")

@@ -1,5 +1,7 @@
 """A TensorFlow 1 graph: hvd.DistributedOptimizer around a v1 optimizer, run by sessions."""
 
+import time
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -89,6 +91,68 @@ def test_backward_passes_per_step():
     for name in SHAPES:
         np.testing.assert_allclose(values[name], -LR * fed_in[name] / hvd.size(), rtol=1e-4, atol=1e-5)
     assert stats["steps"] == 3
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_weight_decay_counts_once_for_several_passes(averaged):
+    """It is in units of what the optimizer receives: a sum over two passes, or their average."""
+    with tf.Graph().as_default():
+        fed, variables, _, step = build(
+            lambda variables: Compression.dgc(variables, density=1.0, momentum=0.0, weight_decay=0.5),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=averaged,
+        )
+        with v1.Session() as session:
+            start(session)
+            take_steps(session, fed, step, range(6))
+            values = session.run(variables)
+    for name, shape in SHAPES.items():
+        expected = np.zeros(shape)
+        for first in range(0, 6, 2):
+            parts = [gradients_of(step, rank)[name] for step in (first, first + 1) for rank in range(hvd.size())]
+            gradient = sum(parts) / hvd.size() / (2 if averaged else 1)
+            expected -= LR * (gradient + 0.5 * expected)
+        np.testing.assert_allclose(values[name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", ["float32", "float16"])
+def test_a_follower_of_cltk_sends_its_gradient_though_it_is_late(values):
+    """Nothing orders the operations of a graph but their dependencies: those of the values include the gradient."""
+    leader = {"step": 0}
+
+    def wait(gradient):
+        if hvd.rank() != leader["step"] % hvd.size():
+            time.sleep(0.3)
+        return gradient
+
+    @tf.custom_gradient
+    def late(variable):
+        def backward(gradient):
+            return tf.ensure_shape(tf.numpy_function(wait, [gradient], tf.float32), variable.shape)
+
+        return tf.identity(variable), backward
+
+    with tf.Graph().as_default():
+        variable = v1.get_variable("w", [600], initializer=v1.zeros_initializer())
+        fed = v1.placeholder(tf.float32, [600])
+        compression = Compression.cltk([variable], density=0.05, min_numel=100, values=values)
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), compression=compression, op=hvd.Sum
+        )
+        operation = optimizer.minimize(tf.reduce_sum(late(variable) * fed))
+        given = np.zeros(600)
+        with v1.Session() as session:
+            start(session)
+            for step in range(4):
+                leader["step"] = step
+                own = np.random.default_rng([step, hvd.rank()]).integers(-20, 20, 600)
+                given += own
+                session.run(operation, {fed: own})
+            moved = -session.run(variable)
+            (state,) = compression.state_dict(session=session)["memory"].values()
+    sums = np.stack([given, state["residual"].astype(np.float64)])
+    given, waits = hvd.allreduce(tf.constant(sums), op=hvd.Sum, name="late").numpy()
+    np.testing.assert_array_equal(moved, given - waits)
 
 
 @pytest.mark.parametrize("dense_wins", [False, True])

@@ -164,7 +164,8 @@ class Leader(Selection):
 
     def name(self, named: Named, now: Round) -> None:
         """Set the indices, and the threshold for the next step's hint."""
-        residual, k = tf.concat(self._codec.accumulated(named.entries, now), 0), named.ks[0]
+        residuals, k = self._codec.accumulated(named.entries, now), named.ks[0]
+        residual = tf.concat(residuals, 0)
         hint = self._hints.values(["model"], named.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
 
@@ -177,7 +178,9 @@ class Leader(Selection):
             """Select nothing, and reset the hint."""
             return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
 
-        named.indices, named.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
+        indices, named.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
+        with tf.control_dependencies(residuals):  # a follower's indices do not depend on its gradients, its values do
+            named.indices = tf.identity(indices)
 
     def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Store the threshold as the hint for the next step."""
