@@ -204,7 +204,7 @@ class Pipeline(abc.ABC):
     def _made_for_all(self):
         """Return a boundary for one more output: the given one for the first, later ones with its settings.
 
-        Each output has a running threshold and statistics of its own.
+        So each output has its own running threshold and statistics.
         """
         boundary = self._made(self._boundary)
         if any(boundary is other for other in self.boundaries.values()):

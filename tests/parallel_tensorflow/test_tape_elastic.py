@@ -6,8 +6,16 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from gradients import SHAPES, draw, whole_numbers
-from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, several, total
+from gradients import SHAPES, draw
+from tf_helpers import (
+    Reducer,
+    assert_ranks_agree,
+    make_variables,
+    reduce_whole_numbers,
+    residual_of,
+    several,
+    total,
+)
 
 from hvd_sparse.tensorflow import Compression
 from hvd_sparse.tensorflow import step as tensorflow_step
@@ -39,20 +47,14 @@ def test_regions_of_another_world_size_are_agreed_on_anew():
     """Such as those of all ranks that are left when one has gone: they have the same, for one rank more."""
     variables = make_variables()
     compression = Compression.gradient_dropping(list(variables.values()), **SCATTER)
-    reduce = Reducer(variables, compression, op=hvd.Sum)
-    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(4):
-        gradients = whole_numbers(SHAPES, step, hvd.rank())
-        reduced = reduce(gradients)
-        assert_ranks_agree(reduced)
-        for name in SHAPES:
-            fed[name] += total(gradients[name])
-            out[name] += reduced[name]
+
+    def leave_regions_of_more_ranks(step):
         if step == 0:
             more = hvd.size() + 1
             for one in compression.regions.values():
                 one.world_size, one.bounds = more, np.arange(more + 1) * one.form.n // more
+
+    fed, out = reduce_whole_numbers(Reducer(variables, compression, op=hvd.Sum), 4, leave_regions_of_more_ranks)
     assert {one.world_size for one in compression.regions.values()} == {hvd.size()}
     for name in SHAPES:
         left = total(residual_of(compression, name)).reshape(SHAPES[name])

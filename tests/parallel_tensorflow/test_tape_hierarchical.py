@@ -10,7 +10,7 @@ import tensorflow as tf
 from gradients import SHAPES, draw, whole_numbers
 from oracle import CLEAR_GAP, Method, train
 from test_tape_conservation import NowAndThenDense
-from tf_helpers import Reducer, assert_ranks_agree, make_variables, total
+from tf_helpers import Reducer, assert_ranks_agree, make_variables, reduce_whole_numbers, total
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
@@ -56,16 +56,7 @@ def test_nothing_is_lost(method, settings, graph, layout):
     compression = getattr(Compression, method)(
         list(variables.values()), min_numel=100, exchange="hierarchical", ranks_per_host=layout, **settings
     )
-    reduce = Reducer(variables, compression, graph, op=hvd.Sum)
-    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(7):
-        gradients = whole_numbers(SHAPES, step, hvd.rank())
-        reduced = reduce(gradients)
-        assert_ranks_agree(reduced)
-        for name in SHAPES:
-            fed[name] += total(gradients[name])
-            out[name] += reduced[name]
+    fed, out = reduce_whole_numbers(Reducer(variables, compression, graph, op=hvd.Sum), 7)
     for name, shape in SHAPES.items():
         left = whole(compression, name).reshape(shape) if np.prod(shape) >= 100 else 0.0
         np.testing.assert_allclose(out[name] + left, fed[name], rtol=0, atol=1e-3, err_msg=name)

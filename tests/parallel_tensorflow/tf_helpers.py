@@ -4,7 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from gradients import SHAPES, draw
+from gradients import SHAPES, draw, whole_numbers
 
 several = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 
@@ -56,6 +56,21 @@ class Reducer:
 def total(array):
     """Return the sum over the ranks, in float64."""
     return hvd.allreduce(tf.constant(np.asarray(array, np.float64)), op=hvd.Sum, name="total").numpy()
+
+
+def reduce_whole_numbers(reduce, steps, after_step=lambda step: None):
+    """Reduce gradients of whole numbers; return what all ranks put in and what came out, {name: float64 array} each."""
+    fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    out = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        gradients = whole_numbers(SHAPES, step, hvd.rank())
+        reduced = reduce(gradients)
+        assert_ranks_agree(reduced)
+        for name in SHAPES:
+            fed[name] += total(gradients[name])
+            out[name] += reduced[name]
+        after_step(step)
+    return fed, out
 
 
 def memory_of(compression, name, kind="residual"):
