@@ -215,6 +215,7 @@ def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built
     assert not warnings_of(lambda: make(here.items()))
 
 
+@pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() > 1, reason="alone")
 def test_a_lone_process_is_not_told_of_crossings_as_there_are_none():
     there = on_device(make_parameters(SHAPES))

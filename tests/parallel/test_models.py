@@ -278,6 +278,7 @@ def test_gradients_that_are_all_zero(density, scope):
     assert compression.stats()["residual_norm"] == 0.0
 
 
+@pytest.mark.rank_counts
 def test_a_process_alone_is_left_to_its_optimizer():
     """Horovod calls no compressor at one process: nothing is compressed. At more, it is."""
     parameters, plain = make_parameters(), make_parameters()

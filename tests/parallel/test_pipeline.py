@@ -47,6 +47,7 @@ def assert_same_parameters(pipeline, oracle):
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.rank_counts
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("density", "threshold"), [(1.0, "topk"), (0.1, "topk"), (0.1, "laplace"), (1.0, "laplace")])

@@ -214,20 +214,30 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(at, complete):
 
 
 def test_it_goes_with_the_optimizers_own_options():
-    """Sum, predivide, accumulation of two passes: twice the gradient of one."""
+    """Sum is the mean times the world size, predivide changes nothing, two passes are twice the gradient of one."""
     if hvd.size() == 1:
         pytest.skip("Horovod calls no compressor in a job of one process")
-    for options in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"backward_passes_per_step": 2}):
-        parameters = make_parameters()
+
+    def reduced(times=1, passes=1, **options):
+        parameters, found = make_parameters(), []
         compression = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **SCATTER)
-        optimizer = distributed(parameters, compression, 1.0, **options)
-        passes = options.get("backward_passes_per_step", 1)
+        optimizer = distributed(parameters, compression, 1.0, backward_passes_per_step=passes, **options)
         for t in range(3):
+            gradients = {name: times * one for name, one in whole_numbers(SHAPES, t, hvd.rank()).items()}
             optimizer.zero_grad()
             for _ in range(passes):
-                backward(parameters, whole_numbers(SHAPES, t, hvd.rank()))
+                backward(parameters, gradients)
             optimizer.step()
+            found.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
         assert_ranks_agree(parameters)
+        return found
+
+    runs = reduced(), reduced(op=hvd.Sum), reduced(gradient_predivide_factor=2.0), reduced(times=2), reduced(passes=2)
+    for mean, added, divided, doubled, twice in zip(*runs, strict=True):
+        for name in SHAPES:
+            torch.testing.assert_close(added[name], hvd.size() * mean[name], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(divided[name], mean[name], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(twice[name], doubled[name], rtol=1e-6, atol=1e-5)
 
 
 def test_process_sets():

@@ -294,6 +294,7 @@ def test_synchronize_without_skip_synchronize_is_an_error():
     optimizer._handles.clear()
 
 
+@pytest.mark.rank_counts
 def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,6 +9,8 @@ from helpers import drive, make_parameters, memory_of
 from hvd_sparse import wire
 from hvd_sparse.torch import Compression
 
+pytestmark = pytest.mark.rank_counts  # on two ranks, bytes received and sent are the same number
+
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 K = {"big": 60, "middle": 20}  # density 0.01
 TOKEN, VOTE, PRESENCE = 8, 48, 32  # of a tensor; of a step; of a step

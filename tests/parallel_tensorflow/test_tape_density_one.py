@@ -167,6 +167,7 @@ def test_dgc_at_density_one_is_tensorflows_momentum():
             assert (found != start[name]).any()
 
 
+@pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() > 1, reason="what a lone process does")
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_a_lone_process_gets_its_gradients_back(graph):

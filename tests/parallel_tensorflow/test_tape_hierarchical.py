@@ -127,19 +127,20 @@ def test_clipping_and_decay_are_those_of_a_gather(options):
             np.testing.assert_allclose(hosted[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("between", ["gather", "reduce_scatter"])
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_state_goes_on(summed, between):
+def test_a_state_goes_on(summed, between, layout):
     exchange = {"exchange": "hierarchical", "between_hosts": between}
     make = functools.partial(Compression.dgc, density=0.05, min_numel=100, dense_fallback=None, **exchange)
     variables = make_variables()
-    first = make(list(variables.values()), ranks_per_host=LAYOUTS[-1])
+    first = make(list(variables.values()), ranks_per_host=layout)
     reduce = Reducer(variables, first, op=hvd.Sum)
     for step in range(4):
         reduce(draw(SHAPES, step, hvd.rank()))
     saved = first.state_dict(summed=summed)
     others = make_variables()
-    second = make(list(others.values()), ranks_per_host=1 if summed else LAYOUTS[-1])
+    second = make(list(others.values()), ranks_per_host=1 if summed else layout)
     second.load_state_dict(saved)
     for name in ("body.weight", "head.weight"):
         for kind in ("residual", "velocity"):
@@ -153,10 +154,11 @@ def test_a_state_goes_on(summed, between):
                 np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts(layout):
     variables = make_variables()
     compression = Compression.gradient_dropping(
-        list(variables.values()), 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=LAYOUTS[-1]
+        list(variables.values()), 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=layout
     )
     reduce = Reducer(variables, compression, op=hvd.Sum)
     for step in range(3):
@@ -240,6 +242,7 @@ def test_a_velocity_beyond_float16_is_sent_in_parts(layout):
     np.testing.assert_allclose(moved, fed, rtol=2e-2)
 
 
+@pytest.mark.rank_counts
 def test_uneven_hosts_are_refused():
     if hvd.size() < 3:
         pytest.skip("hosts with different numbers of ranks need three ranks")

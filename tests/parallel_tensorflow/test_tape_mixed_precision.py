@@ -22,6 +22,7 @@ def run_loop(loop, steps=12):
 def test_the_documented_loop():
     """From 32768 the model is, but for rounding in float16, that of the loop with a scale of 1; ranks agree."""
     decaying = LOOP.replace("1e-4 if", "0.5 if")  # strong: a scale that is not known would show
+    assert decaying != LOOP
     scaled = run_loop(decaying)
     plain = run_loop(decaying.replace("SGD(0.1))", "SGD(0.1), dynamic=False, initial_scale=1.0)"))
     assert scaled["compression"].loss_scale.numpy() == 32768.0 and plain["compression"].loss_scale.numpy() == 1.0

@@ -79,6 +79,7 @@ def test_a_gradient_that_came_through_no_tape(how, graph):
     assert_alive()
 
 
+@pytest.mark.rank_counts
 @several
 @pytest.mark.parametrize("whose", ["tape", "compression"])
 @pytest.mark.parametrize("members", ["first", "all but the last"])
@@ -218,6 +219,7 @@ def test_what_is_no_list_of_real_variables(what):
         Compression.dgc(variables())
 
 
+@pytest.mark.rank_counts
 def test_a_process_alone_is_told_that_its_momentum_is_not_applied():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

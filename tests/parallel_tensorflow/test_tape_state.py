@@ -235,6 +235,7 @@ PRESENCE = 8 * (1 + 2 * (1 + 1 + 6))  # ranks; step, loss scale, a digest of six
 VOTE, TOKEN = 16, 8
 
 
+@pytest.mark.rank_counts
 @pytest.mark.parametrize(
     ("dtype", "scope", "values"), [("float64", "tensor", "float16"), ("float32", "model", "float32")]
 )

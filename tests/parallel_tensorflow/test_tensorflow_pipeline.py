@@ -44,6 +44,7 @@ class Linear(Stage):
         return tf.matmul(x, self.kernel)
 
 
+@pytest.mark.rank_counts
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("density", "threshold"), [(1.0, "topk"), (0.1, "topk"), (0.1, "laplace"), (1.0, "laplace")])

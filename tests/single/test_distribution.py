@@ -66,10 +66,19 @@ def test_the_source_distribution_has_all_that_is_compiled(unpacked):
     assert (unpacked / "README.md").read_text() == (ROOT / "README.md").read_text()
 
 
-def build(source, path, **environment):
-    """Try to build where there is nothing but what `path` holds; return what is said about it."""
+SETUP = """
+import runpy, sys, sysconfig
+get_path, scripts = sysconfig.get_path, sys.argv.pop(1)
+sysconfig.get_path = lambda name, *more: scripts if name == "scripts" else get_path(name, *more)
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def build(source, path, scripts="", **environment):
+    """Try to build where there is nothing but what `path` and the environment's `scripts` hold; return the error."""
     without = {f"HVD_SPARSE_WITHOUT_{what}": "1" for what in ("TORCH", "TENSORFLOW", "CUDA")}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(source / "build")]
+    command = [sys.executable, "-c", SETUP, str(scripts), "-q", "build_ext", "--build-temp", str(source / "build")]
     environment = {"PATH": str(path), **without, **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=source, env=environment)
     assert done.returncode != 0 and "Traceback" not in done.stdout + done.stderr
@@ -80,6 +89,10 @@ def test_a_missing_tool_is_named(unpacked, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     assert build(unpacked, tools).endswith("Install it: pip install cmake")
+    in_scripts = tmp_path / "scripts"  # of an environment that is not activated
+    in_scripts.mkdir()
+    (in_scripts / "cmake").symlink_to(shutil.which("cmake"))
+    assert "neither make nor ninja" in build(unpacked, tools, in_scripts, CXX=shutil.which("c++"))
     (tools / "cmake").symlink_to(shutil.which("cmake"))
     assert "neither make nor ninja" in build(unpacked, tools, CXX=shutil.which("c++"))
     (tools / "make").symlink_to(shutil.which("make"))
