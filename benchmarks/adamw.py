@@ -202,7 +202,8 @@ def main() -> None:
         results.append(train(run))
         save(path, results)
         print(f"{method}, {steps} steps, seed {seed}: {results[-1]['loss']:.3f}", flush=True)
-    (args.out / "adamw.md").write_text("\n".join(table(results)))
+    shown = [one for one in results if (one["ranks"], one["lr"]) == (args.ranks, args.lr)]
+    (args.out / "adamw.md").write_text("\n".join(table(shown)))
     print(json.dumps({"results": results}))
 
 

@@ -101,7 +101,9 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
 def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, resume: bool) -> list[dict]:
     """Run every method of an experiment with every seed; print and write each result."""
     script, common, metric, methods = EXPERIMENTS[name]
-    results = json.loads((out / f"convergence_{name}.json").read_text())["runs"] if resume else []
+    path = out / f"convergence_{name}.json"
+    results = json.loads(path.read_text())["runs"] if resume and path.exists() else []
+    results = [row for row in results if row["world_size"] == ranks]
     for label, options in methods.items():
         for seed in seeds:
             if any((row["label"], row["seed"]) == (label, seed) for row in results):
