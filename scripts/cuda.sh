@@ -18,8 +18,18 @@ if [ "${1:-}" != --one ]; then
     exit
 fi
 "$nvcc" --help | grep -q -- --Ofast-compile && CUDAFLAGS+=" --Ofast-compile=max"
-# Objects of single files are targets of CMake's makefiles.
 export CUDAARCHS=90 CMAKE_ARGS="-DHVD_SPARSE_OPTIMIZE=-O0" CMAKE_GENERATOR="Unix Makefiles" HVD_SPARSE_BUILD=build/cuda-one
-HVD_SPARSE_TARGETS="hvd_sparse_cuda $(echo csrc/torch/cuda_*.cc csrc/tensorflow/cuda_*.cc | sed 's/\.cc/.cc.o/g')"
-export HVD_SPARSE_TARGETS
-step "CUDA code and its ops, for one GPU" python setup.py build_ext --build-lib build/cuda-one
+export HVD_SPARSE_TARGETS=hvd_sparse_cuda
+
+# Objects of single files are targets of CMake's makefiles, which make one after the other; so both frameworks at once.
+compile() {
+    local framework running=()
+    python setup.py build_ext --build-lib build/cuda-one || return
+    for framework in torch tensorflow; do
+        cmake --build build/cuda-one --target $(echo csrc/$framework/cuda_*.cc | sed 's/\.cc/.cc.o/g') &
+        running+=($!)
+    done
+    wait "${running[0]}" && wait "${running[1]}"
+}
+
+step "CUDA code and its ops, for one GPU" compile

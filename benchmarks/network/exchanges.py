@@ -12,14 +12,15 @@ import argparse
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import enter_switch, hosts
 from methods import EXCHANGES, METHODS, MODELS
-from records import load, save
-from run import RESULTS, UNLIMITED, measure, middle
+from records import UNLIMITED, load, save, without_limit
+from run import RESULTS, measure, middle
 from validation import link_of, one_method
 
 LAYOUTS = {"8x1": (8, 1), "4x2": (4, 2)}  # {name: (hosts, ranks per host)}
@@ -44,12 +45,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def predicted(run: dict, results: list[dict]) -> float | None:
     """Return the predicted milliseconds of a step, with the profile from the run without a limit."""
-    same = ("model", "hosts", "ranks_per_host", "method")
-    free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
-    if not free or run["rate"] == UNLIMITED:
+    free = without_limit(run, results)
+    if free is None or run["rate"] == UNLIMITED:
         return None
     ranks = run["hosts"] * run["ranks_per_host"]
-    profiled = {**free[0], "hosts": ranks}
+    profiled = {**free, "hosts": ranks}
     return 1e3 * one_method(METHODS[run["method"]], profiled).step(link_of(run), ranks)
 
 
@@ -73,20 +73,21 @@ def main() -> None:
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_exchanges.json"
-    results = load(path)
+    results, session = load(path), time.strftime("%Y-%m-%d %H:%M")
     for layout, model in itertools.product(args.layouts, args.models):
         count, ranks = LAYOUTS[layout]
         with hosts(count, ranks) as lab:
             for rate in args.rates:
                 lab.shape(None if rate == UNLIMITED else rate)
                 point = {"framework": "pytorch", "model": model, "hosts": count, "rate": rate, "ranks_per_host": ranks}
+                point |= {"batch_size": args.batch_size}
                 rounds: dict[str, list[dict]] = {}
                 for figures in measure(lab, point, [name for name in METHODS_OF[ranks] if name in args.methods], args):
                     rounds.setdefault(figures["method"], []).append(figures)
                     print(f"{point}, {figures['method']}: {figures['samples_per_second']:.2f}", flush=True)
                 same = [one for one in results if all(one[key] == point[key] for key in point)]
                 results = [one for one in results if one not in same or one["method"] not in rounds]
-                results += [{**point, **middle(found)} for found in rounds.values()]
+                results += [{**point, **middle(found), "session": session} for found in rounds.values()]
                 save(path, results)
     (args.out / "network_exchanges.md").write_text("\n".join(["# Exchanges", "", *table(results)]))
     print(json.dumps({"results": results}))

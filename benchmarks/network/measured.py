@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import enter_switch, hosts
 from methods import FRAMEWORKS, MODELS
-from records import load, save
+from records import UNLIMITED, load, save
 from report import rate_label
-from run import RESULTS, UNLIMITED, measure
+from run import RESULTS, measure
 
 METHODS = ("dense", "dgc", "dgc_measured")
-KEYS = ("framework", "model", "hosts", "rate")
+KEYS = ("framework", "model", "hosts", "rate", "batch_size")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -69,7 +69,7 @@ def main() -> None:
     for count in args.hosts:
         with hosts(count) as lab:
             for model, rate in itertools.product(args.models, args.rates):
-                point = dict(zip(KEYS, (args.framework, model, count, rate), strict=True))
+                point = dict(zip(KEYS, (args.framework, model, count, rate, args.batch_size), strict=True))
                 if tuple(point.values()) in known:
                     continue
                 lab.shape(None if rate == UNLIMITED else rate)

@@ -3,10 +3,22 @@
 import json
 from pathlib import Path
 
+UNLIMITED = "none"  # the rate of a run whose links have no limit
+SAME = ("framework", "model", "hosts", "ranks_per_host", "method", "batch_size", "session")
+
 
 def load(path: Path) -> list[dict]:
     """Return the runs in a file; an empty list if there is no file."""
     return json.loads(path.read_text()) if path.exists() else []
+
+
+def without_limit(run: dict, runs: list[dict]) -> dict | None:
+    """Return the run of the same job without a limit, measured in the same session; None if there is none.
+
+    Two sessions may have had machines of different speeds, so their runs say nothing about the network.
+    """
+    free = (one for one in runs if one["rate"] == UNLIMITED)
+    return next((one for one in free if all(one.get(key) == run.get(key) for key in SAME)), None)
 
 
 def save(path: Path, runs: list[dict]) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from methods import METHODS
+from records import UNLIMITED, without_limit
 from validation import validate
 
-UNLIMITED = "none"
-SHOWN_RATE, SHOWN_HOSTS = "1gbit", 4  # for plots over the number of hosts, and over the models
+SHOWN_RATE, SHOWN_HOSTS, SHOWN_BATCH = "1gbit", 4, 8  # for plots over the number of hosts, and over the models
 SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc", "ddp_dgc_0.01", "ddp_dgc")
 OURS = {"dgc_0.01": "tab:orange", "dgc": "tab:red", "ddp_dgc_0.01": "tab:cyan", "ddp_dgc": "tab:blue"}  # their colours
 MODEL_NAMES = {
@@ -16,6 +16,7 @@ MODEL_NAMES = {
     "lstm": "LSTM\n19.8 M",
     "resnet50": "ResNet-50's shapes\n25.6 M",
 }
+GROUP = ("framework", "model", "hosts", "batch_size")  # the runs of a table
 UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s")}
 
 
@@ -26,31 +27,30 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
     """
     rows = [with_share(one, results) for one in chosen]
     text = ["# Training on slow networks", ""]
-    groups = dict.fromkeys((one["framework"], one["model"], one["hosts"]) for one in results)
+    groups = dict.fromkeys(tuple(one[key] for key in GROUP) for one in results)
     for group in groups:
         text += table(group, results)
     text += validate(results, folder)
     (folder / "network.md").write_text("\n".join(text))
     plot_rates([group for group in groups if rates_of(group, results)[1:]], results, folder / "network.png")
-    plot_hosts(results, folder / "network_hosts.png")
-    plot_speedups(results, folder / "network_speedup.png")
+    shown = [one for one in results if one["batch_size"] == SHOWN_BATCH]
+    plot_hosts(shown, folder / "network_hosts.png")
+    plot_speedups(shown, folder / "network_speedup.png")
     return rows
 
 
 def with_share(run: dict, results: list[dict]) -> dict:
     """Return a run with its speed relative to the same job on unlimited links; None if that was not measured."""
-    same = ("framework", "model", "hosts", "method")
-    whole = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
-    share = run["samples_per_second"] / whole[0]["samples_per_second"] if whole else None
-    return {**run, "share": share}
+    whole = without_limit(run, results)
+    return {**run, "share": None if whole is None else run["samples_per_second"] / whole["samples_per_second"]}
 
 
 def table(group: tuple, results: list[dict]) -> list[str]:
     """Return a Markdown table: one row for each method, one column for each rate."""
-    framework, model, count = group
+    framework, model, count, batch = group
     own = [with_share(one, results) for one in of_group(group, results)]
     rates = rates_of(group, results)
-    lines = [f"## {model}, {count} hosts, {framework}", ""]
+    lines = [f"## {model}, {count} hosts, {framework}, batch {batch} of a rank", ""]
     lines += ["| method | " + " | ".join(map(rate_label, rates)) + " |", "|---|" + "---:|" * len(rates)]
     for method in METHODS:
         cells = []
@@ -74,8 +74,8 @@ def point_of(run: dict, *more: str) -> tuple:
 
 
 def of_group(group: tuple, results: list[dict]) -> list[dict]:
-    """Return the runs of a framework, a model, and a number of hosts."""
-    return [one for one in results if (one["framework"], one["model"], one["hosts"]) == group]
+    """Return the runs of a framework, a model, a number of hosts, and a batch size."""
+    return [one for one in results if tuple(one[key] for key in GROUP) == group]
 
 
 def rates_of(group: tuple, results: list[dict]) -> list[str]:
@@ -97,9 +97,10 @@ def plot_rates(groups: list[tuple], results: list[dict], path: Path) -> None:
     """Plot samples per second against the rate of the links, with a panel for each group."""
     panels = []
     for group in groups:
-        rates, (framework, model, count) = rates_of(group, results), group
+        rates, (framework, model, count, batch) = rates_of(group, results), group
         runs = [{**one, "x": rates.index(one["rate"])} for one in of_group(group, results)]
-        panels.append((f"{model}, {count} hosts, {framework}", [rate_label(rate) for rate in rates], runs))
+        title = f"{model}, {count} hosts, {framework}, batch {batch}"
+        panels.append((title, [rate_label(rate) for rate in rates], runs))
     draw(panels, "samples a second, a rank", lambda run: run["samples_per_second"], path)
 
 

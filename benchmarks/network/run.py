@@ -4,8 +4,8 @@
 
 Hosts are network namespaces on this machine (`hosts.py`) with one rank each and one thread per rank. Links are limited
 in both directions. The figures are the samples per second of one rank, and its share of the speed of the same job
-without a limit. Writes results/network.json, .md, and plots, and skips runs that the file already has. The last line of
-output is one JSON object.
+without a limit, if both were measured by one command. Writes results/network.json, .md, and plots, and skips runs that
+the file already has. The last line of output is one JSON object.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,15 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import Hosts, enter_switch, hosts
 from methods import FRAMEWORKS, MAIN, METHODS, MODELS
-from records import load, save
+from records import UNLIMITED, load, save
 from report import write
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 WORKER = Path(__file__).resolve().parent / "worker.py"
-UNLIMITED = "none"
 LIMIT_SECONDS = 900  # limit for one method
 KEPT = str(1 << 34)  # malloc keeps this many bytes: mapping pages is slow, because hosts share a machine
-KEYS = ("framework", "model", "hosts", "rate", "method")
+KEYS = ("framework", "model", "hosts", "rate", "batch_size", "method")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -94,7 +94,8 @@ def main() -> None:
     path = args.out / "network.json"
     results = load(path)
     known = {tuple(one[key] for key in KEYS) for one in results}
-    points = list(itertools.product([args.framework], args.models, args.hosts, args.rates))
+    points = list(itertools.product([args.framework], args.models, args.hosts, args.rates, [args.batch_size]))
+    session = time.strftime("%Y-%m-%d %H:%M")
     asked = [(*point, method) for point in points for method in args.methods if is_there(method, args.framework)]
     wanted = [run for run in asked if args.again or run not in known]
     for count, runs in itertools.groupby(sorted(wanted, key=lambda run: run[2]), key=lambda run: run[2]):
@@ -103,11 +104,11 @@ def main() -> None:
                 named = dict(zip(KEYS, point, strict=False))
                 lab.shape(None if named["rate"] == UNLIMITED else named["rate"])
                 rounds: dict[str, list[dict]] = {}
-                for figures in measure(lab, named, [run[4] for run in own], args):
+                for figures in measure(lab, named, [run[-1] for run in own], args):
                     rounds.setdefault(figures["method"], []).append(figures)
                     run = (*point, figures["method"])
                     results = [one for one in results if tuple(one[key] for key in KEYS) != run]
-                    results.append({**named, **middle(rounds[figures["method"]])})
+                    results.append({**named, **middle(rounds[figures["method"]]), "session": session})
                     save(path, results)
                     print(f"{', '.join(map(str, run))}: {figures['samples_per_second']:.2f} samples/s", flush=True)
     chosen = [one for one in results if tuple(one[key] for key in KEYS) in asked]
@@ -121,7 +122,7 @@ def middle(rounds: list[dict]) -> dict:
 
 def job_of(run: tuple) -> tuple:
     """Return the key of runs that one job can measure: Horovod and DDP need different jobs."""
-    return (*run[:4], METHODS[run[4]].package == "ddp")
+    return (*run[:-1], METHODS[run[-1]].package == "ddp")
 
 
 def is_there(method: str, framework: str) -> bool:

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hosts import Hosts, enter_switch, hosts
 from hybrid import DENSE, EXAMPLE, RUNS
-from records import load, save
-from run import RESULTS, UNLIMITED
+from records import UNLIMITED, load, save
+from run import RESULTS
 
 STEPS, LIMIT_SECONDS = 300, 900
 KEYS = ("rate", "name", "round")

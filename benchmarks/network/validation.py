@@ -7,10 +7,10 @@ from pathlib import Path
 from hosts import bits_per_second
 from methods import METHODS, Method
 from models import numels
+from records import UNLIMITED, without_limit
 
 from hvd_sparse import performance_model as model
 
-UNLIMITED = "none"
 TCP = 0.95  # share of the nominal rate that TCP headers leave, for DDP
 OVERLAP = 0.5  # part of a rank's compute time: from the first gradient of the backward pass to the last
 
@@ -39,11 +39,10 @@ def validate(results: list[dict], folder: Path) -> list[str]:
 
 def predicted(run: dict, results: list[dict]) -> float | None:
     """Return the predicted milliseconds of a step; None without a profile, or for a run without a limit."""
-    same = ("framework", "model", "hosts", "method")
-    free = [one for one in results if one["rate"] == UNLIMITED and all(one[key] == run[key] for key in same)]
-    if run["rate"] == UNLIMITED or not free or run["framework"] != "pytorch":
+    free = without_limit(run, results)
+    if run["rate"] == UNLIMITED or free is None or run["framework"] != "pytorch":
         return None
-    return 1e3 * one_method(METHODS[run["method"]], free[0]).step(link_of(run), run["hosts"])
+    return 1e3 * one_method(METHODS[run["method"]], free).step(link_of(run), run["hosts"])
 
 
 def link_of(run: dict) -> model.Network:

@@ -73,3 +73,29 @@ def test_hybrid_tables(monkeypatch, tmp_path):
     assert "| both 0.05 | 1 | 0 | 5.00 | 5.00 | 5.00 |" in text
     assert json.loads((tmp_path / "hybrid.json").read_text())["runs"] == runs
     assert (tmp_path / "hybrid.md").read_text().strip() == text
+
+
+def test_a_share_is_of_a_run_without_a_limit_of_the_same_session(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "network"))
+    report = importlib.import_module("report")
+    job = {"framework": "pytorch", "model": "mlp10", "hosts": 4, "batch_size": 8, "step_ms": 10.0}
+    job |= {"compute_ms": 5.0, "compress_ms": 0.0, "decompress_ms": 0.0, "bytes_per_step": 10**6}
+    job |= {"link": {"bandwidth": 1e9, "latency": 1e-4}}
+
+    def run(method, rate, session, speed, batch=8):
+        more = {"method": method, "rate": rate, "session": session, "batch_size": batch}
+        return {**job, **more, "samples_per_second": speed}
+
+    results = [
+        run("dense", "none", "Monday", 40.0),
+        run("dense", "1gbit", "Monday", 10.0),
+        run("dense", "100mbit", "Tuesday", 1.0),
+        run("fp16", "none", "Tuesday", 80.0, batch=16),
+        run("fp16", "1gbit", "Tuesday", 20.0),
+    ]
+    rows = report.write(results, results, tmp_path)
+    assert [one["share"] for one in rows] == [1.0, 0.25, None, 1.0, None]
+    text = (tmp_path / "network.md").read_text()
+    assert "| Horovod | 1.0 | 10.0 (25 %) | 40.0 |" in text
+    assert "| Horovod, fp16 |  | 20.0 |  |" in text and "| Horovod, fp16 | 80.0 |" in text
+    assert "of 1 runs" in text  # what the performance model can be checked with
