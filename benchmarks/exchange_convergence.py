@@ -211,9 +211,12 @@ def train(run: dict) -> dict:
     schedule = WarmUp(run["density"], steps=warmup) if method.warms_up else Constant(run["density"])
     received, changed = 0, 0
     for step in range(task.steps):
-        gradients = [gradient_of(model, parameters, rank, loss_of, task.clip_norm, count, local) for rank in ranks]
+        clip_norm = None if is_dense else task.clip_norm
+        gradients = [gradient_of(model, parameters, rank, loss_of, clip_norm, count, local) for rank in ranks]
         if is_dense:
             total = np.sum(gradients, axis=0)
+            if task.clip_norm is not None:  # of the mean, as dense training does
+                total *= min(1.0, task.clip_norm * count / (float(np.linalg.norm(total)) + 1e-12))
             received, changed = received + 8 * n * (count - 1) // count, changed + n
         else:
             k = top_k_count(n, schedule.density(step))
