@@ -19,6 +19,6 @@ def ranks_apart(waiting: int, ranks: int) -> str:
 
 
 RANKS_APART = (
-    "ranks called load_state_dict() or reset(), while others have begun a step. Call these on every rank, between "
-    "optimizer steps"
+    "ranks called load_state_dict(), reset() or state_dict(summed=True), while others have begun a step. Call these on "
+    "every rank, between optimizer steps"
 )

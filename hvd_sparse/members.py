@@ -3,6 +3,11 @@
 import os
 from collections import Counter
 
+NOT_COPIED = (
+    "hvd_sparse: a compression cannot be copied, pickled or broadcast: N ranks with the residual of one would send it "
+    "N times. Leave it out of what is copied, such as a Module or hvd.elastic's state: each rank keeps its own, and "
+    "may save state_dict()"
+)
 _ordinals: Counter = Counter()
 
 
@@ -59,6 +64,6 @@ def is_elastic() -> bool:
 def two_momenta(outer: float, name: str, inner: float) -> str:
     """Return the warning for an optimizer with a momentum around a compression with one."""
     return (
-        f"the optimizer has momentum={outer:g} and Compression.{name} has momentum={inner:g}: both are applied. Set "
-        "the optimizer's to 0, as the compression's is the one that knows what was delayed"
+        f"the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: both are "
+        "applied. Set the optimizer's to 0, as the compression's is the one that knows what was delayed"
     )

@@ -119,7 +119,7 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
     if call.reduction not in (hvd.Average, hvd.Sum):
         raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
     exchange.check_process_set(call.process_set)
-    outer = getattr(call.optimizer, "momentum", 0.0)
+    outer = getattr(call.optimizer, "momentum", getattr(call.optimizer, "beta_1", 0.0))
     if algorithm.local_momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
         warnings.warn(two_momenta(outer, algorithm.name, algorithm.local_momentum), stacklevel=5)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.log import Log
-from hvd_sparse.members import is_elastic
+from hvd_sparse.members import NOT_COPIED, is_elastic
 from hvd_sparse.tensorflow.calls import (
     Call,
     Traced,
@@ -84,10 +84,7 @@ class SparseCompressor(tf.Module):
         return self is other
 
     def __reduce__(self):
-        raise TypeError(
-            "hvd_sparse: a compression cannot be pickled or broadcast: N ranks with the residual of one would send it "
-            "N times. Leave it out of hvd.elastic's state: each rank keeps its own, and may commit state_dict() itself"
-        )
+        raise TypeError(NOT_COPIED)
 
     @property
     def algorithm(self) -> Algorithm:

@@ -23,7 +23,7 @@ from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
 PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6)  # length of the presence sum
-STARTING, LOADING = b"S", b"L"  # why a rank waits for all others between steps: to compare settings or to load a state
+STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for others: to compare settings, for a state
 
 
 class Exchange(Members):
@@ -122,21 +122,28 @@ class Exchange(Members):
 
         In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
-        reasons = [reason]
-        if self.is_used() and not is_elastic() and (tf.executing_eagerly() or session is not None):
-            announced = Announcement(self) if session is None else None
-            rows = in_time(lambda: self._meet(LOADING, reason.encode()[:REASON_BYTES], session), announced)
-            reasons = [row.decode(errors="ignore").rstrip() for row in rows]
+        reasons = self.meet(LOADING, reason, session)
         if refusal(reasons):
             raise ValueError(refusal(reasons))
+
+    def meet(self, why: bytes, text: str, session) -> list[str]:
+        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank is in a step instead.
+
+        In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
+        """
+        if not self.is_used() or is_elastic() or not (tf.executing_eagerly() or session is not None):
+            return [text]
+        announced = Announcement(self) if session is None else None
+        rows = in_time(lambda: self._meet(why, text.encode()[:REASON_BYTES], session), announced)
+        return [row.decode(errors="ignore").rstrip() for row in rows]
 
     def _meet(self, why: bytes, content: bytes, session=None) -> list[bytes]:
         """Gather REASON_BYTES from all ranks; raise RuntimeError unless all ranks wait for the same reason."""
         own = np.frombuffer(why + content.ljust(REASON_BYTES), np.uint8)
         rows = [bytes(row) for row in self._gather_now("between", own[None], session)]
-        loading = sum(row[:1] == LOADING for row in rows)
-        if 0 < loading < len(rows):
-            raise RuntimeError(ranks_apart(loading, len(rows)))
+        same = sum(row[:1] == why for row in rows)
+        if same < len(rows):
+            raise RuntimeError(ranks_apart(same if why != STARTING else len(rows) - same, len(rows)))
         return [row[1:] for row in rows]
 
     def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:

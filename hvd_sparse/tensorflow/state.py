@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
+from hvd_sparse.tensorflow.exchange import SUMMING
 
 
 def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
@@ -18,6 +19,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     keys = [(name, kind) for name, memory in compressor.feedback.items() for kind in memory.buffers]
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
+        exchange.meet(SUMMING, "", session)
         buffers = [
             _sum(exchange, f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
             for (name, kind), buffer in zip(keys, buffers, strict=True)

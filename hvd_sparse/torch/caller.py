@@ -1,33 +1,55 @@
 """The optimizer of Horovod that calls a compressor: it knows the reduction."""
 
 import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from torch.amp.grad_scaler import GradScaler
 
 
 def calling_optimizer(compressor, depth: int = 8):
     """Return the Horovod optimizer that called this compressor, at most `depth` frames up; None if none did."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return None
-        caller = frame.f_locals.get("self")
-        if getattr(caller, "_compression", None) is compressor:
-            return caller
-        frame = frame.f_back
-    return None
+    callers = (frame.f_locals.get("self") for frame in _frames(depth))
+    return next((caller for caller in callers if getattr(caller, "_compression", None) is compressor), None)
 
 
-def reduces_again(optimizer, depth: int = 12) -> bool:
+def reduces_again(optimizer) -> bool:
     """Return whether `optimizer.step()` reduces gradients that `optimizer.synchronize()` has reduced already.
 
     Between the two no hook has called the compressor. After a step that a loss scaler has skipped, hooks have.
     """
     if not getattr(optimizer, "_synchronized", False) or getattr(optimizer, "_handles", None):
         return False
-    frame, called = sys._getframe(1), set()
+    return {"synchronize", "step"} <= _running_methods(optimizer)
+
+
+def runs_closure(optimizer) -> bool:
+    """Return whether the gradient comes from a closure that `optimizer.step(closure)` runs.
+
+    Horovod has finished all reductions before it runs a closure. On a CUDA device hooks run in other threads, from
+    which `step` cannot be seen.
+    """
+    methods = _running_methods(optimizer)
+    return "step" in methods and "synchronize" not in methods
+
+
+def scaler_steps() -> bool:
+    """Return whether `GradScaler.step` is running in this thread: it unscales gradients before the optimizer's step."""
+    return any(
+        frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler) for frame in _frames()
+    )
+
+
+def _running_methods(optimizer) -> set[str]:
+    """Return the names of the optimizer's methods that are running in this thread."""
+    return {frame.f_code.co_name for frame in _frames() if frame.f_locals.get("self") is optimizer}
+
+
+def _frames(depth: int = 30) -> Iterator[FrameType]:
+    """Yield the frames of the calling functions, at most so many, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(depth):
         if frame is None:
-            break
-        if frame.f_locals.get("self") is optimizer:
-            called.add(frame.f_code.co_name)
+            return
+        yield frame
         frame = frame.f_back
-    return {"synchronize", "step"} <= called

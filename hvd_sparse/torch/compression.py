@@ -15,7 +15,7 @@ from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.members import two_momenta
-from hvd_sparse.torch.caller import calling_optimizer, reduces_again
+from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, scaler_steps
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
@@ -24,6 +24,10 @@ from hvd_sparse.torch.in_flight import held
 from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, Units, reduction_differs
 
+REDUCE_FIRST = (
+    "Reduce first, then change gradients: optimizer.synchronize(); scaler.unscale_(optimizer), or clip; with "
+    "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step()"
+)
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
 
@@ -42,8 +46,8 @@ class SparseCompressor(Compressor):
         ValueError: An argument is wrong. In the first step, on every rank: models or settings differ between
             ranks, or the reduction is not Sum or Average. In a step: damaged payloads.
         TypeError: An argument has the wrong type.
-        RuntimeError: In a step: `hvd.join()`, ranks at different steps; on a CUDA device, payloads that were damaged
-            in the step before.
+        RuntimeError: In a step: `hvd.join()`, ranks at different steps, `optimizer.step(closure)`, gradients that were
+            changed after backward; on a CUDA device, payloads that were damaged in the step before.
     """
 
     def __init__(
@@ -53,6 +57,9 @@ class SparseCompressor(Compressor):
         super().__init__(algorithm, named_parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._held: list[torch.Tensor] = []  # gradients that Horovod all-reduces
+        self._optimizers: weakref.WeakSet = weakref.WeakSet()  # that have called
+        self._last_optimizer: weakref.ref | None = None
+        self._is_shared = False  # several optimizers call in turn
         _compressors.add(self)
         self._start_check()
         if (algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction) and self._collectives.is_alone():
@@ -78,6 +85,7 @@ class SparseCompressor(Compressor):
                 if name in step.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 entry = self._entry(name, tensor, not parameters[name].requires_grad)
+                entry.version = tensor._version
                 carried = step.add(entry)
                 if not entry.carries_token:
                     self._held.append(held(carried))
@@ -112,6 +120,27 @@ class SparseCompressor(Compressor):
         for compressor in list(_compressors):
             compressor._start_check()
 
+    def _finish(self) -> None:
+        self._refuse_changed()
+        super()._finish()
+
+    def _refuse_changed(self) -> None:
+        """Raise RuntimeError if a gradient has changed since it was compressed: the change would be lost.
+
+        PyTorch counts most changes of a tensor, but not those by a loss scaler.
+        """
+        if scaler_steps():
+            raise RuntimeError(
+                f"hvd_sparse: scaler.step() unscales gradients before the optimizer reduces them. {REDUCE_FIRST}"
+            )
+        for entry in self._step.entries.values():
+            own = entry.gradient if entry.origin is None else entry.origin
+            if entry.carries_token and own._version != entry.version:
+                raise RuntimeError(
+                    f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
+                    f"after it had been compressed: the change would be lost. {REDUCE_FIRST}"
+                )
+
     def _drop(self) -> None:
         """Give up the step under way."""
         super()._drop()
@@ -129,6 +158,12 @@ class SparseCompressor(Compressor):
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
             return Units(size, None, self._loss_scale)
+        self._note(optimizer)
+        if runs_closure(optimizer):
+            raise RuntimeError(
+                "hvd_sparse: Horovod does not reduce gradients that a closure computes in optimizer.step(closure): "
+                "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
+            )
         if reduces_again(optimizer):
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
@@ -137,13 +172,29 @@ class SparseCompressor(Compressor):
         average = getattr(optimizer, "op", hvd.Average) == hvd.Average
         return Units(size, 1.0 / size if average else 1.0, self._loss_scale)
 
+    def _note(self, optimizer) -> None:
+        """Warn once if several optimizers use this compressor in turn, not if one has replaced another."""
+        if self._last_optimizer is None or self._last_optimizer() is not optimizer:
+            if optimizer in self._optimizers and not self._is_shared:
+                self._is_shared = True
+                warnings.warn(
+                    "several optimizers use one compression: each counts as a step, and sends payloads for the "
+                    "parameters of the others, too. Build a compression for each, from its own named parameters",
+                    stacklevel=4,
+                )
+            self._optimizers.add(optimizer)
+            self._last_optimizer = weakref.ref(optimizer)
+
     def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
         gradient = entry.gradient
         if self._overflowed:
-            return gradient.new_full(gradient.shape, float("nan"))
+            return torch.full_like(gradient, float("nan"))
         scale = self._reduction(carried) if entry.carries_token else 1.0
         result = self._step.result(entry, carried, scale)
-        return gradient if result is gradient else result.to(gradient.dtype).view(gradient.shape)
+        if result is gradient:
+            return gradient
+        result = result.to(gradient.dtype).view(gradient.shape)
+        return result if gradient.is_contiguous() else torch.empty_like(gradient).copy_(result)  # keep its strides
 
     def _reduction(self, token: torch.Tensor) -> float:
         """Return the factor by which Horovod scaled a token; it must match the step's `op`."""
@@ -163,9 +214,14 @@ class SparseCompressor(Compressor):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
         theirs = getattr(optimizer, "process_set", self._collectives.process_set)
         self._collectives.check_process_set(theirs)
-        outer = max((group.get("momentum", 0.0) or 0.0 for group in optimizer.param_groups), default=0.0)
+        outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
         if self.algorithm.local_momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
             warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.local_momentum), stacklevel=4)
+
+
+def _momentum_of(group: dict) -> float:
+    """Return the momentum of a parameter group, or the beta1 of Adam and its like."""
+    return float(group.get("momentum") or (group.get("betas") or (0.0,))[0])
 
 
 get_handler_registry().append((SparseCompressor, CompressionStateHandler))

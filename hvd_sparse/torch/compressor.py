@@ -9,6 +9,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.log import Log
+from hvd_sparse.members import NOT_COPIED
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives import Collectives
@@ -50,6 +51,9 @@ class Compressor(abc.ABC):
         self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         if self._crosses and collectives.is_first() and not collectives.is_alone():
             warnings.warn(crossing(algorithm, collectives), stacklevel=6)
+
+    def __reduce__(self):
+        raise TypeError(NOT_COPIED)
 
     @property
     def loss_scale(self) -> float:
@@ -151,6 +155,7 @@ class Compressor(abc.ABC):
         either, and all go on from the furthest step. Residuals stay.
         """
         self._exchange.size()  # raises if the host framework is not initialised
+        self._parameters.check_device()
         self._start_checks()
         if self._check is None:
             raise RuntimeError("hvd_sparse: this rank is not in the process_set of the compression that it calls")

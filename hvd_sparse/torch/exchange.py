@@ -181,15 +181,22 @@ class Exchange:
 
         In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
-        reasons = [reason]
-        if self.collectives.can_start() and not self.collectives.is_elastic():
-            text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES)
-            gathered = self.allgather("load", torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            self.announce()
-            rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
-            reasons = [bytes(row).decode(errors="ignore").rstrip() for row in rows]
+        reasons = self.meet("load", reason)
         if refusal(reasons):
             raise ValueError(refusal(reasons))
+
+    def meet(self, why: str, text: str = "") -> list[str]:
+        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank is in a step instead.
+
+        In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
+        """
+        if not self.collectives.can_start() or self.collectives.is_elastic():
+            return [text]
+        own = text.encode()[:REASON_BYTES].ljust(REASON_BYTES)
+        gathered = self.allgather(why, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        self.announce()
+        rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
+        return [bytes(row).decode(errors="ignore").rstrip() for row in rows]
 
 
 def _names_of_pieces(name: str, cut: Cut) -> list[str]:

@@ -50,6 +50,15 @@ class Parameters:
         """Return one line for each parameter, for the configuration check across ranks."""
         return [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in sorted(self._by_name.items())]
 
+    def check_device(self) -> None:
+        """Raise ValueError if the model was moved to another device after the compressor was built."""
+        now = _device_of(self._by_name)
+        if now != self.device:
+            raise ValueError(
+                f"hvd_sparse: the parameters were on {self.device} when the compression was built, and are on {now} "
+                "now. Build the compression after model.to(device)"
+            )
+
     def restart(self) -> None:
         """Begin a step. `find` guesses that gradients arrive in the same order as in the previous step."""
         self._last = None

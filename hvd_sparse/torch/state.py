@@ -12,6 +12,8 @@ from hvd_sparse.torch.step import Step
 
 def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool) -> dict:
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
+    if summed:
+        exchange.meet("sum")
     memory = {name: _copies(kept, every=summed) for name, kept in sorted(step.kept(summed).items())}
     if summed:
         for name, buffers in memory.items():

@@ -162,7 +162,7 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
 
 
 @several
-@pytest.mark.parametrize("call", ["load_state_dict", "reset"])
+@pytest.mark.parametrize("call", ["load_state_dict", "reset", "state_dict"])
 def test_a_rank_alone_between_two_steps_meets_the_others(call):
     """It raises at once, where it would wait for the others; these do once Horovod has reduced their tokens."""
     shapes = {"weight": (600,)}
@@ -172,9 +172,11 @@ def test_a_rank_alone_between_two_steps_meets_the_others(call):
         drive(compression, parameters, draw(shapes, t, hvd.rank()))
     state = compression.state_dict()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"1 of {hvd.size()} ranks called load_state_dict\(\) or reset\(\)"):
+    with pytest.raises(RuntimeError, match=rf"1 of {hvd.size()} ranks called load_state_dict\(\), reset\(\)"):
         if hvd.rank() == LAST and call == "load_state_dict":
             compression.load_state_dict(state)
+        elif hvd.rank() == LAST and call == "state_dict":
+            compression.state_dict(summed=True)
         elif hvd.rank() == LAST:
             compression.reset()
         parameters["weight"].grad = torch.ones(600)

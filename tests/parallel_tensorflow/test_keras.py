@@ -229,7 +229,7 @@ def test_second_momentum_warns(passes):
     optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.5)
     compile_with(model, compression, optimizer, backward_passes_per_step=passes)
     if hvd.rank() == 0:
-        with pytest.warns(UserWarning, match=r"momentum=0.5 .* both are applied"):
+        with pytest.warns(UserWarning, match=r"momentum \(or beta1\) 0.5 .* both are applied"):
             fit(model)
     else:
         fit(model)

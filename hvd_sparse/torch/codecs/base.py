@@ -32,6 +32,7 @@ class Entry:
     carries_token: bool = True  # Horovod all-reduces a token for it, not the tensor itself
     commit: Callable[[], None] | None = None  # updates the error feedback of a dense tensor
     origin: torch.Tensor | None = None  # the tensor that Horovod passed, if `gradient` is a copy
+    version: int = 0  # of the tensor that Horovod passed: PyTorch counts its changes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""Training loops that a compressor must not misread: changed gradients, closures, layouts, shared compressors."""
+
+import copy
+import pickle
+import warnings
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from gradients import SHAPES, draw
+from helpers import alone_as_elastic, assert_alive, backward, distributed, make_parameters, step
+
+from hvd_sparse.torch import Compression
+from hvd_sparse.torch.parameters import Parameters
+
+
+def sparse(parameters, **options):
+    return Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **options)
+
+
+def scaler_step(optimizer, parameters):
+    """Do what the usual loop with a loss scaler does."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.zeros(1))  # makes its tensors
+    scaler.step(optimizer)
+
+
+def clip_and_step(optimizer, parameters):
+    torch.nn.utils.clip_grad_norm_(parameters.values(), 1e-6)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("finish", "message"),
+    [
+        (scaler_step, r"scaler\.step\(\) unscales gradients before"),
+        (clip_and_step, r"was changed between backward\(\) and optimizer\.step\(\)"),
+    ],
+)
+def test_a_gradient_changed_before_it_is_reduced_is_an_error(scope, steps, finish, message):
+    """Horovod would write the sum of what was compressed over it. In the first step, too, where it could be read."""
+    parameters = make_parameters()
+    optimizer = distributed(parameters, sparse(parameters, scope=scope))
+    for t in range(steps):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+    backward(parameters, draw(SHAPES, steps, hvd.rank()))
+    with pytest.raises(RuntimeError, match=f"{message}.*Reduce first"):
+        finish(optimizer, parameters)
+    optimizer._handles.clear()
+    assert_alive()
+
+
+@pytest.mark.parametrize("finish", [scaler_step, clip_and_step])
+def test_a_gradient_changed_once_it_is_reduced_is_what_the_optimizer_takes(finish):
+    parameters = make_parameters()
+    optimizer = distributed(parameters, sparse(parameters), lr=1.0)
+    for t in range(3):
+        optimizer.zero_grad()
+        backward(parameters, draw(SHAPES, t, hvd.rank()))
+        optimizer.synchronize()
+        before = {name: one.detach().clone() for name, one in parameters.items()}
+        reduced = {name: one.grad.clone() for name, one in parameters.items()}
+        norm = float(torch.cat([one.reshape(-1) for one in reduced.values()]).norm())
+        factor = 1.0 / 64.0 if finish is scaler_step else 1e-6 / norm
+        with optimizer.skip_synchronize():
+            finish(optimizer, parameters)
+        for name, one in parameters.items():
+            torch.testing.assert_close(one.detach(), before[name] - factor * reduced[name])
+
+
+def test_a_closure_is_an_error():
+    """Horovod reduces before it runs a closure, so the ranks would train on gradients of their own."""
+    parameters = make_parameters()
+    optimizer = distributed(parameters, sparse(parameters))
+
+    def closure():
+        backward(parameters, draw(SHAPES, 0, hvd.rank()))
+        return torch.zeros(())
+
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(closure\).*loss = closure\(\)"):
+        optimizer.step(closure)
+    optimizer._handles.clear()
+    assert_alive()
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_keep_their_layout(fused, compressed):
+    """PyTorch's fused optimizers read a parameter and its gradient as two runs of memory."""
+    random = np.random.default_rng(3)
+    weight = torch.nn.Parameter(torch.zeros(16, 9, 3, 3).to(memory_format=torch.channels_last))
+    parameters = {"weight": weight}
+    inner = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    whole = Compression.gradient_dropping(parameters.items(), 1.0, min_numel=1)
+    half = Compression.gradient_dropping(parameters.items(), 0.5, min_numel=1)
+    optimizer = distributed(parameters, half if compressed else whole, optimizer=inner)
+    gradient = torch.from_numpy(random.standard_normal((16, 9, 3, 3)).astype(np.float32))
+    (weight * gradient.to(memory_format=torch.channels_last)).sum().backward()
+    optimizer.step()
+    moved = -weight.detach().numpy()
+    kept = np.abs(gradient.numpy()) >= np.sort(np.abs(gradient.numpy()), axis=None)[-(gradient.numel() // 2)]
+    np.testing.assert_array_equal(moved, np.where(kept, gradient, 0.0) if compressed else gradient)
+    assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_compression_that_optimizers_use_in_turn_is_warned_of_once(in_turn):
+    first, second = make_parameters(), make_parameters(seed=2)
+    named = [*((f"first.{name}", one) for name, one in first.items()), *(("s." + n, p) for n, p in second.items())]
+    compression = Compression.gradient_dropping(named, 0.05, min_numel=100)
+    optimizers = [distributed(first, compression), distributed(second, compression)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t, number in enumerate([0, 1, 0, 1] if in_turn else [0, 0, 1, 1]):
+            step(optimizers[number], (first, second)[number], draw(SHAPES, t, hvd.rank()))
+    told = [str(one.message).split(":")[0] for one in caught]
+    assert told == ["several optimizers use one compression"] * in_turn
+
+
+@pytest.mark.parametrize(("beta", "warned"), [(0.9, True), (0.0, False)])
+def test_the_momentum_of_adam_is_warned_of(beta, warned):
+    parameters = make_parameters()
+    with alone_as_elastic():
+        compression = Compression.dgc(parameters.items(), 0.05, momentum=0.9, min_numel=100)
+    inner = torch.optim.Adam(list(parameters.values()), betas=(beta, 0.999))
+    optimizer = distributed(parameters, compression, optimizer=inner)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+    messages = [str(one.message) for one in caught if "beta1" in str(one.message)]
+    assert len(messages) == (warned and hvd.rank() == 0)
+    assert all("momentum (or beta1) 0.9" in message for message in messages)
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_with_a_reason(copies):
+    with pytest.raises(TypeError, match=r"cannot be copied, pickled or broadcast.*Module.*state_dict\(\)"):
+        copies(sparse(make_parameters()))
+
+
+def test_a_model_that_moves_after_its_compression_was_built_is_an_error():
+    parameters = Parameters(torch.nn.Linear(3, 2).named_parameters())
+    parameters.check_device()
+    parameters.device = torch.device("cuda", 0)  # where it was built, as there may be no GPU here
+    with pytest.raises(ValueError, match=r"were on cuda:0 when .* are on cpu now.*after model\.to\(device\)"):
+        parameters.check_device()
