@@ -31,11 +31,6 @@ class Traffic:
         for name, count in counts.items():
             self._step[name] += count
 
-    @property
-    def sent(self) -> int:
-        """The elements sent in the current step."""
-        return int(self._step["sent"])
-
     def timed(self, name: str) -> "Timed":
         """Return a context manager that adds the time of its block to one of TIMERS."""
         return Timed(self, name)
@@ -55,6 +50,26 @@ class Traffic:
     def summary(self) -> dict:
         """Return {"steps": int, "step": last step, "total": all steps}; the latter two are results of `report`."""
         return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
+
+
+class PartOfStep(Traffic):
+    """The counters of a step within a step: bytes, elements sent and seconds are those of the whole.
+
+    The whole counts its gradients and their tokens itself, so a count of `elements` is not passed on.
+    """
+
+    def __init__(self, whole: Traffic):
+        super().__init__()
+        self._whole = whole
+
+    def count(self, **counts: int) -> None:
+        """Add to the counters of the whole step."""
+        if "elements" not in counts:
+            self._whole.count(**counts)
+
+    def timed(self, name: str) -> "Timed":
+        """Return `Traffic.timed` of the whole."""
+        return self._whole.timed(name)
 
 
 class Timed:

@@ -148,7 +148,8 @@ class Hosts:
             return held, buffers["residual"] + excess
 
         result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))
-        now.counted.add(payload_bytes=tf.where(now.is_dense, 4 * self._length(entry.name), 0))
+        sent = tf.where(now.is_dense, self._length(entry.name), 0)
+        now.counted.add(payload_bytes=4 * sent, sent=sent)
         return tf.ensure_shape(result, [self._length(entry.name)])
 
     def _length(self, name: str) -> int:

@@ -90,7 +90,8 @@ class Step:
         """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
         if steps == 0:
             return {"rule": self.algorithm.dense_fallback}
-        return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
+        explained = self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
+        return explained if self.hosts is None else {**explained, "tensors": 0}  # a shard alone is never dense
 
     def build(
         self,

@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 import torch
 
-from hvd_sparse.announcement import BETWEEN_STEPS, refuse_apart
+from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Cut, plan_pieces
@@ -186,17 +186,20 @@ class Exchange:
             raise ValueError(refusal(reasons))
 
     def meet(self, why: str, text: str = "") -> list[str]:
-        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank is in a step instead.
+        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
-        In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
+        why: one word. In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
         """
         if not self.collectives.can_start() or self.collectives.is_elastic():
             return [text]
-        own = text.encode()[:REASON_BYTES].ljust(REASON_BYTES)
-        gathered = self.allgather(why, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        own = f"{why} {text}".encode()[:REASON_BYTES].ljust(REASON_BYTES)
+        gathered = self.allgather("between", torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self.announce()
         rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
-        return [bytes(row).decode(errors="ignore").rstrip() for row in rows]
+        told = [bytes(row).decode(errors="ignore").rstrip().partition(" ") for row in rows]
+        if any(reason != why for reason, _, _ in told):
+            raise RuntimeError(ranks_apart(sum(reason == why for reason, _, _ in told), len(told)))
+        return [own for _, _, own in told]
 
 
 def _names_of_pieces(name: str, cut: Cut) -> list[str]:

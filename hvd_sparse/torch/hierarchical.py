@@ -22,7 +22,7 @@ from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.vote import counted, told
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
 HALF = (torch.float16, torch.bfloat16)
@@ -41,7 +41,6 @@ class HierarchicalStep:
         self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank may own now
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
-        self.inner_traffic = Traffic()  # between hosts
         self.entries: dict[str, Entry] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
@@ -111,10 +110,11 @@ class HierarchicalStep:
         self._host = Host(own, Exchange(subsets[own], self.traffic), hierarchy.shards)
         self.inner = None
         if self._shard is not None:
-            column = Exchange(subsets[hierarchy.columns[self._shard]], self.inner_traffic)
+            traffic = PartOfStep(self.traffic)
+            column = Exchange(subsets[hierarchy.columns[self._shard]], traffic)
             shards = Shards({name: self._part(name) for name in large})
             inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
-            self.inner = Step(inner, shards, column, self.inner_traffic)
+            self.inner = Step(inner, shards, column, traffic)
         self._laid_out_in = collectives.incarnation()
 
     def _row(self, name: str) -> int:
@@ -169,7 +169,6 @@ class HierarchicalStep:
         self._presence = Presence(self.exchange, freezes=False)
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
-        self.inner_traffic.drop_step()
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
@@ -246,10 +245,6 @@ class HierarchicalStep:
         self._tokens.end()
         if self.inner is not None:
             self.inner.end()
-        self.inner_traffic.end_step()
-        between = self.inner_traffic.summary()["step"]
-        sent, received = between["payload_bytes"], between["received_bytes"]
-        self.traffic.count(payload_bytes=sent, surplus_bytes=received - sent)
         self.expected = tuple(sorted(self.entries))
         self.entries, self._together = {}, None
 
@@ -389,12 +384,11 @@ class HierarchicalStep:
         return total.float()
 
     def _count(self) -> None:
-        """Count the bytes that Horovod alone would have sent, the tokens, and the elements sent between hosts."""
+        """Count the bytes that Horovod alone would have sent, and the tokens."""
         gradients = [entry.gradient for entry in self.entries.values()]
         tokens = sum(entry.carries_token for entry in self.entries.values())
         self.traffic.count(
             elements=sum(gradient.numel() for gradient in gradients),
             dense_bytes=sum(gradient.nbytes for gradient in gradients),
             payload_bytes=tokens * self.exchange.collectives.token_bytes,
-            sent=self.inner_traffic.sent,
         )

@@ -80,8 +80,9 @@ class Host:
         """
         if self.size == 1:
             return Pending(finish=lambda: [Part(sizes[0], None, torch.cat(list(pieces)))])
-        most = WORD_BYTES * (2 + max(sizes))
-        gathered = self.exchange.allgather(name, _packed(pieces), most)
+        most, packed = WORD_BYTES * (2 + max(sizes)), _packed(pieces)
+        self.exchange.traffic.count(payload_bytes=packed.numel())
+        gathered = self.exchange.allgather(name, packed, most)
         return Pending(finish=lambda: list(_unpacked(gathered.wait(), sizes)))
 
 

@@ -12,6 +12,7 @@ from oracle import Method
 from test_conservation import Ledger, Wave
 from test_oracle import Trial, run
 
+from hvd_sparse import wire
 from hvd_sparse.torch import Compression
 
 pytestmark = pytest.mark.rank_counts
@@ -307,3 +308,19 @@ def test_completing_adds_what_ranks_had_not_selected():
     if hvd.size() > 1:
         assert reduced[0] == 9.0 + hvd.size() - 1
         assert memory_of(compressor, parameters, "weight")[0] == 0.0
+
+
+@pytest.mark.parametrize("values", ["float32", "float16", "int1"])
+def test_buckets_are_filled_by_the_bytes_that_are_sent(values):
+    """Messages hold float32 values until they are sent; `bucket_bytes` is not about those."""
+    shapes = {f"w{number}": (300,) for number in range(8)}
+    parameters = make_parameters(shapes)
+    settings = {"values": values, "bucket_bytes": 200, "min_numel": 0, **SCATTER}
+    compressor = Compression.gradient_dropping(parameters.items(), 0.05, **settings)
+    for t in range(2):
+        drive(compressor, parameters, draw(shapes, t, hvd.rank()))
+    if hvd.size() > 1:
+        each = wire.payload_size(300, 15, value_dtype=values)
+        together = max(1, 200 * hvd.size() // each)
+        expected = {tuple(sorted(shapes)[begin : begin + together]) for begin in range(0, 8, together)}
+        assert set(compressor._step.codec.regions) == expected

@@ -162,6 +162,22 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
 
 
 @several
+def test_ranks_that_meet_for_different_reasons_are_told():
+    parameters = make_parameters({"weight": (600,)})
+    compression = Compression.gradient_dropping(parameters.items(), min_numel=100)
+    drive(compression, parameters, draw({"weight": (600,)}, 0, hvd.rank()))
+    state = compression.state_dict()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"of {hvd.size()} ranks called load_state_dict\(\), reset\(\)"):
+        if hvd.rank() == LAST:
+            compression.load_state_dict(state)
+        else:
+            compression.state_dict(summed=True)
+    assert time.monotonic() - began < exchange.AGREE_SECONDS / 10
+    assert_alive()
+
+
+@several
 @pytest.mark.parametrize("call", ["load_state_dict", "reset", "state_dict"])
 def test_a_rank_alone_between_two_steps_meets_the_others(call):
     """It raises at once, where it would wait for the others; these do once Horovod has reduced their tokens."""

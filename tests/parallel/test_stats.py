@@ -8,6 +8,7 @@ from helpers import drive, make_parameters, memory_of
 
 from hvd_sparse import wire
 from hvd_sparse.torch import Compression
+from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 
 pytestmark = pytest.mark.rank_counts  # on two ranks, bytes received and sent are the same number
 
@@ -82,6 +83,40 @@ def test_the_totals_follow_a_warm_up(scope):
         stats = compressor.stats()
         assert stats["step"]["density"] == pytest.approx(last)
         assert stats["total"]["density"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("method", ["gradient_dropping", "random_k", "cltk"])
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_a_hierarchical_exchange_counts_all_that_it_hands_to_horovod(method, ranks_per_host, monkeypatch):
+    """Within the hosts and between them: all that collectives are given, but this rank's own part of all-to-alls."""
+    handed = []
+
+    def noted(name, bytes_of):
+        call = getattr(HorovodCollectives, name)
+
+        def wrapper(collectives, title, tensor, *more, **options):
+            handed.append(bytes_of(collectives, tensor, *more))
+            return call(collectives, title, tensor, *more, **options)
+
+        monkeypatch.setattr(HorovodCollectives, name, wrapper)
+
+    for name in ("gather", "add"):
+        noted(name, lambda collectives, tensor: tensor.nbytes)
+    noted("send", lambda collectives, tensor, sizes, *_: tensor.nbytes - tensor.itemsize * sizes[collectives.rank()])
+    shapes = {"big": (120, 50), "middle": (2000,)}
+    parameters = make_parameters(shapes)
+    hosts = [min(ranks_per_host, hvd.size() - begin) for begin in range(0, hvd.size(), ranks_per_host)]
+    exchange = {"exchange": "hierarchical", "ranks_per_host": hosts, "dense_fallback": None, "min_numel": 0}
+    compressor = getattr(Compression, method)(parameters.items(), 0.01, **exchange)
+    for t in range(3):
+        handed.clear()
+        drive(compressor, parameters, whole_numbers(shapes, t, hvd.rank()))
+        step = compressor.stats()["step"]
+        assert step["payload_bytes"] == sum(handed) + 2 * TOKEN
+        if max(hosts) == 1:  # nobody's shard is smaller than the whole
+            assert step["density"] == pytest.approx(80 / 8000)
+        elif min(hosts) > 1:
+            assert step["density"] == pytest.approx(40 / 8000, rel=0.1)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -225,6 +225,13 @@ class EverDense(Schedule):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dense_step_counts_the_elements_of_a_shard(layout):
+    reduce = reduce_with("topk", {"w": (480,)}, layout, density=EverDense(), min_numel=0)
+    reduce(draw({"w": (480,)}, 0, hvd.rank()))
+    assert reduce.compression.stats()["step"]["density"] == pytest.approx(1.0 / layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_velocity_beyond_float16_is_sent_in_parts(layout):
     """Dense: momentum 0.75 makes four times the gradient of it, which is 30,720. All comes, later."""
     variables = make_variables({"w": (40, 50)}, tf.float16)

@@ -11,6 +11,7 @@ from gradients import SCOPES, SHAPES, draw, whole_numbers
 from test_tape_conservation import NowAndThenDense
 from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
 
+from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
 
 pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
@@ -104,6 +105,30 @@ def test_a_state_goes_on_bit_for_bit(method, complete):
     for found, wanted in zip(run(Reducer(others, again, True, op=hvd.Sum), range(5, 12)), expected, strict=True):
         for name in SHAPES:
             np.testing.assert_array_equal(found[name], wanted[name])
+
+
+class DenseAtFirst(Schedule):
+    """A dense first step, then 5 %."""
+
+    def density(self, step):
+        return 1.0 if step == 0 else 0.05
+
+    def describe(self):
+        return "dense at first"
+
+
+def test_regions_are_agreed_on_in_the_first_sparse_step():
+    """A dense step has selected nothing that could say where they should be."""
+    variables = make_variables({"w": (2000,)})
+    settings = {"density": DenseAtFirst(), "min_numel": 0, **SCATTER}
+    compression = Compression.topk(list(variables.values()), **settings)
+    reduce = Reducer(variables, compression, True, op=hvd.Sum)
+    for step in range(2):
+        gradient = draw({"w": (2000,)}, step, hvd.rank())["w"]
+        gradient[200:] = 0.0
+        reduce({"w": gradient})
+        bounds = [regions.bounds.tolist() for regions in compression.regions.values()]
+        assert bounds == [] if step == 0 else max(bounds[0][:-1]) < 200
 
 
 def test_a_tensorflow_checkpoint_goes_on():

@@ -241,9 +241,7 @@ def test_a_rank_that_loads_alone_meets_the_others(when, call):
     if when == "in training":
         reduce(draw(SHAPES, 0, hvd.rank()))
     began = time.monotonic()
-    with pytest.raises(
-        (RuntimeError, tf.errors.InvalidArgumentError), match=r"called load_state_dict\(\), reset\(\)"
-    ):
+    with pytest.raises((RuntimeError, tf.errors.InvalidArgumentError), match=r"called load_state_dict\(\), reset\(\)"):
         if hvd.rank() == 0 and call == "load_state_dict":
             reduce.compression.load_state_dict(reduce.compression.state_dict())
         elif hvd.rank() == 0:

@@ -70,7 +70,8 @@ class OwnedRegions(FixedCount):
             lambda: tf.zeros([min(message.n, BINS)], tf.float64),
         )
         now.counted.add(payload_bytes=tf.where(now.agrees, 8 * counts.shape[0], 0))
-        arguments = [now.agrees, once(now.present, counts), bucket.ks, indices, values]
+        is_dense = tf.constant(False) if now.is_dense is None else now.is_dense
+        arguments = [now.agrees, is_dense, once(now.present, counts), bucket.ks, indices, values]
         own, splits = tf.numpy_function(message.split, arguments, (tf.uint8, tf.int32))
         received = self.exchange.alltoall(f"{bucket.name}{now.suffix}", tf.ensure_shape(own, [None]), splits)
         payload, *excess = tf.numpy_function(message.reduce, [received, now.seed], (tf.uint8, tf.int64, tf.float32))
@@ -172,14 +173,18 @@ class Message:
             return None
         return known.bounds
 
-    def split(self, agrees, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
-        """Return the message to the owners, and the number of words for each."""
+    def split(self, agrees, is_dense, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message to the owners, and the number of words for each.
+
+        In a dense step the graph runs this on nothing that was selected: such regions are not kept.
+        """
         self._regions = self._make(int(ks.sum()))
         if agrees:
             self._regions.balance(counts)
         else:
             self._regions.bounds = self.known_bounds()
-        self._codec.regions[self.names] = self._regions
+        if not is_dense:
+            self._codec.regions[self.names] = self._regions
         self._selected = Entries(indices, values)
         self._sent = self._regions.split(self._selected)
         return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)

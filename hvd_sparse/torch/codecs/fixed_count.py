@@ -46,7 +46,7 @@ class FixedCount(Codec):
             bucket = plan_joint(self, names, prefix)
             bucket.hints = self._joint_hints
             return [bucket]
-        sizes = {name: self._payload(name).size for name in names}
+        sizes = {name: self._sent_bytes(self._payload(name)) for name in names}
         buckets = []
         for bucket_name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items():
             bucket = self.bucket_of(bucket_name, members, [self._payload(name) for name in members])
@@ -105,6 +105,10 @@ class FixedCount(Codec):
             if name not in training:
                 self._pack_nothing(payload, bucket.message.narrow(0, offset, payload.size))
             offset += payload.size
+
+    def _sent_bytes(self, payload: Payload) -> int:
+        """Return the bytes of a payload, for the size of a bucket."""
+        return payload.size
 
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:

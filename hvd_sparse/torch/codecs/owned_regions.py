@@ -13,7 +13,8 @@ import torch
 from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.reduce_scatter import Entries, Form, Regions, selected_entries, told
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Round, in_training, place_of
+from hvd_sparse.torch import ops
+from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
 
@@ -34,6 +35,11 @@ class OwnedRegions(FixedCount):
     def bucket_bytes(self) -> int:
         """The maximum bytes of a message; more if it is scattered, as each owner receives only its part."""
         return super().bucket_bytes * (self.exchange.size() if self._scatters else 1)
+
+    def _sent_bytes(self, payload: Payload) -> int:
+        """Return the bytes of a payload with the values that are sent, not those of `Bucket.message`."""
+        form = self.algorithm.coding, self.algorithm.values, payload.segments
+        return ops.payload_size(payload.n, payload.k, *form)
 
     def begin(self, now: Round) -> None:
         """Begin a step."""

@@ -39,6 +39,7 @@ def main() -> dict:
     if saved.exists():
         restore = str(saved)
         before = json.loads(str(np.load(saved)["settings"]))["statistics"]["all"]["pushes"]
+    workers = MPI.COMM_WORLD.Split(rank < MPI.COMM_WORLD.Get_size() - 1)
     method = DGS(density=0.05, momentum=0.7, min_numel=100)
     session = connect(model, method, servers=1, restore=restore, timeout=TIMEOUT, silence=SILENCE)
     if not session.is_worker:
@@ -48,6 +49,9 @@ def main() -> dict:
     inputs, draw = inputs.float() / 16, np.random.default_rng([seed, rank, before])
     optimizer = session.optimizer(lr=LEARNING_RATE)
     with session:
+        if rank == 0 and restore is None:
+            session.save(str(saved))
+        workers.Barrier()  # a fault comes after this: on a busy machine, the first worker may begin after the others
         for step in itertools.count():
             injector.begin(step)
             batch = draw.integers(0, len(inputs), BATCH)
