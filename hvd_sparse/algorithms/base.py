@@ -33,9 +33,9 @@ SHARED_ARGUMENTS = {
     weight_decay: Coefficient of weight decay, which is added to the gradient before the momentum, independent of `op`
         and loss scale. A number; {name: number}, 0 for other parameters; or a function of name and parameter that
         returns a number.
-    clip_norm: Largest L2 norm of the reduced gradient, for every `op` and loss scale. Each of N ranks clips its
-        gradient before the momentum, to a norm at which N independent gradients sum up to `clip_norm` (Deep Gradient
-        Compression, section 3.2 and Appendix C). None: no clipping.
+    clip_norm: Largest L2 norm of the reduced gradient if the ranks' gradients are independent, for every `op` and loss
+        scale: each of N ranks clips its gradient before the momentum, to a norm at which N independent gradients sum up
+        to `clip_norm` (Deep Gradient Compression, section 3.2 and Appendix C). None: no clipping.
     clip_scope: "tensor" clips each tensor by its norm, "model" all tensors by the norm of the rank's whole gradient,
         and needs `scope="model"`.""",
     "EXCHANGE": """\

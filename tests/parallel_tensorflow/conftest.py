@@ -23,6 +23,12 @@ def start():
     hvd.allreduce(tf.zeros([]), name="together")
 
 
+def pytest_collection_modifyitems(items):
+    """Run each value of a parameter in `make test`, not each pair: tests/parallel does, and here graphs are traced."""
+    for item in items:
+        item.add_marker(pytest.mark.each_value)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # nothing of the plugin is at work in a lone process, and that is tested too

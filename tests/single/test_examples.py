@@ -138,7 +138,11 @@ def test_the_layer_norm_experiment():
     ("task", "options"),
     [
         ("digits", ["--method", "asgd", "--servers", "1"]),
-        ("char_lstm", ["--method", "dgs", "--servers", "colocated", "--overlap", "--pull-density", "0.02"]),
+        pytest.param(
+            "char_lstm",
+            ["--method", "dgs", "--servers", "colocated", "--overlap", "--pull-density", "0.02"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 @pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow2", marks=pytest.mark.exhaustive)])

@@ -43,7 +43,8 @@ def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, mi
     assert len({one["parameters"] for one in found}) == stages
 
 
-@pytest.mark.parametrize("compression", ["dct", pytest.param("dgc", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compression", ["dct", "dgc"])
 def test_sparse_on_every_link_learns_and_replicas_agree(compression):
     found = run(4, "--stages", 2, "--density", 0.25, "--compression", compression)
     for stage in range(2):

@@ -113,7 +113,7 @@ def test_bandwidth_comes_from_two_sizes(monkeypatch):
 
 
 @job
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_a_job_measures_its_network_and_one_rank_prints(framework):
     code, output = launch([*mpirun(2), sys.executable, *JOB, "--framework", framework])
     assert code == 0, output

@@ -144,6 +144,7 @@ def test_what_is_not_finite_stays(threshold, value):
         assert out[[0, 1, 3, 4]].isfinite().all() and boundary.running_threshold.isfinite()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("threshold", ["topk", "laplace"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_it_compiles_without_a_graph_break(threshold, dynamic):
