@@ -116,5 +116,5 @@ def test_a_step_traced_for_other_ranks_is_refused_on_every_rank(monkeypatch):
 
 def test_a_compression_is_not_broadcast_with_an_elastic_state():
     compression = Compression.gradient_dropping([tf.Variable(tf.zeros([2000]))])
-    with pytest.raises(TypeError, match=r"Leave it out of hvd\.elastic's state"):
+    with pytest.raises(TypeError, match=r"Leave it out of what is copied, such as .* hvd\.elastic's state"):
         pickle.dumps(compression)
