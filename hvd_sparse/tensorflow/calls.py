@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -30,6 +31,7 @@ class Call:
     process_set: hvd.ProcessSet
     optimizer: object  # the calling Keras or v1 optimizer, None under a tape
     passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
+    scaler: Any  # Keras' loss scaler, which unscales the result; None without one, or under a tape
 
     def positions(self, tensor) -> list[int]:
         """Return the positions of a gradient in the list."""
@@ -51,7 +53,7 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    frame, known, optimizer, lists, passes = sys._getframe(1), {}, None, None, 1
+    frame, known, optimizer, lists, passes, scaler = sys._getframe(1), {}, None, None, 1, None
     for _ in range(deepest):
         if frame is None:
             break
@@ -65,12 +67,14 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
         elif hasattr(local.get("self"), "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
             helper = local["self"]
             passes = helper.backward_passes_per_step if helper.average_aggregated_gradients else 1
+        elif hasattr(local.get("self"), "get_unscaled_gradients"):  # around Horovod's optimizer
+            scaler = local["self"]
         elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
             optimizer = local["self"]
         frame = frame.f_back
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
-    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer, passes)
+    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer, passes, scaler)
 
 
 def _holds(gradients, tensor) -> bool:

@@ -300,8 +300,10 @@ class SparseCompressor(tf.Module):
         if self._parts.log is not None:
             self._parts.log(step)
 
-    def _factors(self, call: Call) -> tuple[float, int]:
-        return (1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0), call.passes
+    def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
+        reduction = 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
+        scale = None if call.scaler is None else tf.cast(call.scaler.loss_scale, tf.float64)
+        return reduction, call.passes, scale
 
 
 class Parts:

@@ -96,16 +96,17 @@ class Step:
     def build(
         self,
         gradients: dict[str, tf.Tensor],
-        factors: tuple[float, int],
+        factors: tuple[float, int, tf.Tensor | None],
         suffix: str,
         lines: list[str],
         log: Callable[[int], None] | None,
     ) -> tuple[dict[str, Entry], Round]:
         """Build a step for these gradients in the current graph; return an entry for each, and their shared `Round`.
 
-        factors: the factor for sums over ranks, and the number of backward passes, summed in each gradient, by which
-        Horovod divides the result to average them. suffix: distinguishes several calls in one graph. lines: the
-        settings, which must be the same on every rank. log: called after each step with the number of steps so far.
+        factors: the factor for sums over ranks; the number of backward passes, summed in each gradient, by which
+        Horovod divides the result to average them; the loss scale of Keras' scaler, or None. suffix: distinguishes
+        several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
+        step with the number of steps so far.
         """
         always_dense = self.fallback().always if self.hosts is None else ()
         entries = [
@@ -164,7 +165,7 @@ class Step:
         is_payload = now.is_dense is None or self.hosts is not None
         return decoded() if is_payload else tf.cond(now.is_dense, dense, decoded)
 
-    def _begin(self, reduction: float, passes: int, suffix: str, lines: list[str]) -> Round:
+    def _begin(self, reduction: float, passes: int, scale: tf.Tensor | None, suffix: str, lines: list[str]) -> Round:
         schedule, number = self.algorithm.schedule, self._number.read_value()
         if is_elastic():
             number = self._catch_up(number, suffix)
@@ -180,7 +181,7 @@ class Step:
             if fallback.is_measured or fallback.density(schedule.highest) >= 1.0:
                 is_dense = density >= 1.0
         base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
-        loss_scale = self._loss_scale.read_value()
+        loss_scale = self._loss_scale.read_value() if scale is None else scale
         # A gradient is S * passes times the mean, and so is the result that Horovod divides by `passes` afterwards.
         units = Units(self.exchange.size(), reduction, loss_scale * passes)
         now = Round(number, number + base, density, is_dense, units, suffix)

@@ -7,7 +7,7 @@ from types import FrameType
 from torch.amp.grad_scaler import GradScaler
 
 
-def calling_optimizer(compressor, depth: int = 8):
+def calling_optimizer(compressor, depth: int = 12):
     """Return the Horovod optimizer that called this compressor, at most `depth` frames up; None if none did."""
     callers = (frame.f_locals.get("self") for frame in _frames(depth))
     return next((caller for caller in callers if getattr(caller, "_compression", None) is compressor), None)
@@ -24,20 +24,20 @@ def reduces_again(optimizer) -> bool:
 
 
 def runs_closure(optimizer) -> bool:
-    """Return whether the gradient comes from a closure that `optimizer.step(closure)` runs.
+    """Return whether `optimizer.step(closure)` is reducing gradients: it will run the closure after that.
 
-    Horovod has finished all reductions before it runs a closure. On a CUDA device hooks run in other threads, from
-    which `step` cannot be seen.
+    With `skip_synchronize()` it reduces nothing, and a closure may call `synchronize` itself.
     """
-    methods = _running_methods(optimizer)
-    return "step" in methods and "synchronize" not in methods
+    if not getattr(optimizer, "_should_synchronize", False):
+        return False
+    own = (frame for frame in _frames() if frame.f_locals.get("self") is optimizer)
+    return any(frame.f_code.co_name == "step" and frame.f_locals.get("closure") is not None for frame in own)
 
 
 def scaler_steps() -> bool:
     """Return whether `GradScaler.step` is running in this thread: it unscales gradients before the optimizer's step."""
-    return any(
-        frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler) for frame in _frames()
-    )
+    scalers = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "step")
+    return any(isinstance(scaler, GradScaler) and scaler.is_enabled() for scaler in scalers)
 
 
 def _running_methods(optimizer) -> set[str]:

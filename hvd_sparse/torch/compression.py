@@ -85,8 +85,8 @@ class SparseCompressor(Compressor):
                 if name in step.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 entry = self._entry(name, tensor, not parameters[name].requires_grad)
-                entry.version = tensor._version
                 carried = step.add(entry)
+                entry.version = tensor._version
                 if not entry.carries_token:
                     self._held.append(held(carried))
                 self._open.add(name)
@@ -133,13 +133,33 @@ class SparseCompressor(Compressor):
             raise RuntimeError(
                 f"hvd_sparse: scaler.step() unscales gradients before the optimizer reduces them. {REDUCE_FIRST}"
             )
+        optimizer = calling_optimizer(self)
+        if optimizer is not None and runs_closure(optimizer):
+            raise RuntimeError(
+                "hvd_sparse: Horovod does not reduce gradients that a closure computes in optimizer.step(closure): "
+                "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
+            )
         for entry in self._step.entries.values():
-            own = entry.gradient if entry.origin is None else entry.origin
-            if entry.carries_token and own._version != entry.version:
+            if entry.carries_token and entry.passed._version != entry.version and self._has_changed(entry):
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
                     f"after it had been compressed: the change would be lost. {REDUCE_FIRST}"
                 )
+
+    def _has_changed(self, entry: Entry) -> bool:
+        """Return whether a gradient whose count of changes differs has changed since the last one was compressed.
+
+        Gradients that are parts of one tensor, as after `torch.cat`, share a count, which then rises until the last of
+        them has arrived. One more change shows which gradients share it.
+        """
+        counts = {name: other.passed._version for name, other in self._step.entries.items()}
+        torch.autograd.graph.increment_version(entry.passed)
+        sharing = [one for name, one in self._step.entries.items() if one.passed._version != counts[name]]
+        if counts[entry.name] > max(one.version for one in sharing):
+            return True
+        for one in sharing:
+            one.version = one.passed._version
+        return False
 
     def _drop(self) -> None:
         """Give up the step under way."""
@@ -159,11 +179,6 @@ class SparseCompressor(Compressor):
                 raise ValueError(REDUCTION_UNKNOWN)
             return Units(size, None, self._loss_scale)
         self._note(optimizer)
-        if runs_closure(optimizer):
-            raise RuntimeError(
-                "hvd_sparse: Horovod does not reduce gradients that a closure computes in optimizer.step(closure): "
-                "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
-            )
         if reduces_again(optimizer):
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "

@@ -71,6 +71,62 @@ def test_a_gradient_changed_once_it_is_reduced_is_what_the_optimizer_takes(finis
             torch.testing.assert_close(one.detach(), before[name] - factor * reduced[name])
 
 
+def test_a_scaler_that_is_switched_off_changes_nothing():
+    weights = []
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        parameters = make_parameters()
+        optimizer = distributed(parameters, sparse(parameters))
+        for t in range(3):
+            optimizer.zero_grad()
+            backward(parameters, draw(SHAPES, t, hvd.rank()))
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        weights.append(torch.cat([one.detach().reshape(-1) for one in parameters.values()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_share_a_count_of_changes(join, passes, clips):
+    """Those of tensors that were joined: adding to one of them, or clearing it, counts for the others, too."""
+    parameters = {name: torch.nn.Parameter(torch.ones(20, 30)) for name in ("q", "k", "v")}
+    optimizer = distributed(parameters, sparse(parameters), backward_passes_per_step=passes)
+    for t in range(3):
+        for one in parameters.values():
+            if one.grad is not None:
+                one.grad.zero_()
+        for number in range(passes):
+            inputs = torch.from_numpy(draw({"x": (30,)}, 2 * t + number, hvd.rank())["x"]).float()
+            (join(list(parameters.values())) @ inputs).square().sum().backward()
+        if clips and t == 2:
+            with pytest.raises(RuntimeError, match="was changed between backward"):
+                clip_and_step(optimizer, parameters)
+            optimizer._handles.clear()
+        else:
+            optimizer.step()
+
+
+def test_a_closure_that_reduces_by_itself_is_plain_training():
+    weights = []
+    for closes in (False, True):
+        parameters = make_parameters()
+        optimizer = distributed(parameters, sparse(parameters))
+        for t in range(3):
+
+            def closure(parameters=parameters, optimizer=optimizer, t=t):
+                optimizer.zero_grad()
+                backward(parameters, draw(SHAPES, t, hvd.rank()))
+                optimizer.synchronize()
+                return torch.zeros(())
+
+            if not closes:
+                closure()
+            with optimizer.skip_synchronize():
+                optimizer.step(closure if closes else None)
+        weights.append(torch.cat([one.detach().reshape(-1) for one in parameters.values()]))
+    assert torch.equal(*weights)
+
+
 def test_a_closure_is_an_error():
     """Horovod reduces before it runs a closure, so the ranks would train on gradients of their own."""
     parameters = make_parameters()

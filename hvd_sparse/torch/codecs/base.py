@@ -34,6 +34,11 @@ class Entry:
     origin: torch.Tensor | None = None  # the tensor that Horovod passed, if `gradient` is a copy
     version: int = 0  # of the tensor that Horovod passed: PyTorch counts its changes
 
+    @property
+    def passed(self) -> torch.Tensor:
+        """The tensor that Horovod passed."""
+        return self.gradient if self.origin is None else self.origin
+
 
 @dataclass(frozen=True)
 class Round:
