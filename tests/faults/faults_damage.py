@@ -135,7 +135,7 @@ SCENARIOS = {
         "8", "mutated payloads, core, AddressSanitizer and UBSan", 2_000_000, payloads("ON"), "payloads"
     ),
     "damage_payloads_plain": Scenario(
-        "8", "the same without sanitizers, which is faster: both readers agree", 20_000_000, payloads("OFF"), "payloads"
+        "8", "the same without sanitizers, which is faster: both readers agree", 10_000_000, payloads("OFF"), "payloads"
     ),
     "damage_server": Scenario("8", "damaged and replayed pushes", 2_000_000, server_messages, "messages"),
     "damage_pipeline": Scenario("8", "damaged messages of a stage", 2_000_000, pipeline_messages, "messages"),

@@ -133,11 +133,11 @@ def judge(found: Found, title: str, kept: str, total: np.ndarray, alive: list[di
 
 
 SCENARIOS = {
-    f"elastic_{kept}": Scenario("1", f"elastic, 4 -> 3 -> 4 ranks, SIGKILL within a step, {what}, PyTorch", 25,
+    f"elastic_{kept}": Scenario("1", f"elastic, 4 -> 3 -> 4 ranks, SIGKILL within a step, {what}, PyTorch", 2,
                                 killed(kept), "kills")
     for kept, what in (("summed", "commits with a summed state"), ("own", "commits of each rank's own state"))
 } | {
     "elastic_tensorflow": Scenario(
-        "1", "the same within a step or a commit, commits with a summed state, TensorFlow", 25,
+        "1", "the same within a step or a commit, commits with a summed state, TensorFlow", 2,
         killed("summed", "elastic_tensorflow_job.py"), "kills")
 }  # fmt: skip

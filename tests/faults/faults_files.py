@@ -184,5 +184,5 @@ SCENARIOS = {
         carry("tensorflow", carry_tensorflow, 2),
         "pairs",
     ),
-    "killed_writer": Scenario("4", "SIGKILL while a checkpoint is written", 500, killed_writer),
+    "killed_writer": Scenario("4", "SIGKILL while a checkpoint is written", 200, killed_writer),
 }

@@ -202,11 +202,11 @@ def undisturbed(framework: str) -> list[float]:
 
 SCENARIOS = {
     "in_server": Scenario(
-        "3", "a server is stopped for 5 s, raises, is killed, leaves or waits in an update", 24, in_server),
-    "in_worker": Scenario("3", "a worker is stopped for 5 s, raises, is killed or leaves in a push", 16, in_worker),
+        "3", "a server is stopped for 5 s, raises, is killed, leaves or waits in an update", 12, in_server),
+    "in_worker": Scenario("3", "a worker is stopped for 5 s, raises, is killed or leaves in a push", 8, in_worker),
     **{
         f"in_stage_{framework}": Scenario(
-            "3", f"a stage is stopped for 5 s, raises, sends damage, is killed, leaves or waits, {framework}", 24,
+            "3", f"a stage is stopped for 5 s, raises, sends damage, is killed, leaves or waits, {framework}", 12,
             in_stage(framework))
         for framework in ("torch", "tensorflow")
     },

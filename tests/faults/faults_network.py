@@ -142,10 +142,10 @@ def asymmetric_rates(found: Found, number: int) -> None:
 
 SCENARIOS = {
     "link_cut_torch": Scenario(
-        "10", "a host's link is cut for 5 s, Gloo and MPI over TCP, PyTorch", 12, link_cut),
+        "10", "a host's link is cut for 5 s, Gloo and MPI over TCP, PyTorch", 4, link_cut),
     "link_cut_for_good_torch": Scenario(
-        "10", "a host's link is cut for good, Gloo and MPI over TCP, PyTorch", 12, link_cut_for_good),
+        "10", "a host's link is cut for good, Gloo and MPI over TCP, PyTorch", 3, link_cut_for_good),
     "asymmetric_rates_torch": Scenario(
-        "10", "each host sends and receives at different rates, 10 Mbit/s to 1 Gbit/s, PyTorch", 12,
+        "10", "each host sends and receives at different rates, 10 Mbit/s to 1 Gbit/s, PyTorch", 3,
         asymmetric_rates),
 }  # fmt: skip

@@ -261,8 +261,8 @@ SCENARIOS = {
         f"refused_{framework}": Scenario("9", f"one rank with other settings, {framework}", 18, refused(framework))
         for framework in FRAMEWORKS
     },
-    "soak": Scenario("6", "a long run of a small model at 3 ranks", 20_000, soak(4, 1000, 100_000), "steps"),
-    "soak_300": Scenario("6", "300 tensors, each in a separate bucket: fused all-gathers", 1_000,
+    "soak": Scenario("6", "a long run of a small model at 3 ranks", 4_000, soak(4, 1000, 100_000), "steps"),
+    "soak_300": Scenario("6", "300 tensors, each in a separate bucket: fused all-gathers", 200,
                          soak(300, 2000, 10_000, bucket_bytes=1), "steps"),
     "ranks_64": Scenario("7", "64 ranks on one machine", 1, many_ranks(64)),
 }  # fmt: skip

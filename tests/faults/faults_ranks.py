@@ -247,12 +247,12 @@ def stopped(framework: str, seconds: float):
 
 SCENARIOS = {
     "ends_torch": Scenario(
-        "2", "a rank is killed, raises or leaves, in any of 8 phases, PyTorch", 300, disturb("torch", ENDS)
+        "2", "a rank is killed, raises or leaves, in any of 8 phases, PyTorch", 150, disturb("torch", ENDS)
     ),
     "ends_tensorflow": Scenario(
         "2",
         "a rank is killed or raises, in any of 6 phases, TensorFlow",
-        24,
+        12,
         disturb("tensorflow", ENDS[:2], phases=GRAPH_PHASES),
     ),
     "submits_torch": Scenario(
@@ -267,7 +267,7 @@ SCENARIOS = {
     "delays_tensorflow": Scenario(
         "2",
         "a rank is delayed or stopped for 0.5 s, in any phase, TensorFlow",
-        12,
+        6,
         disturb("tensorflow", ("delay", "stop"), seed=1, phases=GRAPH_PHASES),
     ),
     "corrupted_torch": Scenario(
@@ -279,9 +279,9 @@ SCENARIOS = {
     "corrupted_tensorflow": Scenario(
         "2",
         "a bit of a payload is flipped between compress and all-gather, TensorFlow",
-        12,
+        6,
         disturb("tensorflow", ("corrupt",), seed=2),
     ),
     "stopped_5_torch": Scenario("3", "SIGSTOP of a rank for 5 s, PyTorch", 6, stopped("torch", 5.0)),
-    "stopped_60_torch": Scenario("3", "SIGSTOP of a rank for 60 s, PyTorch", 2, stopped("torch", 60.0)),
+    "stopped_60_torch": Scenario("3", "SIGSTOP of a rank for 60 s, PyTorch", 1, stopped("torch", 60.0)),
 }

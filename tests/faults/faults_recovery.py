@@ -88,9 +88,9 @@ def recovered_server(found: Found, number: int) -> None:
 
 SCENARIOS = {
     "recovered_worker": Scenario(
-        "10", "DGS: a worker is killed, the others go on under --enable-recovery; loss of undisturbed seeds", 6,
+        "10", "DGS: a worker is killed, the others go on under --enable-recovery; loss of undisturbed seeds", 2,
         recovered_worker),
     "recovered_server": Scenario(
-        "10", "DGS: the server is killed, a second job goes on from session.save; loss of undisturbed seeds", 6,
+        "10", "DGS: the server is killed, a second job goes on from session.save; loss of undisturbed seeds", 2,
         recovered_server),
 }  # fmt: skip
