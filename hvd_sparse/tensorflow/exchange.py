@@ -23,7 +23,7 @@ from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
 AGREE_SECONDS = 600
 PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 6)  # length of the presence sum
-STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for others: to compare settings, for a state
+STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for all others: settings, a state to load or to sum
 
 
 class Exchange(Members):
@@ -127,7 +127,7 @@ class Exchange(Members):
             raise ValueError(refusal(reasons))
 
     def meet(self, why: bytes, text: str, session) -> list[str]:
-        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank is in a step instead.
+        """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
         In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
         """

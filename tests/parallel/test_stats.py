@@ -88,7 +88,7 @@ def test_the_totals_follow_a_warm_up(scope):
 @pytest.mark.parametrize("method", ["gradient_dropping", "random_k", "cltk"])
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_a_hierarchical_exchange_counts_all_that_it_hands_to_horovod(method, ranks_per_host, monkeypatch):
-    """Within the hosts and between them: all that collectives are given, but this rank's own part of all-to-alls."""
+    """Within hosts and between them: the bytes of all inputs, less what this rank keeps of an all-to-all."""
     handed = []
 
     def noted(name, bytes_of):
