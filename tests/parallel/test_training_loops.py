@@ -152,13 +152,13 @@ def test_gradients_keep_their_layout(fused, compressed):
     inner = torch.optim.SGD([weight], lr=1.0, fused=fused)
     whole = Compression.gradient_dropping(parameters.items(), 1.0, min_numel=1)
     half = Compression.gradient_dropping(parameters.items(), 0.5, min_numel=1, dense_fallback=None)
-    optimizer = distributed(parameters, half if compressed else whole, optimizer=inner)
-    distinct = 1.0 + random.permutation(16 * 9 * 3 * 3)  # whole numbers, whose means over equal ranks are exact
+    optimizer = distributed(parameters, half if compressed else whole, optimizer=inner, op=hvd.Sum)
+    distinct = 1.0 + random.permutation(16 * 9 * 3 * 3)  # whole numbers, whose sums are exact
     gradient = torch.from_numpy((distinct * random.choice([-1.0, 1.0], distinct.size)).astype(np.float32))
     gradient = gradient.view(16, 9, 3, 3)
     (weight * gradient.to(memory_format=torch.channels_last)).sum().backward()
     optimizer.step()
-    moved = -weight.detach().numpy()
+    moved = -weight.detach().numpy() / hvd.size()
     kept = np.abs(gradient.numpy()) >= np.sort(np.abs(gradient.numpy()), axis=None)[-(gradient.numel() // 2)]
     np.testing.assert_array_equal(moved, np.where(kept, gradient, 0.0) if compressed else gradient)
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
