@@ -41,7 +41,7 @@ constexpr CrcPowers MakeCrcPowers() {
 
 // Factors for data divided into chunks of kBytes, counted from the end: x^(8 * kBytes * j) for chunk j.
 struct CrcChunks {
-  static constexpr int kBytes = 256;
+  static constexpr int kBytes = 64;
   static constexpr int kCount = 256;
   uint32_t of[kCount];
 };

@@ -44,6 +44,39 @@ struct Slots {
   int64_t count = 0;
 };
 
+// The classes of magnitudes in each group, one for each level.
+class GroupClasses {
+ public:
+  GroupClasses(size_t groups, size_t levels)
+      : levels_(levels), added_(groups, 0), chunks_(groups * levels), sums_(groups * levels) {}
+
+  // Adds the next entry of a group.
+  void Add(size_t group, size_t level, uint32_t bits) {
+    if (added_[group]++ == kLevelChunk) EndChunk(group);
+    chunks_[group * levels_ + level].Add(bits);
+  }
+
+  const MagnitudeClass& Of(size_t group, size_t level) const { return sums_[group * levels_ + level]; }
+
+  void Finish() {
+    for (size_t group = 0; group < added_.size(); ++group) EndChunk(group);
+  }
+
+ private:
+  void EndChunk(size_t group) {
+    for (size_t at = group * levels_; at < (group + 1) * levels_; ++at) {
+      sums_[at].Add(chunks_[at]);
+      chunks_[at] = {};
+    }
+    added_[group] = 1;
+  }
+
+  size_t levels_;
+  std::vector<int64_t> added_;  // entries of the chunk
+  std::vector<MagnitudeClass> chunks_;
+  std::vector<MagnitudeClass> sums_;
+};
+
 // Checks indices and segments when the number of elements is unknown, with kMaxElements as the limit.
 Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
   if (segments.empty()) return Status::Ok();
@@ -80,22 +113,24 @@ Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DT
   HVD_SPARSE_RETURN_IF_ERROR(CheckIndices(segments, indices, k));
   const Slots slots(segments, indices, k);
   const bool splits = CodeBits(dtype) == 2;
-  std::vector<double> split(static_cast<size_t>(slots.count), 0);
-  std::vector<MagnitudeClass> classes(static_cast<size_t>(2 * slots.count));
-  const auto class_of = [&](int64_t j) {
-    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
-    const bool is_large = splits && MagnitudeFromBits(float{}, MagnitudeBits(values[j])) >= split[slot];
-    return 2 * slot + (is_large ? 1 : 0);
-  };
+  const auto groups = static_cast<size_t>(slots.count);
+  const auto group_of = [&](int64_t j) { return static_cast<size_t>(slots.of[static_cast<size_t>(j)]); };
+  std::vector<double> split(groups, 0);
   if (splits) {
-    std::vector<MagnitudeClass> whole(static_cast<size_t>(slots.count));
-    for (int64_t j = 0; j < k; ++j) {
-      whole[static_cast<size_t>(slots.of[static_cast<size_t>(j)])].Add(MagnitudeBits(values[j]));
-    }
-    std::transform(whole.begin(), whole.end(), split.begin(), [](const MagnitudeClass& one) { return one.Mean(); });
+    GroupClasses whole(groups, 1);
+    for (int64_t j = 0; j < k; ++j) whole.Add(group_of(j), 0, MagnitudeBits(values[j]));
+    whole.Finish();
+    for (size_t group = 0; group < groups; ++group) split[group] = whole.Of(group, 0).Mean();
   }
-  for (int64_t j = 0; j < k; ++j) classes[class_of(j)].Add(MagnitudeBits(values[j]));
-  for (int64_t j = 0; j < k; ++j) result[j] = WithSignOf(values[j], classes[class_of(j)].Of(level));
+  const auto level_of = [&](int64_t j) -> size_t {
+    return splits && MagnitudeFromBits(float{}, MagnitudeBits(values[j])) >= split[group_of(j)] ? 1 : 0;
+  };
+  GroupClasses classes(groups, 2);
+  for (int64_t j = 0; j < k; ++j) classes.Add(group_of(j), level_of(j), MagnitudeBits(values[j]));
+  classes.Finish();
+  for (int64_t j = 0; j < k; ++j) {
+    result[j] = WithSignOf(values[j], classes.Of(group_of(j), level_of(j)).Of(level));
+  }
   return Status::Ok();
 }
 

@@ -1,5 +1,5 @@
-// Computes the levels of low-bit values. The host and CUDA devices add magnitudes in the order of the entries, so that
-// the results are equal.
+// Computes the levels of low-bit values. The host and CUDA devices add magnitudes in the same order, so that the results
+// are equal: the entries of a group form chunks of kLevelChunk; each chunk is added in order, then the chunks' sums are.
 #pragma once
 
 #include <cmath>
@@ -9,6 +9,7 @@
 
 namespace hvd_sparse {
 
+constexpr int64_t kLevelChunk = 512;
 constexpr uint32_t kUnsetMagnitude = 0xffffffffu;  // no magnitude has the sign bit
 
 // Rounds to the nearest float32. Denormals are built from integers, because the host may flush them to zero.
@@ -28,6 +29,11 @@ struct MagnitudeClass {
     sum += MagnitudeFromBits(float{}, bits);
     ++count;
     if (bits < least) least = bits;
+  }
+  HVD_SPARSE_HD void Add(const MagnitudeClass& chunk) {
+    sum += chunk.sum;
+    count += chunk.count;
+    if (chunk.least < least) least = chunk.least;
   }
   HVD_SPARSE_HD double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0; }
   HVD_SPARSE_HD float Of(Level level) const {

@@ -64,6 +64,7 @@ __device__ Pack<float, width> UpdatePack(const T* gradient, int64_t first, int64
 
 template <typename T, AccumulateRule rule, int width>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJob> batch) {
+  __shared__ CollectedCandidates collected;
   const Share<AccumulateJob> share = ShareOf(batch);
   const AccumulateJob& job = share.job;
   const T* __restrict__ gradient = static_cast<const T*>(job.gradient.data);
@@ -71,7 +72,9 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJo
   const int64_t packs = (n + width - 1) / width;
   const bool gathers = job.candidates.state != nullptr;
   const uint64_t bar = gathers ? job.candidates.state->bar : 0;
+  const WriteCandidate write{job.candidates};
   bool all_finite = true;
+  if (gathers) collected.Begin();
   for (int64_t base = int64_t{share.block} * kThreads; base < packs; base += int64_t{share.blocks} * kThreads) {
     const int64_t first = (base + threadIdx.x) * width;
     Pack<float, width> residual{};
@@ -84,8 +87,12 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJo
     for (int e = 0; e < width; ++e) any |= ReachesBar(residual.at[e], bar);
     if (!__any_sync(kWholeWarp, any)) continue;
 #pragma unroll
-    for (int e = 0; e < width; ++e) Offer(residual.at[e], job.begin + first + e, bar, job.candidates);
+    for (int e = 0; e < width; ++e) {
+      const Candidate candidate{SelectionKey(residual.at[e]), job.begin + first + e};
+      collected.Add(ReachesBar(residual.at[e], bar), candidate, &job.candidates.state->gathered, write);
+    }
   }
+  if (gathers) collected.Flush(&job.candidates.state->gathered, kThreads, write);
   if (!all_finite) *job.finite = false;
 }
 

@@ -3,25 +3,40 @@
 namespace hvd_sparse {
 namespace {
 
-// Data passed as a kernel argument. Every device allows at least 4096 bytes of arguments.
+// Data passed as a kernel argument.
+template <int kRoom>
 struct Words {
-  static constexpr int kCount = 500;
-  uint64_t at[kCount];
+  uint64_t at[kRoom];
 };
 
-__global__ void __launch_bounds__(kThreads) write_words_kernel(Words words, int count, uint64_t* to) {
+constexpr int kFew = 500;  // every device allows 4 KiB of arguments
+#if defined(CUDART_VERSION) && CUDART_VERSION >= 12010
+constexpr int kMany = 4000;  // since CUDA 12.1, 32,764 bytes
+#else
+constexpr int kMany = kFew;
+#endif
+
+template <int kRoom>
+__global__ void __launch_bounds__(kThreads) write_words_kernel(Words<kRoom> words, int count, uint64_t* to) {
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) to[i] = words.at[i];
+}
+
+template <int kRoom>
+cudaError_t Write(const uint64_t* from, size_t count, uint64_t* to, cudaStream_t stream) {
+  Words<kRoom> words;
+  std::copy_n(from, count, words.at);
+  return Launch(write_words_kernel<kRoom>, 1, kThreads, stream, words, static_cast<int>(count), to);
 }
 
 }  // namespace
 
 cudaError_t Tables::Upload(cudaStream_t stream) const {
-  for (size_t at = 0; at < words_.size(); at += Words::kCount) {
-    Words words;
-    const size_t count = std::min<size_t>(Words::kCount, words_.size() - at);
-    std::copy_n(words_.begin() + static_cast<int64_t>(at), count, words.at);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(write_words_kernel, 1, kThreads, stream, words, static_cast<int>(count), base_ + at));
+  for (size_t at = 0; at < words_.size();) {
+    const size_t left = words_.size() - at;
+    const size_t count = std::min<size_t>(left, left > kFew ? kMany : kFew);
+    const auto write = count > kFew ? Write<kMany> : Write<kFew>;
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(write(words_.data() + at, count, base_ + at, stream));
+    at += count;
   }
   return cudaSuccess;
 }

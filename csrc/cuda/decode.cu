@@ -21,7 +21,9 @@ namespace {
 
 constexpr int kRunThreads = 128;
 constexpr int kScanThreads = 1024;
+constexpr int kFewScanThreads = 64;  // for payloads of few tiles
 constexpr int kWords = 4;  // 32-bit words per thread
+constexpr int64_t kElementsEach = 32768;  // elements of a thread block
 constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 
 // One of the payloads of a grid. Each payload is a row of the grid.
@@ -134,8 +136,9 @@ __global__ void __launch_bounds__(kThreads) count_bits_kernel(Batch<DecodeJob> b
 }
 
 // Computes the number of entries before each tile, and compares their total with the header. One block per payload.
-__global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJob> batch, int64_t first) {
-  using Scan = cub::BlockScan<int64_t, kScanThreads>;
+template <int kWidth>
+__global__ void __launch_bounds__(kWidth) scan_counts_kernel(Batch<DecodeJob> batch, int64_t first) {
+  using Scan = cub::BlockScan<int64_t, kWidth>;
   __shared__ typename Scan::TempStorage storage;
   const DecodeJob job = JobOfBlock(batch);
   const DevicePlan& plan = job.plan;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(Batch<DecodeJ
   const Row row(job, first, blockIdx.y);
   if (plan.coding == Coding::kDense) return;
   int64_t total = 0;
-  for (int64_t base = 0; base < tiles; base += kScanThreads) {
+  for (int64_t base = 0; base < tiles; base += kWidth) {
     const int64_t tile = base + threadIdx.x;
     int64_t count = 0;
     if (tile < tiles) {
@@ -260,6 +263,7 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
     const auto at = static_cast<int64_t>(each.size());
     DecodeRows own{};
     own.tiles = TilesOf(plan);
+    most_tiles = std::max(most_tiles, own.tiles);
     own.failure = failures + at;
     own.sums = sums + at * rows;
     own.entries = workspace.Take<int64_t>(rows);
@@ -277,7 +281,8 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
 }
 
 unsigned BlocksOf(const DecodeJob& job) {
-  return BlocksFor(std::max({job.rows.tiles, job.plan.blocks, DivideUp(job.plan.size, 8 * kThreads)}), 1);
+  return BlocksFor(
+      std::max({job.rows.tiles, DivideUp(job.plan.n, kElementsEach), DivideUp(job.plan.size, 8 * kThreads)}), 1);
 }
 
 cudaError_t begin_decode_launch(const DecodeWork& work, cudaStream_t stream) {
@@ -298,7 +303,10 @@ cudaError_t decode_launch(const Batch<DecodeJob>& batch, int64_t first, int64_t 
   };
   const bool has_any = work.has_runs || work.has_bits;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, count_bits_kernel, shares, kThreads));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(has_any, scan_counts_kernel, one_each, kScanThreads));
+  const bool has_few = work.most_tiles <= kFewScanThreads;
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+      launch(has_any && has_few, scan_counts_kernel<kFewScanThreads>, one_each, kFewScanThreads));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(has_any && !has_few, scan_counts_kernel<kScanThreads>, one_each, kScanThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_runs, decode_runs_kernel, shares, kRunThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, decode_bits_kernel, shares, kThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_low, check_order_kernel, shares, kThreads));

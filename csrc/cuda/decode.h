@@ -61,6 +61,7 @@ struct DecodeWork {
   int64_t sum_count;
   uint32_t* slots;
   int64_t slot_count = 0;
+  int64_t most_tiles = 0;  // of any plan
   std::vector<DecodeRows> each;
   bool has_runs = false;  // whether any plan needs the kernels of this coding
   bool has_bits = false;

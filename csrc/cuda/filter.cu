@@ -30,11 +30,16 @@ struct FilterWork {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     filter_kernel(const T* data, int64_t n, uint64_t bar, Count* kept, uint64_t* indices, int64_t room) {
+  __shared__ Collected<uint64_t, kRounds * kThreads> collected;
+  const auto write = [&](int64_t slot, uint64_t index) {
+    if (slot < room) indices[slot] = index;
+  };
+  collected.Begin();
   for (int64_t base = int64_t{blockIdx.x} * kThreads; base < n; base += int64_t{gridDim.x} * kThreads) {
     const int64_t i = base + threadIdx.x;
-    const int64_t slot = TakeSlot(i < n && ReachesBar(data[i], bar), kept);
-    if (slot >= 0 && slot < room) indices[slot] = static_cast<uint64_t>(i);
+    collected.Add(i < n && ReachesBar(data[i], bar), static_cast<uint64_t>(i), kept, write);
   }
+  collected.Flush(kept, kThreads, write);
 }
 
 template <typename T>

@@ -17,14 +17,23 @@ __device__ inline bool ReachesBar(T value, uint64_t bar) {
   return magnitude >= bar && magnitude <= kInfinity;
 }
 
-// Adds an element to the candidates if it reaches the bar and there is room. All threads of a warp must call it.
-template <typename T>
-__device__ inline void Offer(T value, int64_t index, uint64_t bar, const Candidates& candidates) {
-  const int64_t slot = TakeSlot(ReachesBar(value, bar), &candidates.state->gathered);
-  if (slot < 0 || slot >= candidates.capacity) return;
-  candidates.keys[slot] = SelectionKey(value);
-  candidates.indices[slot] = index;
-}
+struct Candidate {
+  uint64_t key;
+  int64_t index;
+};
+
+// Writes a candidate if there is room.
+struct WriteCandidate {
+  const Candidates& to;
+
+  __device__ void operator()(int64_t slot, const Candidate& candidate) const {
+    if (slot >= to.capacity) return;
+    to.keys[slot] = candidate.key;
+    to.indices[slot] = candidate.index;
+  }
+};
+
+using CollectedCandidates = Collected<Candidate, 1024>;
 
 // Returns the first of ascending pieces that ends after an element.
 template <typename P>

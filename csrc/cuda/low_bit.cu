@@ -1,9 +1,7 @@
 #include "low_bit.h"
 
-#include "../core/low_bit_level.h"
 #include "groups.cuh"
 #include "sort.h"
-#include "warp.cuh"
 
 namespace hvd_sparse {
 
@@ -13,7 +11,8 @@ __device__ inline GroupRow GroupRowOf(const LowBitJob& job, int64_t /*row*/) {
 
 namespace {
 
-constexpr int kWarp = 32;
+constexpr int kAhead = 16;  // values that a thread reads before it adds the first: they are added one after the other
+constexpr int kChunksAhead = 4;
 
 __global__ void __launch_bounds__(kThreads) group_keys_kernel(Batch<LowBitJob> batch) {
   const Share<LowBitJob> share = ShareOf(batch);
@@ -26,6 +25,7 @@ __global__ void __launch_bounds__(kThreads) group_keys_kernel(Batch<LowBitJob> b
 }
 
 __device__ int64_t EntryAt(const LowBitJob& job, int64_t place) {
+  if (job.slots == nullptr) return place;  // there is one group
   return static_cast<int64_t>(job.sorted[place] & ((uint64_t{1} << job.bits) - 1));
 }
 
@@ -45,44 +45,94 @@ __global__ void __launch_bounds__(kThreads) group_starts_kernel(Batch<LowBitJob>
   }
 }
 
-// Calls add(bits) for the magnitude of each sorted entry in [begin, end), in order, in all threads of a warp.
-template <typename Add>
-__device__ void ForMagnitudes(const LowBitJob& job, int64_t begin, int64_t end, const Add& add) {
-  const int64_t lane = threadIdx.x % kWarp;
-  for (int64_t base = begin; base < end; base += kWarp) {
-    const uint32_t mine = base + lane < end ? MagnitudeBits(job.values[EntryAt(job, base + lane)]) : 0;
-    const auto count = static_cast<int>(end - base < kWarp ? end - base : kWarp);
-    for (int other = 0; other < count; ++other) {
-      add(static_cast<uint32_t>(__shfl_sync(kWholeWarp, mine, other)));
+__device__ int64_t SlotsOf(const LowBitJob& job) { return job.slots == nullptr ? 1 : job.slots[job.plan.groups]; }
+
+// The sorted entries [begin, end) of a group.
+struct Entries {
+  int64_t begin;
+  int64_t end;
+};
+
+__device__ Entries EntriesOf(const LowBitJob& job, int64_t slots, int64_t slot) {
+  return {job.starts[slot], slot + 1 < slots ? job.starts[slot + 1] : job.plan.k};
+}
+
+// Returns the place of a group's first chunk. A group has fewer chunks than there are places before the next group's.
+__device__ int64_t ChunksBefore(const LowBitJob& job, int64_t slot) { return job.starts[slot] / kLevelChunk + slot; }
+
+// Returns the largest number of places for chunks.
+int64_t MostChunks(int64_t k, int64_t slots) { return k / kLevelChunk + slots + 1; }
+
+// Adds the magnitudes of each chunk, one thread for each: all in one class, or those from the group's split in another.
+template <bool kSplits>
+__global__ void __launch_bounds__(kThreads) add_chunks_kernel(Batch<LowBitJob> batch) {
+  const Share<LowBitJob> share = ShareOf(batch);
+  const LowBitJob& job = share.job;
+  if (!kSplits && job.plan.code_bits == 1) return;
+  const int64_t slots = SlotsOf(job);
+  const int64_t chunks = ChunksBefore(job, slots - 1) + job.plan.k / kLevelChunk + 1;
+  for (int64_t chunk = int64_t{share.block} * kThreads + threadIdx.x; chunk < chunks;
+       chunk += int64_t{share.blocks} * kThreads) {
+    int64_t slot = 0;
+    for (int64_t high = slots - 1; slot < high;) {  // find the last group that starts at or before the chunk
+      const int64_t middle = slot + (high - slot + 1) / 2;
+      if (ChunksBefore(job, middle) <= chunk) {
+        slot = middle;
+      } else {
+        high = middle - 1;
+      }
     }
+    const Entries entries = EntriesOf(job, slots, slot);
+    const int64_t begin = entries.begin + (chunk - ChunksBefore(job, slot)) * kLevelChunk;
+    const int64_t end = begin + kLevelChunk < entries.end ? begin + kLevelChunk : entries.end;
+    if (begin >= end) continue;
+    const bool has_split = kSplits && job.plan.code_bits == 2;
+    const double split = has_split ? job.splits[slot] : 0;
+    MagnitudeClass small;
+    MagnitudeClass large;
+    for (int64_t place = begin; place < end; place += kAhead) {
+      uint32_t bits[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        bits[a] = place + a < end ? MagnitudeBits(job.values[EntryAt(job, place + a)]) : 0;  // zeros are not added
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        (has_split && MagnitudeFromBits(float{}, bits[a]) >= split ? large : small).Add(bits[a]);
+      }
+    }
+    job.chunks[2 * chunk] = small;
+    job.chunks[2 * chunk + 1] = large;
   }
 }
 
-// Computes the levels of each group; with two levels, first the mean that divides small from large magnitudes. One warp
-// for each group.
+// Adds the chunks of each group: their mean is the group's split, or their classes have the levels.
+template <bool kSplits>
 __global__ void __launch_bounds__(kThreads) levels_kernel(Batch<LowBitJob> batch) {
-  constexpr int kWarps = kThreads / kWarp;
   const Share<LowBitJob> share = ShareOf(batch);
   const LowBitJob& job = share.job;
-  const int64_t slots = job.slots == nullptr ? 1 : job.slots[job.plan.groups];
-  for (int64_t slot = int64_t{share.block} * kWarps + threadIdx.x / kWarp; slot < slots;
-       slot += int64_t{share.blocks} * kWarps) {
-    const int64_t begin = job.starts[slot];
-    const int64_t end = slot + 1 < slots ? job.starts[slot + 1] : job.plan.k;
-    double split = INFINITY;
-    if (job.plan.code_bits == 2) {
-      MagnitudeClass whole;
-      ForMagnitudes(job, begin, end, [&](uint32_t bits) { whole.Add(bits); });
-      split = whole.Mean();
-    }
+  if (!kSplits && job.plan.code_bits == 1) return;
+  const int64_t slots = SlotsOf(job);
+  for (int64_t slot = int64_t{share.block} * kThreads + threadIdx.x; slot < slots;
+       slot += int64_t{share.blocks} * kThreads) {
+    const Entries entries = EntriesOf(job, slots, slot);
+    const MagnitudeClass* chunks = job.chunks + 2 * ChunksBefore(job, slot);
     MagnitudeClass small;
     MagnitudeClass large;
-    ForMagnitudes(job, begin, end, [&](uint32_t bits) {
-      const bool is_large = job.plan.code_bits == 2 && MagnitudeFromBits(float{}, bits) >= split;
-      (is_large ? large : small).Add(bits);
-    });
-    if (threadIdx.x % kWarp != 0) continue;
-    job.splits[slot] = split;
+    const int64_t count = (entries.end - entries.begin + kLevelChunk - 1) / kLevelChunk;
+    for (int64_t chunk = 0; chunk < count; chunk += kChunksAhead) {
+      MagnitudeClass ahead[2 * kChunksAhead];
+#pragma unroll
+      for (int a = 0; a < 2 * kChunksAhead; ++a) {
+        if (chunk + a / 2 < count) ahead[a] = chunks[2 * chunk + a];
+      }
+#pragma unroll
+      for (int a = 0; a < 2 * kChunksAhead; ++a) (a % 2 == 0 ? small : large).Add(ahead[a]);
+    }
+    if (!kSplits) {
+      job.splits[slot] = small.Mean();
+      continue;
+    }
     job.levels[2 * slot] = small.Of(job.level);
     job.levels[2 * slot + 1] = large.Of(job.level);
   }
@@ -129,6 +179,7 @@ LowBitWork::LowBitWork(void* base, std::vector<LowBitJob>* jobs) {
     job.sorted = (slot_count > 0 ? sorted : keys) + before;  // if each job has one group, the keys already ascend
     job.slots = SlotsFor(job.plan) > 0 ? slots + slots_before : nullptr;
     job.starts = workspace.Take<int64_t>(levels);
+    job.chunks = workspace.Take<MagnitudeClass>(2 * MostChunks(job.plan.k, levels));
     job.splits = workspace.Take<double>(levels);
     job.levels = workspace.Take<float>(2 * levels);
     slots_before += SlotsFor(job.plan);
@@ -153,7 +204,9 @@ cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitW
         sort_numbers_launch(work.keys, work.total, work.sort_bits, work.sort, work.sort_size, work.sorted, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_starts_kernel));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(levels_kernel));
+  for (auto* kernel : {add_chunks_kernel<false>, levels_kernel<false>, add_chunks_kernel<true>, levels_kernel<true>}) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(kernel));
+  }
   return launch(to_levels_kernel);
 }
 

@@ -1,11 +1,12 @@
 // Quantizes values to 2 bits or 1 on a device, with the same results as QuantizeLowBit in core/low_bit.h.
 //
-// Magnitudes are added in the order of the entries, as on the host: entries are sorted by group, and a warp adds the
-// magnitudes of one group in order.
+// Entries are sorted by group. A thread adds the magnitudes of a chunk of a group in order, then another thread adds the
+// group's chunks in order, as the host does; see core/low_bit_level.h.
 #pragma once
 
 #include <vector>
 
+#include "../core/low_bit_level.h"
 #include "batch.h"
 #include "plan.h"
 
@@ -22,6 +23,7 @@ struct LowBitJob {
   const uint64_t* sorted;  // [k]: the keys, ascending
   uint32_t* slots;         // of the groups, see groups.cuh; null if there is one group
   int64_t* starts;         // [slots]: the first sorted entry of each group
+  MagnitudeClass* chunks;  // [2 * number of chunks]: for each chunk the classes of small and large magnitudes
   double* splits;          // [slots]: the mean that divides small from large magnitudes
   float* levels;           // [slots, 2]
   int bits;                // width of an entry's number in a key

@@ -1,6 +1,10 @@
 // Finds the k-th element of a total order by radix selection: digit by digit of its key and, if only some of the
 // elements with this key are selected, of its tie value. In each pass the blocks count one digit of the elements that
 // share the digits found before, and the last block determines this digit.
+//
+// The passes read the candidates. If the hint gathered too few of them, or more than there is room for, the first passes
+// read all elements. Their digits are a lower bound of the key; as soon as there is room for all elements that reach
+// it, these are gathered as candidates for the other passes.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -10,36 +14,112 @@
 
 namespace hvd_sparse {
 
-// The elements that a selection reads: the candidates if there are enough of them and they had room, else all elements.
-// Calls must ask for ascending places.
+constexpr int kTileEach = 8;                              // elements of a tile for each thread
+constexpr int64_t kTile = int64_t{kTileEach} * kThreads;  // fewest elements for which another block pays off
+
+__device__ inline bool Fits(Count count, const SelectState& state, const Candidates& candidates) {
+  return count >= state.wanted && count <= static_cast<Count>(candidates.capacity);
+}
+
+// A block's share of the elements that a selection reads: all elements, or its candidates.
 template <typename T>
 class SelectSource {
  public:
-  __device__ explicit SelectSource(const SelectJob<T>& job)
-      : candidates_(job.candidates), reader_(job.elements), n_(job.elements.n) {
-    const SelectState& state = *candidates_.state;
-    reads_all_ = state.gathered < state.wanted || state.gathered > static_cast<uint64_t>(candidates_.capacity);
+  __device__ explicit SelectSource(const Share<SelectJob<T>>& share)
+      : share_(share), size_(share.job.elements.n), reads_all_(false) {
+    const SelectState& state = *share.job.candidates.state;
+    if (Fits(state.gathered, state, share.job.candidates)) {
+      size_ = static_cast<int64_t>(state.gathered);
+    } else if (state.regather_after != 0) {
+      size_ = static_cast<int64_t>(state.regathered);
+    } else {
+      reads_all_ = true;
+    }
   }
-  __device__ int64_t Size() const { return reads_all_ ? n_ : static_cast<int64_t>(candidates_.state->gathered); }
-  __device__ uint64_t Key(int64_t i) { return reads_all_ ? SelectionKey(reader_.At(i)) : candidates_.keys[i]; }
-  __device__ int64_t Index(int64_t i) const { return reads_all_ ? i : candidates_.indices[i]; }
+
+  // Calls see(key, index) for each element, and see(any, -1) beyond the end: all threads call it the same number of
+  // times. They call end_tile() after each tile. If an index is not needed, it may be another number from 0.
+  template <bool kNeedsIndex, typename See, typename EndTile>
+  __device__ void ForTiles(const See& see, const EndTile& end_tile) const {
+    if (reads_all_) {
+      ForAll(share_, see, end_tile);
+      return;
+    }
+    const Candidates& candidates = share_.job.candidates;
+    const auto both = [&](int64_t i) { return Candidate{candidates.keys[i], candidates.indices[i]}; };
+    const auto see_both = [&](const Candidate& one, int64_t i) { see(one.key, i < 0 ? -1 : one.index); };
+    if (kNeedsIndex) {
+      ForEach(share_, size_, both, see_both, end_tile);
+    } else {
+      ForEach(share_, size_, [&](int64_t i) { return candidates.keys[i]; }, see, end_tile);
+    }
+  }
+
+  // As ForTiles, for all elements.
+  template <typename See, typename EndTile>
+  __device__ static void ForAll(const Share<SelectJob<T>>& share, const See& see, const EndTile& end_tile) {
+    const Elements<T>& elements = share.job.elements;
+    const auto see_value = [&](T value, int64_t i) { see(SelectionKey(value), i); };
+    if (elements.data != nullptr) {
+      const T* data = elements.data;
+      ForEach(share, elements.n, [data](int64_t i) { return data[i]; }, see_value, end_tile);
+    } else {
+      Reader<T> reader(elements);
+      ForEach(share, elements.n, [&](int64_t i) { return reader.At(i); }, see_value, end_tile);
+    }
+  }
 
  private:
-  Candidates candidates_;
-  Reader<T> reader_;
-  int64_t n_;
+  // Reads all items of a tile before it uses the first one.
+  template <typename Get, typename Use, typename EndTile>
+  __device__ static void ForEach(const Share<SelectJob<T>>& share, int64_t size, const Get& get, const Use& use,
+                                 const EndTile& end_tile) {
+    using Item = decltype(get(int64_t{}));
+    for (int64_t tile = share.block * kTile; tile < size; tile += share.blocks * kTile) {
+      const int64_t first = tile + threadIdx.x;
+      Item items[kTileEach];
+#pragma unroll
+      for (int e = 0; e < kTileEach; ++e) items[e] = first + e * kThreads < size ? get(first + e * kThreads) : Item{};
+#pragma unroll
+      for (int e = 0; e < kTileEach; ++e) use(items[e], first + e * kThreads < size ? first + e * kThreads : -1);
+      end_tile();
+    }
+  }
+
+  const Share<SelectJob<T>>& share_;
+  int64_t size_;
   bool reads_all_;
 };
 
-constexpr int64_t kTile = 2048;  // smallest number of elements for which another block pays off
+// One digit of a number: bits [shift, shift + bits).
+struct Digit {
+  int shift;
+  int bits;
+
+  __device__ int Of(uint64_t number) const { return static_cast<int>((number >> shift) & ((1u << bits) - 1u)); }
+  __device__ uint64_t Above(uint64_t number) const { return number >> (shift + bits - 1) >> 1; }
+};
+
+// Returns a number for the pass that finds a digit; not zero.
+HVD_SPARSE_HD inline unsigned PassOf(const Digit& digit) { return static_cast<unsigned>(digit.shift) + 1; }
+
+// Returns the digit below another one; of width 0 if there is none.
+HVD_SPARSE_HD inline Digit Below(const Digit& digit) {
+  const int bits = digit.shift < kDigitBits ? digit.shift : kDigitBits;
+  return {digit.shift - bits, bits};
+}
+
+// Returns the highest digit of numbers with `bits` bits.
+HVD_SPARSE_HD inline Digit Highest(int bits) { return Below({bits, 0}); }
 
 // The last block's part of a pass: finds the digit of the element with the wanted rank. Rank 1 is the largest key, or
 // the smallest tie value.
 template <bool kTies>
-__device__ void FindDigit(SelectState* state, int shift) {
+__device__ void FindDigit(const Candidates& candidates, const Digit& digit_of) {
   constexpr int kEach = kDigits / kThreads;
   using Scan = cub::BlockScan<Count, kThreads>;
   __shared__ typename Scan::TempStorage storage;
+  SelectState* state = candidates.state;
   DigitSearch* search = kTies ? &state->tie : &state->key;
   const Count rank = search->rank;
   Count counts[kEach];
@@ -57,58 +137,84 @@ __device__ void FindDigit(SelectState* state, int shift) {
     const int digit = kTies ? place : kDigits - 1 - place;
     state->histogram[digit] = 0;
     if (before >= rank || rank > before + counts[e]) continue;
-    search->prefix |= static_cast<uint64_t>(digit) << shift;
+    search->prefix |= static_cast<uint64_t>(digit) << digit_of.shift;
     search->rank = rank - before;
     search->count = counts[e];
-    if (!kTies && shift == 0) state->tie.rank = rank - before;
+    if (kTies) continue;
+    if (digit_of.shift == 0) {
+      state->tie.rank = rank - before;
+      continue;
+    }
+    const Count reaching = state->wanted - search->rank + search->count;
+    const bool has_candidates = Fits(state->gathered, *state, candidates) || state->regather_after != 0;
+    if (!has_candidates && Fits(reaching, *state, candidates)) state->regather_after = PassOf(digit_of);
   }
   if (threadIdx.x == 0) state->ticket = 0;
 }
 
 template <typename T, bool kTies>
-__global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<T>> batch, int shift) {
+__global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<T>> batch, Digit digit_of) {
   __shared__ unsigned counts[kDigits];
   const Share<SelectJob<T>> share = ShareOf(batch);
   SelectState* state = share.job.candidates.state;
   const uint64_t last_key = state->key.prefix;
   if (kTies && state->key.count == state->key.rank) return;  // all elements with this key are selected
-  const uint64_t above = (kTies ? state->tie.prefix : last_key) >> shift >> kDigitBits;
-  SelectSource<T> source(share.job);
-  const int64_t size = source.Size();
+  const uint64_t above = digit_of.Above(kTies ? state->tie.prefix : last_key);
+  const SelectSource<T> source(share);
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) counts[digit] = 0;
   __syncthreads();
-  for (int64_t tile = share.block * kTile; tile < size; tile += share.blocks * kTile) {
-    const int64_t end = tile + kTile < size ? tile + kTile : size;
-    for (int64_t i = tile + threadIdx.x; i < end; i += kThreads) {
-      uint64_t key = source.Key(i);
-      if (kTies && key != last_key) continue;
-      if (kTies) key = TieKey(key, state->seed, source.Index(i));
-      if ((key >> shift >> kDigitBits) == above) atomicAdd(&counts[(key >> shift) & (kDigits - 1)], 1u);
-    }
-  }
+  source.template ForTiles<kTies>(
+      [&](uint64_t key, int64_t index) {
+        if (index < 0 || (kTies && key != last_key)) return;
+        const uint64_t number = kTies ? TieKey(key, state->seed, index) : key;
+        if (digit_of.Above(number) == above) atomicAdd(&counts[digit_of.Of(number)], 1u);
+      },
+      [] {});
   __syncthreads();
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) {
     if (counts[digit] != 0) atomicAdd(&state->histogram[digit], static_cast<Count>(counts[digit]));
   }
-  if (IsLastBlock(&state->ticket, share.blocks)) FindDigit<kTies>(state, shift);
+  if (IsLastBlock(&state->ticket, share.blocks)) FindDigit<kTies>(share.job.candidates, digit_of);
 }
 
-// Returns the shift of the highest digit of numbers with `bits` bits.
-HVD_SPARSE_HD constexpr int HighestShift(int bits) { return (bits - 1) / kDigitBits * kDigitBits; }
+// Gathers the elements that reach the digits found so far as candidates, if the pass that found the last digit asked
+// for it.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) regather_kernel(Batch<SelectJob<T>> batch, unsigned pass) {
+  __shared__ CollectedCandidates collected;
+  const Share<SelectJob<T>> share = ShareOf(batch);
+  const Candidates& candidates = share.job.candidates;
+  SelectState* state = candidates.state;
+  if (state->regather_after != pass) return;
+  const uint64_t bar = state->key.prefix;
+  const WriteCandidate write{candidates};
+  collected.Begin();
+  SelectSource<T>::ForAll(
+      share,
+      [&](uint64_t key, int64_t index) {
+        collected.Add(index >= 0 && key >= bar, Candidate{key, index}, &state->regathered, write);
+      },
+      [] {});
+  collected.Flush(&state->regathered, kThreads, write);
+}
 
 template <typename T>
 cudaError_t FindKey(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
-  for (int shift = HighestShift(8 * sizeof(T)); shift >= 0; shift -= kDigitBits) {
+  constexpr int kBits = 8 * static_cast<int>(sizeof(T)) - 1;  // infinity + 1 has one bit less than the type
+  for (Digit digit = Highest(kBits); digit.bits > 0; digit = Below(digit)) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(count_digits_kernel<T, false>, batch.blocks, kThreads, stream, batch, shift));
+        Launch(count_digits_kernel<T, false>, batch.blocks, kThreads, stream, batch, digit));
+    if (digit.shift == 0) continue;
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+        Launch(regather_kernel<T>, batch.blocks, kThreads, stream, batch, PassOf(digit)));
   }
   return cudaSuccess;
 }
 
 template <typename T>
 cudaError_t FindTie(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
-  for (int shift = HighestShift(64); shift >= 0; shift -= kDigitBits) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, batch.blocks, kThreads, stream, batch, shift));
+  for (Digit digit = Highest(64); digit.bits > 0; digit = Below(digit)) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, batch.blocks, kThreads, stream, batch, digit));
   }
   return cudaSuccess;
 }
@@ -122,17 +228,24 @@ __device__ inline bool IsSelected(const SelectState& state, uint64_t key, int64_
 // Writes the tagged indices of the selected elements, in any order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) keep_kernel(Batch<SelectJob<T>> batch) {
+  __shared__ Collected<uint64_t, kTile> collected;
   const Share<SelectJob<T>> share = ShareOf(batch);
   SelectState* state = share.job.candidates.state;
-  SelectSource<T> source(share.job);
-  const int64_t size = source.Size();
-  for (int64_t base = int64_t{share.block} * kThreads; base < size; base += int64_t{share.blocks} * kThreads) {
-    const int64_t i = base + threadIdx.x;
-    const int64_t index = i < size ? source.Index(i) : 0;
-    const bool selected = i < size && IsSelected(*state, source.Key(i), index);
-    const int64_t slot = TakeSlot(selected, &state->kept);
-    if (slot >= 0 && slot < share.job.k) share.job.kept[slot] = share.job.tag | static_cast<uint64_t>(index);
-  }
+  const SelectSource<T> source(share);
+  const auto write = [&](int64_t slot, uint64_t tagged) {
+    if (slot < share.job.k) share.job.kept[slot] = tagged;
+  };
+  collected.Begin();
+  source.template ForTiles<true>(
+      [&](uint64_t key, int64_t index) {
+        const bool is_selected = index >= 0 && IsSelected(*state, key, index);
+        collected.Add(is_selected, share.job.tag | static_cast<uint64_t>(index), &state->kept, write);
+      },
+      [&] {
+        collected.Flush(&state->kept, kThreads, write);
+        __syncthreads();
+        collected.Begin();
+      });
 }
 
 }  // namespace hvd_sparse

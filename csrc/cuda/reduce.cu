@@ -1,56 +1,14 @@
 #include "reduce.h"
 
-#include "../core/entries.h"
 #include "batch.cuh"
+#include "entries.cuh"
 #include "gather.cuh"
-#include "groups.cuh"
 
 namespace hvd_sparse {
 namespace {
 
-constexpr int kAddThreads = 128;
-constexpr int kRanksAtOnce = kAddThreads / 2;
+constexpr int kSpan = 8192;  // sums of a thread block in shared memory
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // limit of a workspace, unless a single rank needs more
-
-// Returns the low-bit value of an element. Any bytes are valid.
-__device__ float LowBitAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
-  const DevicePlan& plan = job.plan;
-  const uint32_t* slots = job.rows.slots == nullptr ? nullptr : job.rows.slots + row * (plan.groups + 1);
-  const int64_t slot = SlotOf(plan, slots, index);
-  const int64_t bit = plan.code_bits * j;
-  const auto code = static_cast<uint32_t>(ReadBytes(payload, plan.size, plan.codes_at + bit / 8, 1) >> (bit % 8));
-  const int64_t which = plan.code_bits == 2 ? (code >> 1) & 1u : 0;
-  const int64_t at = plan.values_at + 4 * (plan.code_bits * slot + which);
-  const auto bits = static_cast<uint32_t>(ReadBytes(payload, plan.size, at, 4));
-  return BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
-}
-
-// Returns the value of entry j of a row. `index`, in [0, n), is the element of this entry.
-__device__ float FloatAt(const DecodeJob& job, int64_t row, const uint8_t* payload, int64_t j, int64_t index) {
-  const DevicePlan& plan = job.plan;
-  const auto read = [&](int size) { return ReadBytes(payload, plan.size, plan.values_at + size * j, size); };
-  switch (plan.dtype) {
-    case DType::kFloat64: return static_cast<float>(__longlong_as_double(static_cast<long long>(read(8))));
-    case DType::kFloat16: return ToFloat(Float16{static_cast<uint16_t>(read(2))});
-    case DType::kBFloat16: return ToFloat(BFloat16{static_cast<uint16_t>(read(2))});
-    case DType::kInt2:
-    case DType::kInt1: return LowBitAt(job, row, payload, j, index);
-    case DType::kNone: return 0.0f;
-    default: break;
-  }
-  return BitsToFloat(static_cast<uint32_t>(read(4)));
-}
-
-__device__ int64_t IndexAt(const DecodeJob& job, int64_t row, int64_t j) {
-  return job.rows.indices == nullptr ? j : job.rows.indices[row * job.plan.k + j];
-}
-
-// Returns the number of entries of a payload below an element.
-__device__ int64_t EntriesBelow(const DecodeJob& job, int64_t row, int64_t element) {
-  const int64_t entries = job.rows.entries[row];
-  if (job.rows.indices == nullptr) return element < entries ? element : entries;
-  return CountBelow(job.rows.indices + row * job.plan.k, entries, element);
-}
 
 // Finds the outputs of ascending elements.
 class SliceFinder {
@@ -75,34 +33,74 @@ class SliceFinder {
   PieceFinder<MemorySlice> finder_;
 };
 
-// A thread block owns a block of elements and adds the payloads in rank order. Each rank has at most one entry for an
-// element, and the barrier between ranks keeps the order.
+struct alignas(16) Floats {
+  float at[4];
+};
+
+// Copies floats, four at a time if both addresses permit it.
+__device__ void CopyFloats(const float* from, int size, float* to) {
+  const auto is_aligned = [](const float* at) { return reinterpret_cast<uintptr_t>(at) % sizeof(Floats) == 0; };
+  const int packs = is_aligned(to) && is_aligned(from) ? size / 4 : 0;
+  for (int i = static_cast<int>(threadIdx.x); i < packs; i += kAddThreads) {
+    reinterpret_cast<Floats*>(to)[i] = reinterpret_cast<const Floats*>(from)[i];
+  }
+  for (int i = 4 * packs + static_cast<int>(threadIdx.x); i < size; i += kAddThreads) to[i] = from[i];
+}
+
+// Writes the sums of elements [begin, begin + size) to the outputs that contain them.
+__device__ void WriteSums(const DecodeJob& job, const float* sums, int64_t begin, int size) {
+  const int64_t count = job.slices == nullptr ? 1 : job.slice_count;
+  const int64_t end = begin + size;
+  for (int64_t s = job.slices == nullptr ? 0 : FirstBeyond(job.slices, count, begin); s < count; ++s) {
+    const MemorySlice slice = job.slices == nullptr ? job.whole : job.slices[s];
+    if (slice.begin >= end) break;
+    const int64_t from = slice.begin > begin ? slice.begin : begin;
+    const int64_t to = slice.begin + slice.size < end ? slice.begin + slice.size : end;
+    CopyFloats(sums + (from - begin), static_cast<int>(to - from), slice.memory.residual + (from - slice.begin));
+  }
+}
+
+// Writes the sums of the payloads. A thread block adds the elements of a span in shared memory: sums in global memory
+// would be read and written once for each rank.
+__global__ void __launch_bounds__(kAddThreads)
+    sum_kernel(Batch<DecodeJob> batch, int64_t first, int64_t count, float scale) {
+  __shared__ Floats packs[kSpan / 4];
+  float* sums = packs[0].at;
+  const Share<DecodeJob> share = ShareOf(batch);
+  const DecodeJob& job = share.job;
+  if (*job.rows.failure != kNoFailure) return;
+  for (int64_t begin = share.block * int64_t{kSpan}; begin < job.plan.n; begin += share.blocks * int64_t{kSpan}) {
+    const auto size = static_cast<int>(job.plan.n - begin < kSpan ? job.plan.n - begin : kSpan);
+    for (int i = static_cast<int>(threadIdx.x); i < kSpan / 4; i += kAddThreads) packs[i] = {};
+    __syncthreads();
+    ForEntries(
+        job, first, count, begin, begin + size, [] {},
+        [&](const Entry& entry) {
+          const int64_t i = entry.index - begin;
+          if (i >= 0 && i < size) sums[i] += scale * entry.value;
+        });
+    WriteSums(job, sums, begin, size);
+    __syncthreads();
+  }
+}
+
+// Adds the payloads to the outputs. A thread block owns a block of elements.
 __global__ void __launch_bounds__(kAddThreads)
     add_kernel(Batch<DecodeJob> batch, int64_t first, int64_t count, float scale) {
-  __shared__ int64_t bounds[kRanksAtOnce][2];
   const Share<DecodeJob> share = ShareOf(batch);
   const DecodeJob& job = share.job;
   if (*job.rows.failure != kNoFailure) return;
   for (int64_t block = share.block; block < job.plan.blocks; block += share.blocks) {
-    for (int64_t group = 0; group < count; group += kRanksAtOnce) {
-      const int64_t rank = group + threadIdx.x / 2;
-      const unsigned side = threadIdx.x % 2;
-      if (rank < count) bounds[threadIdx.x / 2][side] = EntriesBelow(job, rank, (block + side) * kBlock);
-      __syncthreads();
-      const int64_t ranks = count - group < kRanksAtOnce ? count - group : kRanksAtOnce;
-      for (int64_t r = 0; r < ranks; ++r) {
-        const uint8_t* payload = job.data + (first + group + r) * job.stride;
-        SliceFinder finder(job);
-        for (int64_t j = bounds[r][0] + threadIdx.x; j < bounds[r][1]; j += kAddThreads) {
-          const int64_t index = IndexAt(job, group + r, j);
-          float* out = finder.Find(index).residual;
-          if (out != nullptr) *out += scale * FloatAt(job, group + r, payload, j, index);
-        }
-        __syncthreads();
-      }
-    }
+    SliceFinder finder(job);
+    ForEntries(
+        job, first, count, block * kBlock, (block + 1) * kBlock, [&] { finder = SliceFinder(job); },
+        [&](const Entry& entry) {
+          float* out = finder.Find(entry.index).residual;
+          if (out != nullptr) *out += scale * entry.value;
+        });
   }
 }
+
 
 // Calls set(&residual) for this block's share of all slices.
 template <typename Set>
@@ -119,6 +117,29 @@ __device__ void ForOutputs(const Share<DecodeJob>& share, const Set& set) {
 
 __global__ void __launch_bounds__(kThreads) zero_outputs_kernel(Batch<DecodeJob> batch) {
   ForOutputs(ShareOf(batch), [](float* out) { *out = 0.0f; });
+}
+
+// Writes the sums of the first payloads, or adds later ones to them.
+cudaError_t AddPayloads(const Batch<DecodeJob>& batch, bool is_first, bool is_dense, int64_t first, int64_t count,
+                        float scale, cudaStream_t stream) {
+  if (is_first && is_dense) return Launch(sum_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale);
+  if (is_first) {
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch));
+  }
+  return Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale);
+}
+
+// Returns whether there are so many entries that sums should be in shared memory. Measured on H100.
+template <typename Items>
+bool IsDense(const Items& items, int64_t ranks) {
+  constexpr double kDense = 1.0 / 64;
+  double entries = 0;
+  double elements = 0;
+  for (const auto& item : items) {
+    entries += static_cast<double>(item.plan.k) * static_cast<double>(ranks);
+    elements += static_cast<double>(item.plan.n);
+  }
+  return entries > kDense * elements;
 }
 
 __device__ void Record(uint32_t failure, DecodeStatus* status) {
@@ -258,11 +279,11 @@ cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int
   const ReduceWork work(workspace, selections, stride, together);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   const Batch<DecodeJob>& batch = work.batch;
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch));
+  const bool is_dense = IsDense(selections, together);
   for (int64_t first = 0; first < ranks; first += together) {
     const int64_t count = std::min(together, ranks - first);
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(batch, first, count, work.decode, stream));
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, first, count, scale));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(AddPayloads(batch, first == 0, is_dense, first, count, scale, stream));
   }
   return Launch(finish_reduce_kernel, batch.blocks, kThreads, stream, batch, status);
 }
@@ -299,12 +320,9 @@ cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, 
   const auto batch_of = [&](size_t rank) { return BatchOf(work.jobs[rank], work.blocks[rank]); };
   const Batch<DecodeJob> one = batch_of(0);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(zero_outputs_kernel, one.blocks, kThreads, stream, one));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
   for (size_t rank = 0; rank < payloads.size(); ++rank) {  // separate launches keep the order of ranks
-    const Batch<DecodeJob> batch = batch_of(rank);
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(add_kernel, batch.blocks, kAddThreads, stream, batch, int64_t{0}, int64_t{1}, scale));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(AddPayloads(batch_of(rank), rank == 0, false, 0, 1, scale, stream));
   }
   return Launch(finish_reduce_kernel, one.blocks, kThreads, stream, one, status);
 }

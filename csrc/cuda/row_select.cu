@@ -18,7 +18,7 @@ struct RowSearch {
 };
 
 // Finds the next digit. All threads of the block must call it.
-__device__ void FindRowDigit(RowSearch* search, int shift) {
+__device__ void FindRowDigit(RowSearch* search, const Digit& digit) {
   constexpr int kEach = kDigits / kThreads;
   using Scan = cub::BlockScan<unsigned, kThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -32,7 +32,7 @@ __device__ void FindRowDigit(RowSearch* search, int shift) {
   for (int e = 0; e < kEach; ++e) {
     const unsigned count = search->counts[first + e];
     if (before < rank && rank <= before + count) {
-      search->prefix |= static_cast<uint64_t>(first + e) << shift;
+      search->prefix |= static_cast<uint64_t>(first + e) << digit.shift;
       search->rank = rank - before;
       search->count = count;
     }
@@ -46,17 +46,17 @@ __device__ void FindRowDigit(RowSearch* search, int shift) {
 template <typename NumberOf>
 __device__ void SearchRow(RowSearch* search, int64_t rank, int64_t columns, int bits, const NumberOf& number_of) {
   if (threadIdx.x == 0) search->rank = static_cast<unsigned>(rank), search->prefix = 0;
-  for (int shift = HighestShift(bits); shift >= 0; shift -= kDigitBits) {
-    for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) search->counts[digit] = 0;
+  for (Digit digit = Highest(bits); digit.bits > 0; digit = Below(digit)) {
+    for (int i = static_cast<int>(threadIdx.x); i < kDigits; i += kThreads) search->counts[i] = 0;
     __syncthreads();
-    const uint64_t above = search->prefix >> shift >> kDigitBits;
+    const uint64_t above = digit.Above(search->prefix);
     for (int64_t c = threadIdx.x; c < columns; c += kThreads) {
       uint64_t number;
-      if (!number_of(c, &number) || (number >> shift >> kDigitBits) != above) continue;
-      atomicAdd(&search->counts[(number >> shift) & (kDigits - 1)], 1u);
+      if (!number_of(c, &number) || digit.Above(number) != above) continue;
+      atomicAdd(&search->counts[digit.Of(number)], 1u);
     }
     __syncthreads();
-    FindRowDigit(search, shift);
+    FindRowDigit(search, digit);
   }
 }
 

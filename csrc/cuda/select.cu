@@ -27,16 +27,21 @@ __global__ void begin_select_kernel(Batch<SelectJob<T>> batch) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(Batch<SelectJob<T>> batch) {
+  __shared__ CollectedCandidates collected;
   const Share<SelectJob<T>> share = ShareOf(batch);
-  const Candidates candidates = share.job.candidates;
+  const Candidates& candidates = share.job.candidates;
   if (!candidates.state->hinted) return;
   const uint64_t bar = candidates.state->bar;
+  const WriteCandidate write{candidates};
   const int64_t n = share.job.elements.n;
   Reader<T> reader(share.job.elements);
+  collected.Begin();
   for (int64_t base = int64_t{share.block} * kThreads; base < n; base += int64_t{share.blocks} * kThreads) {
     const int64_t i = base + threadIdx.x;
-    Offer(i < n ? reader.At(i) : T{}, i, bar, candidates);
+    const T value = i < n ? reader.At(i) : T{};
+    collected.Add(ReachesBar(value, bar), Candidate{SelectionKey(value), i}, &candidates.state->gathered, write);
   }
+  collected.Flush(&candidates.state->gathered, kThreads, write);
 }
 
 template <typename T>

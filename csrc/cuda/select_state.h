@@ -20,6 +20,8 @@ struct DigitSearch {
 struct SelectState {
   uint64_t bar;                           // the smallest magnitude, as bits, of a candidate
   unsigned long long gathered;            // number of elements that reach the bar; may exceed the room
+  unsigned long long regathered;          // number of candidates that were gathered later, see radix_select.cuh
+  unsigned regather_after;                // the pass that asked for it; 0: none did
   unsigned long long kept;                // number of selected elements that have been written
   DigitSearch key;                        // search for the key of the last selected element
   DigitSearch tie;                        // search for its tie value, if only some elements with this key are selected

@@ -32,9 +32,9 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
   call.CheckTensorHere("hints", hints, at::kDouble);
   CheckHints(op, hints, ks.size());
   call.CheckTensorHere("out", out, at::kByte);
-  bucket.CheckBytes("out", out.numel());
   TORCH_CHECK_VALUE(value_dtype != "float64", "hvd_sparse.", op,
                     ": residuals are float32, and so is what is sent of them; got value_dtype float64");
+  bucket.CheckBytes("out", out.numel());
   std::vector<Tensor> flat;
   BucketSelections selections;
   for (const SelectionLayout& selection : bucket.selections()) {

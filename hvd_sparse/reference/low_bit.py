@@ -7,6 +7,7 @@ from hvd_sparse.reference.selection import flatten
 from hvd_sparse.wire import LEVEL_BYTES, LEVELS, LOW_BITS, Segments, group_count
 
 MOST_ELEMENTS = 1 << 48
+CHUNK = 512
 
 
 def slots_of(indices, segments: Segments) -> tuple[np.ndarray, int]:
@@ -19,8 +20,8 @@ def quantize_low_bit(values, value_dtype: str, level: str = "mean", indices=None
     """Return float32[k] values as they will be decoded: signs, and their group's one ("int1") or two ("int2") levels.
 
     level: "mean" of the magnitudes, or "min", the smallest. "int2" has one for magnitudes below the group's mean and
-    one for the others. Zeros count in none and take the smaller. Means are summed in float64, in order. ValueError for
-    another level, or indices that do not ascend from 0.
+    one for the others. Zeros count in none and take the smaller. Means are summed in float64: CHUNK entries of a group
+    in order, then these sums in order. ValueError for another level, or indices that do not ascend from 0.
     Source: Gradient Dropping, section 5.4; two levels after its conclusion (small and large values).
     """
     values = flatten(values)
@@ -37,9 +38,9 @@ def quantize_low_bit(values, value_dtype: str, level: str = "mean", indices=None
     magnitudes = np.abs(values).astype(np.float64)
     classes = 2 * slots
     if value_dtype == "int2":
-        classes += magnitudes >= _means(slots, magnitudes, count)[slots]
+        classes += magnitudes >= _means(slots, slots, magnitudes, count)[slots]
     if level == "mean":
-        levels = _means(classes, magnitudes, 2 * count)
+        levels = _means(classes, slots, magnitudes, 2 * count)
     else:
         levels = np.full(2 * count, np.inf)
         np.minimum.at(levels, classes[magnitudes > 0], magnitudes[magnitudes > 0])
@@ -47,9 +48,15 @@ def quantize_low_bit(values, value_dtype: str, level: str = "mean", indices=None
     return np.copysign(levels[classes].astype(np.float32), values)
 
 
-def _means(classes: np.ndarray, magnitudes: np.ndarray, count: int) -> np.ndarray:
+def _means(classes: np.ndarray, slots: np.ndarray, magnitudes: np.ndarray, count: int) -> np.ndarray:
     """Return the mean of the nonzero magnitudes in each class; 0.0 for an empty class."""
-    sums = np.bincount(classes, weights=magnitudes, minlength=count)
+    order = np.argsort(slots, kind="stable")
+    in_order = slots[order]
+    chunks = np.empty(slots.size, np.int64)  # which chunk of its group an entry is in
+    chunks[order] = (np.arange(slots.size) - np.searchsorted(in_order, in_order)) // CHUNK
+    parts, part_of = np.unique(np.stack([classes, chunks]), axis=1, return_inverse=True)
+    part_sums = np.bincount(part_of.reshape(-1), weights=magnitudes)
+    sums = np.bincount(parts[0], weights=part_sums, minlength=count)
     counts = np.bincount(classes[magnitudes > 0], minlength=count)
     return np.divide(sums, counts, out=np.zeros(count), where=counts > 0)
 

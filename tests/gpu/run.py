@@ -1,4 +1,4 @@
-"""Run the tests of this folder without pytest: python tests/gpu/run.py"""
+"""Run the tests of this folder without pytest: python tests/gpu/run.py [FILE...]"""
 
 import importlib
 import sys
@@ -10,13 +10,13 @@ sys.path.insert(0, str(HERE.parent / "shared"))  # as pyproject.toml tells pytes
 
 
 def main() -> int:
-    """Call every test function of every file; return how many failed."""
+    """Call every test function of the files, all unless some are named; return how many failed."""
     reason = importlib.import_module("gpu_helpers").reason_to_skip()
     if reason:
         print(f"skipped: {reason}")
         return 0
     failed = passed = 0
-    for path in sorted(HERE.glob("test_*.py")):
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(HERE.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         for name in [name for name in vars(module) if name.startswith("test_")]:
             try:

@@ -108,8 +108,8 @@ def train_torch(method, settings, initial):
     return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
-def train_ddp(method, settings, initial):
-    """The same under DistributedDataParallel. The process group must exist."""
+def train_ddp(method, settings, initial, device="cpu"):
+    """The same under DistributedDataParallel, on any device. The process group must exist."""
     import torch
     import torch.distributed as dist
     from terms import Terms
@@ -117,11 +117,11 @@ def train_ddp(method, settings, initial):
 
     from hvd_sparse.torch.ddp import Compression
 
-    model = Terms(initial)
+    model = Terms(initial).to(device)
     compression = getattr(Compression, method)(model.named(), **settings)
 
     def read(payload, heard):
-        heard.append(payload.numpy().tobytes())
+        heard.append(payload.numpy(force=True).tobytes())
         return payload
 
     heard = listen(compression._exchange, read)
@@ -134,7 +134,7 @@ def train_ddp(method, settings, initial):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= LR / LOSS_SCALE * parameter.grad
-    return heard, {name: parameter.detach().numpy() for name, parameter in model.named()}
+    return heard, {name: parameter.numpy(force=True) for name, parameter in model.named()}
 
 
 def train_tensorflow(method, settings, initial):

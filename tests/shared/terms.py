@@ -17,7 +17,7 @@ class Terms(torch.nn.Module):
 
     def forward(self, gradients):
         terms = [
-            (self[name].double() * torch.as_tensor(gradient, dtype=torch.float64)).sum()
+            (self[name].double() * torch.as_tensor(gradient, dtype=torch.float64, device=self[name].device)).sum()
             for name, gradient in gradients.items()
         ]
         return torch.stack(terms).sum()

@@ -1,0 +1,119 @@
+"""One of two ranks that share a GPU, started by test_gpu_ddp.py: python ddp_job.py parity|train RANK PORT.
+
+    parity   trains every case of parity_job on the CPU and on the GPU, and compares payload bytes and parameters
+    train    trains a convolutional network on the GPU for 1,000 steps
+
+The last line of the output of each rank is one JSON object.
+"""
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+import numpy as np
+import parity_job
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gradients import draw
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.torch.ddp import Compression
+
+RANKS, STEPS, BATCH = 2, 1000, 16
+METHODS = {
+    "dgc": {"density": 0.01, "momentum": 0.9, "warmup": 100},
+    "gradient_dropping": {"density": 0.01, "exchange": "reduce_scatter"},
+    "micro": {"density": 0.01},
+    "sidco": {"density": 0.01},
+}
+
+
+def compare(case, method, settings):
+    """Return what differs between the CPU and the GPU in one case; an empty string if nothing does."""
+    initial = {name: value.astype(np.float32) for name, value in draw(parity_job.SHAPES, 0, 0, seed=9).items()}
+    expected, found = (parity_job.train_ddp(method, settings, initial, device) for device in ("cpu", "cuda"))
+    if not expected[0]:
+        return f"{case}: nothing was sent"
+    if b"".join(found[0]) != b"".join(expected[0]):
+        first = next((at for at, pair in enumerate(zip(*expected, strict=False)) if pair[0] != pair[1]), None)
+        return f"{case}: payload {first} of {len(expected[0])} (on the GPU {len(found[0])}) is not that of the CPU"
+    wrong = [name for name, value in expected[1].items() if found[1][name].tobytes() != value.tobytes()]
+    return f"{case}: parameters {wrong} are not those of the CPU" if wrong else ""
+
+
+def run_parity():
+    """Compare all cases."""
+    wrong = []
+    for case, (method, settings) in parity_job.CASES.items():
+        wrong += filter(None, [compare(case, method, settings)])
+    return {"cases": len(parity_job.CASES), "wrong": wrong}
+
+
+def make_model():
+    """Return two convolutions and two linear layers for 8 x 8 images."""
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU())
+    return nn.Sequential(features, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def ranks_agree(model):
+    """Return whether all ranks have the same bits in all parameters."""
+    own = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]).view(torch.uint8).cpu()
+    others = [torch.empty_like(own) for _ in range(RANKS)]
+    dist.all_gather(others, own)
+    return all(torch.equal(own, other) for other in others)
+
+
+def train(method, settings):
+    """Train 1,000 steps of scikit-learn's digits; return accuracy, time, and whether the ranks agree."""
+    from sklearn.datasets import load_digits
+
+    images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+    images, labels = (images.float() / 16).view(-1, 1, 8, 8).cuda(), labels.cuda()
+    test, rest = slice(0, 360), slice(360, None)
+    model = make_model().cuda()
+    compression = getattr(Compression, method)(model.named_parameters(), **settings)
+    wrapped = DistributedDataParallel(model)
+    compression.register(wrapped)
+    momentum = 0.0 if "momentum" in settings else 0.9
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02, momentum=momentum)
+    order = torch.Generator().manual_seed(dist.get_rank())
+    start, agreed = time.perf_counter(), []
+    for step in range(STEPS):
+        batch = torch.randint(len(labels) - 360, (BATCH,), generator=order).cuda()
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(images[rest][batch]), labels[rest][batch]).backward()
+        optimizer.step()
+        if step % 100 == 99:
+            agreed.append(ranks_agree(model))
+    seconds = time.perf_counter() - start
+    with torch.no_grad():
+        accuracy = 100 * (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+    total = compression.stats()["total"]
+    return {
+        "accuracy": round(accuracy, 2),
+        "ranks_agree": all(agreed),
+        "steps_per_second": round(STEPS / seconds, 1),
+        "device": str(compression._step.device) if hasattr(compression._step, "device") else "",
+        "ratio": round(total["ratio"], 1),
+    }
+
+
+def main():
+    """Run as one rank."""
+    what, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=RANKS, rank=rank)
+    if what == "parity":
+        result = run_parity()
+    else:
+        result = {method: train(method, settings) for method, settings in METHODS.items()}
+    dist.destroy_process_group()
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
