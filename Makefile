@@ -8,7 +8,7 @@
 #   DENSITY=0.001       what DGC sends in `make train`
 #   CUDA_HOME           where the CUDA toolkit lies, if nvcc is not on PATH
 #
-# `make test-gpu` and `make bench-gpu` use no .venv: PYTHON is any Python that has a PyTorch with CUDA.
+# `make test-gpu`, `sanitize-gpu` and `bench-gpu` use no .venv: PYTHON is any Python that has a PyTorch with CUDA.
 
 SHELL := /bin/bash
 ifneq ($(words $(CURDIR)),1)
@@ -26,7 +26,7 @@ SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -nam
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
 
-.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro bench-sidco clean
+.PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu sanitize-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro bench-sidco clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -90,6 +90,9 @@ build-cuda: setup  ## compile the CUDA code and its ops for three generations of
 
 test-gpu:  ## build in place with PYTHON, and test the ops on a GPU against those on the CPU
 	@scripts/gpu.sh test
+
+sanitize-gpu:  ## the same under compute-sanitizer: memory, races, barriers; takes long
+	@scripts/gpu.sh sanitize
 
 bench-gpu:  ## build in place with PYTHON, check, then time the ops on a GPU
 	@scripts/gpu.sh bench

@@ -1,84 +1,124 @@
-"""Time DGC's compress on a GPU, and compare it with the bytes it must move and with the same work using torch.topk.
+"""Time DGC's compress and the reduction of payloads on a GPU, and compare both with copies and with torch.topk.
 
-Before the timing, each result is compared with the CPU operators, bit for bit. Times are medians of CUDA events. Within
-a run, the operations to compare take turns. The last line of output is one JSON object with these ratios:
+    make bench-gpu        or: python benchmarks/gpu.py [--check-only] [--out benchmarks/results]
 
-    compress_over_bytes   compress (accumulate, select, pack, clear) / moving 20 bytes per element (read the gradient,
-                          read and write velocity and residual) at the bandwidth of a copy; goal: <= 1.5
-    topk_over_compress    the same with torch.topk and PyTorch operators / compress; goal: >= 5
-    reduce_over_copy      decoding and adding 8 payloads / copying the gradient; writing zeros alone takes half a copy
+First, steps are compared with the CPU operators, bit for bit. Then, in one run:
 
-    make bench-gpu        or: python benchmarks/gpu.py --elements 100000000 --density 0.001
+    sizes    one tensor of 20,000 to 400 million float32, densities 0.001 and 0.01
+    buckets  many tensors in one call: 160 x 20,000, ResNet-50's, and tensors of odd sizes
+    forms    value types and codings
+    hints    steps whose threshold hint is missing or wrong
+    topk     the same step with torch.topk and PyTorch's operators
+    waiting  what MiCRO and SIDCo add: operators after which the host goes on with what the device found
+
+compress is: accumulate, select, pack, clear. Times are medians of CUDA events, with launches that do not wait for the
+host, as in training, where the host runs ahead. `of bytes` is compress over moving 20 bytes an element at the bandwidth
+of a copy (the gradient is read, velocity and residual are read and written). `call` is the time until the device is
+done if the host starts when the device is idle; `replay` the same with a captured CUDA graph. `reduce` decodes and adds
+8 payloads. Writes gpu.json and gpu.md. The last line of output is one JSON object.
 """
 
 import argparse
 import json
+import math
+import shutil
 import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from entries import draw_entries
+from steps import MODELS
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
+HERE = Path(__file__).resolve().parent
 MOMENTUM = 0.9
 RANKS = 8
-BUSY_CYCLES = 4_000_000  # about two milliseconds
+BUSY_CYCLES = 6_000_000  # about three milliseconds
 BYTES_MOVED = 20  # per element: three float32 read, two written
+ROUNDS = 15
+SETTLE = 30  # steps before the timing, in which threshold hints adapt
+SIZES = (20_000, 100_000, 1_000_000, 4_000_000, 10_000_000, 25_000_000, 100_000_000, 400_000_000)
+DENSITIES = (0.001, 0.01)
+LARGE = 100_000_000
+RESNET50 = [torch.Size(shape).numel() for shape in MODELS["resnet50"]]
+BUCKETS = {  # title: sizes, density, one selection for all
+    "160 x 20,000": ([20_000] * 160, 0.001, False),
+    "ResNet-50, each tensor": (RESNET50, 0.001, False),
+    'ResNet-50, scope="model"': (RESNET50, 0.001, True),
+    '25 x 1,000,003, scope="model"': ([1_000_003] * 25, 0.001, True),
+    '25 x 1,000,000, scope="model"': ([1_000_000] * 25, 0.001, True),
+}
+FORMS = {  # title: density, form
+    "float16": (0.001, {"value_dtype": "float16"}),
+    "int2": (0.001, {"value_dtype": "int2"}),
+    "int1": (0.001, {"value_dtype": "int1"}),
+    "elias_fano": (0.001, {"coding": "elias_fano"}),
+    "bitmap": (0.01, {"coding": "bitmap"}),
+}
+MICRO_RANKS = 4
+HINTS = {"none": 0.0, "half": 0.5, "double": 2.0}  # the factor of the last threshold
 
 
 class Worker:
-    """The work of one rank on one tensor of n elements."""
+    """One rank's step of a bucket of tensors."""
 
-    def __init__(self, n: int, k: int, device: str):
-        self.n, self.k, self.device = n, k, device
-        self.residual, self.velocity = torch.zeros(n, device=device), torch.zeros(n, device=device)
-        self.payload = torch.zeros(payload_size(n, k), dtype=torch.uint8, device=device)
-        self.sum = torch.empty(n, device=device)
-        self.hints = ops.new_hints(1, device)
-        self.layout = BucketLayout([n], [k])
-        self.steps = 0
+    def __init__(self, sizes, density, joint=False, device="cuda", **form):
+        ns = [sum(sizes)] if joint else sizes
+        self.ks, self.form = [top_k_count(n, density) for n in ns], form
+        self.ns, self.device = ns, device
+        self.layout, self.members = BucketLayout(sizes, self.ks, (), joint), list(range(len(sizes)))
+        self.residuals, self.velocities, self.sums = (
+            list(torch.zeros(sum(sizes), device=device).split(sizes)) for _ in range(3)
+        )
+        self.payload_sizes = [payload_size(n, k, **form) for n, k in zip(ns, self.ks, strict=True)]
+        self.message = torch.zeros(sum(self.payload_sizes), dtype=torch.uint8, device=device)
+        self.hints = ops.new_hints(len(ns), device)
 
-    def compress(self, gradient: torch.Tensor) -> None:
-        """Accumulate, select, pack, and clear the sent elements."""
-        lists = ([gradient], [self.residual], [self.velocity])
-        options = {
-            "factors": [1.0],
-            "momentum": MOMENTUM,
-            "seed": self.steps,
-            "out": self.payload,
-            "layout": self.layout,
-        }
-        ops.accumulate_bucket(*lists, hints=self.hints, **options)
-        ops.clear_bucket(self.payload, [self.residual], [self.velocity], layout=self.layout)
-        self.steps += 1
+    def compress(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Accumulate, select, pack and clear; return info, float64[selections, 2]."""
+        places = {"layout": self.layout, "members": self.members, **self.form}
+        rule = {"factors": [1.0] * len(self.members), "momentum": MOMENTUM, "seed": 1}
+        lists = (gradients, self.residuals, self.velocities)
+        info, _ = ops.accumulate_bucket(*lists, hints=self.hints, out=self.message, **places, **rule)
+        ops.clear_bucket(self.message, self.residuals, self.velocities, **places)
+        return info
 
     def gather(self) -> None:
-        """Simulate other ranks, which send the same values at other places."""
-        indices, values = ops.unpack(self.payload.cpu(), self.n, self.k)
-        parts = []
-        for rank in range(RANKS):
-            places = draw_entries(self.n, self.k, rank)[0] if rank > 0 else indices
-            part = torch.empty(self.payload.numel(), dtype=torch.uint8)
-            ops.pack(torch.as_tensor(places), values, self.n, self.k, part)
-            parts.append(part)
-        self.gathered = torch.stack(parts).to(self.device)
+        """Set the messages of all ranks: other ranks send entries at other places."""
+        messages, random = [self.message.cpu()], torch.Generator().manual_seed(0)
+        for _ in range(1, RANKS):
+            parts = []
+            for n, k, size in zip(self.ns, self.ks, self.payload_sizes, strict=True):
+                indices = torch.arange(k) * (n // k) + torch.randint(n // k, (k,), generator=random)
+                values = torch.randn(k, generator=random)
+                if "value_dtype" in self.form:
+                    values = ops.quantize(values, self.form["value_dtype"])
+                parts.append(torch.empty(size, dtype=torch.uint8))
+                ops.pack(indices, values, n, k, parts[-1], **self.form)
+            messages.append(torch.cat(parts))
+        self.gathered = torch.stack(messages).to(self.device)
 
     def reduce(self) -> None:
         """Add the payloads of all ranks."""
-        ops.reduce_bucket(self.gathered, [self.sum], 1.0 / RANKS, layout=self.layout)
+        places = {"layout": self.layout, "members": self.members, **self.form}
+        ops.reduce_bucket(self.gathered, self.sums, 1.0 / RANKS, **places)
 
 
 class PlainWorker:
-    """The same work with PyTorch operators. Its payload has 32-bit indices."""
+    """The same step with PyTorch's operators. Its payload has 32-bit indices."""
 
     def __init__(self, n: int, k: int):
         self.k = k
         self.residual, self.velocity = torch.zeros(n, device="cuda"), torch.zeros(n, device="cuda")
 
-    def compress(self, gradient: torch.Tensor) -> None:
+    def compress(self, gradients: list[torch.Tensor]) -> None:
         """Accumulate, select and clear."""
+        (gradient,) = gradients
         self.finite = torch.isfinite(gradient).all()
         self.velocity.mul_(MOMENTUM).add_(gradient)
         self.residual.add_(self.velocity)
@@ -91,110 +131,252 @@ class PlainWorker:
 class Gradients:
     """Seeded gradients. The scales of the elements are log-normal, as those of layers are."""
 
-    def __init__(self, n: int):
+    def __init__(self, sizes):
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self.scale = torch.empty(n, device="cuda").normal_(generator=self.generator).exp_()
-        self.gradient = torch.empty(n, device="cuda")
+        self.scale = torch.empty(sum(sizes), device="cuda").normal_(generator=self.generator).exp_()
+        self.gradient = torch.empty(sum(sizes), device="cuda")
+        self.parts = list(self.gradient.split(sizes))
 
-    def next(self) -> torch.Tensor:
-        """Draw the next step's gradient into the same buffer."""
-        return self.gradient.normal_(generator=self.generator).mul_(self.scale)
+    def next(self) -> list[torch.Tensor]:
+        """Draw the next step's gradients into the same buffers."""
+        self.gradient.normal_(generator=self.generator).mul_(self.scale)
+        return self.parts
 
 
-def check(n: int, density: float, steps: int) -> None:
+def check(sizes: list[int], density: float, steps: int, joint: bool = False) -> None:
     """Compare a few steps with the CPU's, bit for bit."""
-    k = top_k_count(n, density)
-    source, native, expected = Gradients(n), Worker(n, k, "cuda"), Worker(n, k, "cpu")
+    source = Gradients(sizes)
+    found, expected = (Worker(sizes, density, joint, device) for device in ("cuda", "cpu"))
     for step in range(steps):
-        gradient = source.next()
-        native.compress(gradient)
-        expected.compress(gradient.cpu())
-        for worker in (native, expected):
+        gradients = source.next()
+        found.compress(gradients)
+        expected.compress([gradient.cpu() for gradient in gradients])
+        for worker in (found, expected):
             worker.gather()
             worker.reduce()
-        for name in ("payload", "residual", "velocity", "sum"):
-            if not torch.equal(getattr(native, name).cpu(), getattr(expected, name)):
-                raise AssertionError(f"{name} of {n} elements in step {step} is not that of the CPU")
-    if ops.take_decode_status(native.sum).tolist()[0] != 0:
+        for name in ("message", "residuals", "velocities", "sums"):
+            pairs = zip(_flat(getattr(found, name)), _flat(getattr(expected, name)), strict=True)
+            if not all(torch.equal(mine.cpu(), theirs) for mine, theirs in pairs):
+                raise AssertionError(f"{name} of {sum(sizes)} elements in step {step} is not that of the CPU")
+    if ops.take_decode_status(found.message).tolist()[0] != 0:
         raise AssertionError("a payload was refused")
-    print(f"{steps} steps of {n:,} elements, {k:,} of them sent: equal to the CPU's", flush=True)
+    print(f"{steps} steps of {sum(sizes):,} elements, {sum(found.ks):,} of them sent: equal to the CPU's", flush=True)
 
 
-def timed(action, *arguments) -> float:
-    """Return the device seconds of an action that is enqueued while the device is still busy.
-
-    This is the case in training, where the host runs ahead of the device. The time excludes launches that the device
-    would have to wait for.
-    """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(BUSY_CYCLES)
-    start.record()
-    action(*arguments)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def _flat(tensors: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def measure(n: int, k: int, rounds: int, settle: int) -> dict[str, float]:
-    """Return the median seconds of compress after a few steps, and of the operations it is compared with."""
-    source, native, plain, copy = Gradients(n), Worker(n, k, "cuda"), PlainWorker(n, k), torch.empty(n, device="cuda")
-    for _ in range(settle):
-        native.compress(source.next())
-    for _ in range(3):
-        plain.compress(source.next())
-    native.gather()
-    native.reduce()
-    actions = {
-        "copy": lambda gradient: copy.copy_(gradient),
-        "compress": native.compress,
-        "topk": plain.compress,
-        "reduce": lambda _: native.reduce(),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+def on_device(action: Callable[[], object], before: Callable[[], object] = lambda: None, rounds: int = ROUNDS) -> float:
+    """Return the median microseconds on the device of an action that is enqueued while the device is still busy."""
+    times = []
     for _ in range(rounds):
-        gradient = source.next()
-        for name, action in actions.items():
-            torch.cuda.synchronize()
-            seconds[name].append(timed(action, gradient))
-    return {name: statistics.median(times) for name, times in seconds.items()}
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY_CYCLES)
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def by_clock(action: Callable[[], object], before: Callable[[], object] = lambda: None, rounds: int = ROUNDS) -> float:
+    """Return the median microseconds from the call on an idle device until the device is done."""
+    times = []
+    for _ in range(rounds):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        action()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def captured(action: Callable[[], object]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of an action."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
+
+
+def measure(title: str, sizes: list[int], density: float, joint: bool = False, **form) -> dict:
+    """Return the figures of one case, in microseconds and ratios."""
+    source, worker, n = Gradients(sizes), Worker(sizes, density, joint, **form), sum(sizes)
+    for _ in range(SETTLE):
+        worker.compress(source.next())
+    copy = _copy_time(n)
+    compress = on_device(lambda: worker.compress(source.parts), source.next)
+    call = by_clock(lambda: worker.compress(source.parts), source.next)
+    worker.gather()
+    row = {
+        "title": title,
+        "elements": n,
+        "tensors": len(sizes),
+        "density": density,
+        "copy_us": copy,
+        "compress_us": compress,
+        "compress_over_bytes": compress / (copy * BYTES_MOVED / 8),
+        "call_us": call,
+        "reduce_us": (reduced := on_device(worker.reduce)),
+        "reduce_over_copy": reduced / copy,
+    }
+    row["replay_us"] = by_clock(captured(lambda: worker.compress(source.parts)), source.next)
+    return _shown(row)
+
+
+def measure_hints() -> list[dict]:
+    """Return the figures of steps whose hint is missing or wrong."""
+    source, worker, rows = Gradients([LARGE]), Worker([LARGE], 0.001), []
+    copy = _copy_time(LARGE)
+    for title, factor in HINTS.items():
+        for _ in range(SETTLE):
+            worker.compress(source.next())
+
+        def spoil(by=factor):
+            source.next()
+            worker.hints[:, 0].mul_(by)
+
+        compress = on_device(lambda: worker.compress(source.parts), spoil)
+        ratio = compress / (copy * BYTES_MOVED / 8)
+        rows.append(_shown({"title": title, "compress_us": compress, "compress_over_bytes": ratio}))
+    return rows
+
+
+def measure_plain(sizes: dict[float, dict]) -> list[dict]:
+    """Return the figures of steps with torch.topk. sizes: by density, the row of as many elements."""
+    rows = []
+    for density, ours in sizes.items():
+        source, plain = Gradients([LARGE]), PlainWorker(LARGE, top_k_count(LARGE, density))
+        for _ in range(3):
+            plain.compress(source.next())
+        compress = on_device(lambda worker=plain, drawn=source: worker.compress(drawn.parts), source.next)
+        row = {"title": "topk", "density": density, "compress_us": compress}
+        rows.append(_shown({**row, "topk_over_compress": compress / ours["compress_us"]}))
+    return rows
+
+
+class Partition:
+    """MiCRO's selection on one rank, with the threshold of the step before."""
+
+    def __init__(self, residuals: list[torch.Tensor]):
+        sizes = [residual.numel() for residual in residuals]
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        share = top_k_count(sum(sizes), 0.001) / MICRO_RANKS
+        self.options = {"factors": [1.0] * len(sizes), "begins": begins, "begin": 0, "end": sum(sizes) // MICRO_RANKS}
+        self.options |= {"share": share, "sample": 1 << 16}
+        self.residuals, self.threshold = residuals, math.inf
+
+    def select(self, gradients: list[torch.Tensor]) -> None:
+        """Accumulate and select."""
+        found = ops.accumulate_partition(gradients, self.residuals, threshold=self.threshold, **self.options)
+        self.threshold = found[2].item()
+
+
+def measure_waiting() -> list[dict]:
+    """Return the call times of MiCRO's selection in its partition, and of SIDCo's fits, for ResNet-50's tensors."""
+    source, rows = Gradients(RESNET50), []
+    residuals = list(torch.zeros(sum(RESNET50), device="cuda").split(RESNET50))
+    ks, partition = [top_k_count(size, 0.001) for size in RESNET50], Partition(residuals)
+    for title, action in {
+        "accumulate_partition": lambda: partition.select(source.parts),
+        "fit_thresholds": lambda: ops.fit_thresholds(residuals, ks, [2] * len(ks)),
+    }.items():
+        for _ in range(SETTLE):
+            source.next()
+            action()
+        rows.append(_shown({"title": title, "call_us": by_clock(action, source.next)}))
+    return rows
+
+
+def _copy_time(n: int) -> float:
+    source, target = torch.zeros(n, device="cuda"), torch.empty(n, device="cuda")
+    return on_device(lambda: target.copy_(source))
+
+
+def _shown(row: dict) -> dict:
+    """Print a row; return it with rounded numbers."""
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+    print("  " + ", ".join(f"{key} {value}" for key, value in rounded.items()), flush=True)
+    torch.cuda.empty_cache()
+    return rounded
+
+
+def describe() -> str:
+    """Return GPU, driver and versions, as text."""
+    driver = ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = f", driver {subprocess.run(query, capture_output=True, text=True).stdout.split()[0]}"
+    return f"{torch.cuda.get_device_name()}{driver}, PyTorch {torch.__version__}"
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Return the lines of a table of `measure`'s rows."""
+    head = "| | elements | density | copy | compress | of bytes | call | replay | reduce | of a copy |"
+    lines = [head, "|---|" + "---:|" * 9]
+    for row in rows:
+        times = " | ".join(f"{row[key]:,.0f}" for key in ("copy_us", "compress_us"))
+        calls = " | ".join(f"{row[key]:,.0f}" for key in ("call_us", "replay_us", "reduce_us"))
+        head = f"{row['title']} | {row['elements']:,} | {row['density']:g} | {times}"
+        lines.append(f"| {head} | {row['compress_over_bytes']:.2f} | {calls} | {row['reduce_over_copy']:.2f} |")
+    return lines
+
+
+def page(found: dict) -> str:
+    """Return the page of results."""
+    lines = [
+        f"{found['machine']} (`make bench-gpu`). Times in microseconds; `benchmarks/gpu.py` says what they are.",
+        "",
+    ]
+    lines += ["One tensor:", "", *table(found["sizes"]), ""]
+    lines += ["Many tensors in one call:", "", *table(found["buckets"]), ""]
+    lines += [f"{LARGE:,} elements, other payloads:", "", *table(found["forms"]), ""]
+    lines += [f"{LARGE:,} elements, density 0.001, a threshold hint that is missing or wrong:", ""]
+    lines += ["| hint | compress | of bytes |", "|---|---:|---:|"]
+    lines += [
+        f"| {row['title']} | {row['compress_us']:,.0f} | {row['compress_over_bytes']:.2f} |" for row in found["hints"]
+    ]
+    lines += ["", f"{LARGE:,} elements, the same step with `torch.topk` and PyTorch's operators:", ""]
+    lines += ["| density | microseconds | of ours |", "|---:|---:|---:|"]
+    for row in found["topk"]:
+        lines.append(f"| {row['density']:g} | {row['compress_us']:,.0f} | {row['topk_over_compress']:.1f} |")
+    lines += ["", f"ResNet-50's tensors, operators that the host waits for; MiCRO on one of {MICRO_RANKS} ranks:", ""]
+    lines += ["| operator | call |", "|---|---:|"]
+    lines += [f"| `{row['title']}` | {row['call_us']:,.0f} |" for row in found["waiting"]]
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    """Check, time, print GB/s and ratios, then one JSON line."""
+    """Check, time, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=100_000_000)
-    parser.add_argument("--density", type=float, default=0.001)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--settle", type=int, default=60, help="steps before timing starts")
+    parser.add_argument("--check-only", action="store_true", help="compare with the CPU, without timing")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="(default: %(default)s)")
     arguments = parser.parse_args()
-    n, k = arguments.elements, top_k_count(arguments.elements, arguments.density)
-    check(1_000_003, arguments.density, 5)
-    check(n, arguments.density, 2)
-    seconds = measure(n, k, arguments.rounds, arguments.settle)
-    bytes_of = {
-        "copy": 8 * n,
-        "compress": BYTES_MOVED * n,
-        "topk": BYTES_MOVED * n,
-        "reduce": 4 * n,
-    }
-    for name, value in seconds.items():
-        print(
-            f"  {name:<9} {1e3 * value:8.3f} ms   {1e-9 * bytes_of[name] / value:8.1f} GB/s of {bytes_of[name]:,} bytes"
-        )
-    moving = seconds["copy"] * BYTES_MOVED / 8
-    figures = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "elements": n,
-        "density": arguments.density,
-        "compress_over_bytes": round(seconds["compress"] / moving, 3),
-        "topk_over_compress": round(seconds["topk"] / seconds["compress"], 2),
-        "reduce_over_copy": round(seconds["reduce"] / seconds["copy"], 3),
-        "copy_gb_per_s": round(8e-9 * n / seconds["copy"], 1),
-        "compress_ms": round(1e3 * seconds["compress"], 4),
-        "reduce_ms": round(1e3 * seconds["reduce"], 4),
-    }
-    print(json.dumps(figures))
+    for density in DENSITIES:
+        check([1_000_003], density, 5)
+        check([20_000, 7, 1_000_003, 4096], density, 5, joint=True)
+    check([LARGE], 0.001, 1)
+    if arguments.check_only:
+        return
+    found = {"machine": describe()}
+    found["sizes"] = [measure("", [n], density) for n in SIZES for density in DENSITIES]
+    found["buckets"] = [measure(title, *case) for title, case in BUCKETS.items()]
+    found["forms"] = [measure(title, [LARGE], density, **form) for title, (density, form) in FORMS.items()]
+    found["hints"] = measure_hints()
+    found["topk"] = measure_plain({row["density"]: row for row in found["sizes"] if row["elements"] == LARGE})
+    found["waiting"] = measure_waiting()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.out / "gpu.md").write_text(page(found))
+    large = [row for row in found["sizes"] if row["elements"] == LARGE]
+    figures = {f"compress_over_bytes at {row['density']}": row["compress_over_bytes"] for row in large}
+    figures |= {f"topk_over_compress at {row['density']}": row["topk_over_compress"] for row in found["topk"]}
+    print(json.dumps({"machine": found["machine"], **figures}))
 
 
 if __name__ == "__main__":

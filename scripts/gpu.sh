@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build the ops of PyTorch in place with the Python that is there, for the GPU that is there, and use them:
 #   gpu.sh test               tests/gpu
+#   gpu.sh sanitize           small cases of tests/gpu under compute-sanitizer, with each of its tools
 #   gpu.sh bench [OPTION...]  benchmarks/gpu.py
 # Needs one GPU, a PyTorch with CUDA, nvcc, CMake 3.18; no Horovod, no network, no .venv.
 set -euo pipefail
@@ -35,6 +36,16 @@ test)
         "$PYTHON" tests/gpu/run.py
     fi
     ;;
+sanitize)
+    command -v compute-sanitizer >/dev/null || stop "there is no compute-sanitizer" "install the CUDA toolkit's"
+    export HVD_SPARSE_GPU_TESTS=small
+    for tool in memcheck racecheck initcheck synccheck; do
+        printf '==> %s\n' "$tool"
+        # Each tensor has memory of its own, so that accesses beyond it and uninitialized elements are seen.
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
+            "$PYTHON" tests/gpu/run.py tests/gpu/test_gpu_[!d]*.py
+    done
+    ;;
 bench) "$PYTHON" benchmarks/gpu.py "${@:2}" ;;
-*) stop "no command named $1" "test or bench" ;;
+*) stop "no command named $1" "test, sanitize or bench" ;;
 esac

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "host_device.h"
 #include "run_length.h"
@@ -48,8 +49,20 @@ HVD_SPARSE_HD inline uint8_t LowBitsByte(const int64_t* indices, int64_t k, int 
   return static_cast<uint8_t>(byte);
 }
 
+template <typename T>
+HVD_SPARSE_HD inline uint64_t ReadAligned(const uint8_t* from) {
+  T value;
+  std::memcpy(&value, __builtin_assume_aligned(from, sizeof(T)), sizeof(T));
+  return value;
+}
+
 // Reads up to eight bytes of a section, little-endian. Bytes beyond the section's end (`bytes`) count as zero.
 HVD_SPARSE_HD inline uint64_t ReadBytes(const uint8_t* section, int64_t bytes, int64_t at, int count) {
+  if (at + count <= bytes && reinterpret_cast<uintptr_t>(section + at) % static_cast<uintptr_t>(count) == 0) {
+    if (count == 2) return ReadAligned<uint16_t>(section + at);
+    if (count == 4) return ReadAligned<uint32_t>(section + at);
+    if (count == 8) return ReadAligned<uint64_t>(section + at);
+  }
   uint64_t word = 0;
   for (int i = 0; i < count && at + i < bytes; ++i) word |= static_cast<uint64_t>(section[at + i]) << (8 * i);
   return word;

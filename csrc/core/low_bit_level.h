@@ -1,5 +1,6 @@
-// Computes the levels of low-bit values. The host and CUDA devices add magnitudes in the same order, so that the results
-// are equal: the entries of a group form chunks of kLevelChunk; each chunk is added in order, then the chunks' sums are.
+// Computes the levels of low-bit values. The host and CUDA devices add magnitudes in the same order, so that the
+// results are equal: the entries of a group form chunks of kLevelChunk; each chunk is added in order, then the chunks'
+// sums are.
 #pragma once
 
 #include <cmath>

@@ -99,10 +99,27 @@ class Sketcher {
   std::array<std::array<int64_t, kSketchBins + 1>, 2> counts_{};  // two, so that consecutive increments overlap
 };
 
+// If all elements that reach the threshold were selected (`fits`), their exact number is known, and the bins above the
+// threshold are scaled to it.
+void FillSketch(const Sketcher& sketcher, double scale, bool fits, Partitioned* result) {
+  const double exact =
+      static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, sketcher.reached()));
+  result->base = sketcher.base();
+  for (size_t bin = 0; bin < result->sketch.size(); ++bin) {
+    const auto above = static_cast<double>(sketcher.above(bin));
+    const auto below = static_cast<double>(sketcher.below(bin));
+    result->sketch[bin] = static_cast<float>(above * (fits ? exact : scale) + below * scale);
+  }
+}
+
 class Selecting {
  public:
   Selecting(const PartitionParams& params, std::vector<Part> parts, const ParallelFor& parallel_for)
-      : params_(params), size_(params.end - params.begin), parts_(std::move(parts)), parallel_for_(parallel_for) {}
+      : params_(params),
+        rule_(params),
+        size_(params.end - params.begin),
+        parts_(std::move(parts)),
+        parallel_for_(parallel_for) {}
 
   // Selects all elements that reach the threshold.
   Status RunFilter(bool* finite, Partitioned* result) const {
@@ -118,24 +135,19 @@ class Selecting {
 
   // Selects all elements that reach the threshold, or the largest ones if their number is too far from the share.
   Status RunShared(bool* finite, Partitioned* result) const {
-    const double share = std::min(params_.share, static_cast<double>(size_));
-    const double most = kHighest * share + kLeeway;
     const uint32_t lowest = CandidateBar<float>(kMargin * params_.threshold);
     const uint32_t bar = CandidateBar<float>(params_.threshold);
-    const Candidates<float> none(static_cast<int64_t>(most) + 1, lowest, params_.seed);
+    const Candidates<float> none(rule_.most() + 1, lowest, params_.seed);
     const Candidates<float> gathered = AccumulateCandidates(parts_, size_, none, parallel_for_, finite);
     Entries reaching;
     std::copy_if(gathered.entries().begin(), gathered.entries().end(), std::back_inserter(reaching),
                  [bar](const auto& entry) { return entry.magnitude >= bar; });
-    const auto count = static_cast<double>(reaching.size());
-    const bool fits = count > 0 && count >= kLowest * share - kLeeway && count <= most;
+    const bool fits = rule_.Fits(static_cast<int64_t>(reaching.size()));
     result->threshold = params_.threshold;
     if (fits) {
       Name(reaching, result);
     } else if (size_ > 0) {
-      const double draw = static_cast<double>(Hash(params_.seed, static_cast<uint64_t>(params_.begin))) * 0x1p-64;
-      HVD_SPARSE_RETURN_IF_ERROR(
-          NameLargest(gathered.entries(), std::min(static_cast<int64_t>(share + draw), size_), lowest == 1, result));
+      HVD_SPARSE_RETURN_IF_ERROR(NameLargest(gathered.entries(), rule_.wanted(), lowest == 1, result));
     }
     Sketch(fits, result);
     return Status::Ok();
@@ -176,36 +188,26 @@ class Selecting {
     return Status::Ok();
   }
 
-  // Estimates the sketch from a sample. If all elements that reach the threshold were selected (`fits`), their exact
-  // number is known, and the bins above the threshold are scaled to it.
+  // Estimates the sketch from a sample.
   void Sketch(bool fits, Partitioned* result) const {
     Sketcher sketcher(CandidateBar<float>(result->threshold));
-    const double scale = Sample(&sketcher);
-    const double exact =
-        static_cast<double>(result->indices.size()) / static_cast<double>(std::max<int64_t>(1, sketcher.reached()));
-    result->base = sketcher.base();
-    for (size_t bin = 0; bin < result->sketch.size(); ++bin) {
-      const auto above = static_cast<double>(sketcher.above(bin));
-      const auto below = static_cast<double>(sketcher.below(bin));
-      result->sketch[bin] = static_cast<float>(above * (fits ? exact : scale) + below * scale);
-    }
+    Sample(&sketcher);
+    FillSketch(sketcher, rule_.scale(), fits, result);
   }
 
-  // Passes a stratified sample of runs, or the whole partition, to the sketcher. Returns the number of elements that
-  // each sampled element represents.
-  double Sample(Sketcher* sketcher) const {
-    const int64_t runs = size_ / kSketchRun;
-    const int64_t wanted = std::max<int64_t>(1, params_.sample / kSketchRun);
-    if (params_.sample >= size_ || wanted >= runs) {
+  // Passes a stratified sample of runs, or the whole partition, to the sketcher.
+  void Sample(Sketcher* sketcher) const {
+    const int64_t wanted = rule_.runs();
+    if (wanted == 0) {
       for (const Part& part : parts_) sketcher->Add(part.memory.residual, part.gradient.size);
-      return 1;
+      return;
     }
     struct Piece {
       const float* values;
       int64_t size;
     };
     std::vector<Piece> pieces;
-    Strata strata(runs, wanted, params_.seed);
+    Strata strata(size_ / kSketchRun, wanted, params_.seed);
     auto part = parts_.begin();
     for (int64_t first = 0; first < wanted; first += kTogether) {
       pieces.clear();
@@ -225,16 +227,41 @@ class Selecting {
       for (const Piece& piece : pieces) out = std::copy_n(piece.values, piece.size, out);
       sketcher->Add(together.data(), out - together.data());
     }
-    return static_cast<double>(size_) / static_cast<double>(wanted * kSketchRun);
   }
 
   const PartitionParams& params_;
+  PartitionRule rule_;
   int64_t size_;
   std::vector<Part> parts_;
   const ParallelFor& parallel_for_;
 };
 
-Status Check(const std::vector<Part>& parts, const PartitionParams& params) {
+}  // namespace
+
+PartitionRule::PartitionRule(const PartitionParams& params) {
+  const int64_t size = params.end - params.begin;
+  const double share = std::min(params.share, static_cast<double>(size));
+  const double draw = static_cast<double>(Hash(params.seed, static_cast<uint64_t>(params.begin))) * 0x1p-64;
+  least_ = kLowest * share - kLeeway;
+  most_ = kHighest * share + kLeeway;
+  wanted_ = std::min(static_cast<int64_t>(share + draw), size);
+  const int64_t runs = size / kSketchRun;
+  runs_ = std::max<int64_t>(1, params.sample / kSketchRun);
+  if (params.sample >= size || runs_ >= runs) runs_ = 0;
+  scale_ = runs_ == 0 ? 1 : static_cast<double>(size) / static_cast<double>(runs_ * kSketchRun);
+}
+
+bool PartitionRule::Fits(int64_t count) const {
+  return count > 0 && static_cast<double>(count) >= least_ && static_cast<double>(count) <= most_;
+}
+
+void SketchSample(const float* sample, int64_t count, const PartitionRule& rule, bool fits, Partitioned* result) {
+  Sketcher sketcher(CandidateBar<float>(result->threshold));
+  sketcher.Add(sample, count);
+  FillSketch(sketcher, rule.scale(), fits, result);
+}
+
+Status CheckPartition(const std::vector<Part>& parts, const PartitionParams& params) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(params.threshold));
   if (params.begin < 0 || params.end < params.begin) {
     return Status::InvalidArgument("a partition must be 0 <= begin <= end, got " + std::to_string(params.begin) +
@@ -252,11 +279,9 @@ Status Check(const std::vector<Part>& parts, const PartitionParams& params) {
   return Status::Ok();
 }
 
-}  // namespace
-
 Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams& params,
                            const ParallelFor& parallel_for, bool* finite, Partitioned* result) {
-  HVD_SPARSE_RETURN_IF_ERROR(Check(parts, params));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckPartition(parts, params));
   constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();
   std::vector<Part> inside;
   std::vector<size_t> numbers;

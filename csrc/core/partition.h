@@ -35,6 +35,37 @@ struct Partitioned {
   std::array<float, kSketchBins> sketch{};
 };
 
+// Returns InvalidArgument unless AccumulatePartition takes these arguments.
+Status CheckPartition(const std::vector<Part>& parts, const PartitionParams& params);
+
+// The decisions of AccumulatePartition, for a device that accumulates and selects by other means. Sizes are those of
+// the partition.
+class PartitionRule {
+ public:
+  explicit PartitionRule(const PartitionParams& params);
+
+  // Returns whether this many elements that reach the threshold are selected. If not, the `wanted` largest are.
+  bool Fits(int64_t count) const;
+  int64_t most() const { return static_cast<int64_t>(most_); }
+  int64_t wanted() const { return wanted_; }
+
+  // The number of runs of kSketchRun elements to sample, in as many strata; 0: all elements. An element of the sample
+  // represents `scale` elements.
+  int64_t runs() const { return runs_; }
+  double scale() const { return scale_; }
+
+ private:
+  double least_;
+  double most_;
+  int64_t wanted_;
+  int64_t runs_;
+  double scale_;
+};
+
+// Fills the sketch of a result, which has indices and threshold, from a sample. fits: whether the result has all
+// elements that reach the threshold.
+void SketchSample(const float* sample, int64_t count, const PartitionRule& rule, bool fits, Partitioned* result);
+
 // Updates the error feedback of all parts and selects elements in the partition. A good threshold makes a single pass
 // suffice. The parts must ascend and not overlap; elements outside all parts count as zero. finite[parts]: whether each
 // gradient was finite.

@@ -1,6 +1,7 @@
 // The positions section of a payload, in one of several codings. Decoding gives counts and run lengths.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "status.h"

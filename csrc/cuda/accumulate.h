@@ -24,13 +24,16 @@ struct AccumulateJob {
 struct AccumulateGroup {
   DType dtype;
   AccumulateRule rule;
-  bool is_wide;  // the kernel reads packs of elements
   Batch<AccumulateJob> batch;
 };
 
 std::vector<AccumulateGroup> MakeGroups(const std::vector<AccumulateJob>& jobs, Tables* tables);
 
 cudaError_t accumulate_launch(const AccumulateGroup& group, cudaStream_t stream);
+
+// Updates the error feedback of several tensors. finite: for each, whether its gradient was finite.
+int64_t accumulate_workspace_size(const std::vector<Part>& parts);
+cudaError_t accumulate_launch(const std::vector<Part>& parts, bool* finite, void* workspace, cudaStream_t stream);
 
 // Processes a single tensor.
 cudaError_t accumulate_launch(const AccumulateJob& job, cudaStream_t stream);

@@ -18,14 +18,16 @@ constexpr int kMany = kFew;
 
 template <int kRoom>
 __global__ void __launch_bounds__(kThreads) write_words_kernel(Words<kRoom> words, int count, uint64_t* to) {
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) to[i] = words.at[i];
+  const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (i < count) to[i] = words.at[i];
 }
 
 template <int kRoom>
 cudaError_t Write(const uint64_t* from, size_t count, uint64_t* to, cudaStream_t stream) {
   Words<kRoom> words;
   std::copy_n(from, count, words.at);
-  return Launch(write_words_kernel<kRoom>, 1, kThreads, stream, words, static_cast<int>(count), to);
+  const unsigned blocks = BlocksFor(static_cast<int64_t>(count));
+  return Launch(write_words_kernel<kRoom>, blocks, kThreads, stream, words, static_cast<int>(count), to);
 }
 
 }  // namespace

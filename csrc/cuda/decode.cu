@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kRunThreads = 128;
 constexpr int kScanThreads = 1024;
-constexpr int kFewScanThreads = 64;  // for payloads of few tiles
-constexpr int kWords = 4;  // 32-bit words per thread
+constexpr int kFewScanThreads = 64;       // for payloads of few tiles
+constexpr int kWords = 4;                 // 32-bit words per thread
 constexpr int64_t kElementsEach = 32768;  // elements of a thread block
 constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 
@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(kThreads) check_order_kernel(Batch<DecodeJob> 
   const int64_t entries = *row.entries;
   const int64_t thread = int64_t{share.block} * kThreads + threadIdx.x;
   const int64_t threads = int64_t{share.blocks} * kThreads;
+  if (row.starts[share.job.rows.tiles] != entries) return;  // not all indices were written; this failure is recorded
   for (int64_t j = thread; j < entries; j += threads) {
     if (!Ascends(row.indices, j, plan.n)) row.Fail(PayloadCheck::kPositions);
   }
@@ -306,7 +307,8 @@ cudaError_t decode_launch(const Batch<DecodeJob>& batch, int64_t first, int64_t 
   const bool has_few = work.most_tiles <= kFewScanThreads;
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
       launch(has_any && has_few, scan_counts_kernel<kFewScanThreads>, one_each, kFewScanThreads));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(has_any && !has_few, scan_counts_kernel<kScanThreads>, one_each, kScanThreads));
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(
+      launch(has_any && !has_few, scan_counts_kernel<kScanThreads>, one_each, kScanThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_runs, decode_runs_kernel, shares, kRunThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_bits, decode_bits_kernel, shares, kThreads));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(work.has_low, check_order_kernel, shares, kThreads));

@@ -1,5 +1,7 @@
 #include "finite.h"
 
+#include <type_traits>
+
 #include "../core/update.h"
 
 namespace hvd_sparse {

@@ -1,7 +1,7 @@
 // Quantizes values to 2 bits or 1 on a device, with the same results as QuantizeLowBit in core/low_bit.h.
 //
-// Entries are sorted by group. A thread adds the magnitudes of a chunk of a group in order, then another thread adds the
-// group's chunks in order, as the host does; see core/low_bit_level.h.
+// Entries are sorted by group. A thread adds the magnitudes of a chunk of a group in order, then another thread adds
+// the group's chunks in order, as the host does; see core/low_bit_level.h.
 #pragma once
 
 #include <vector>

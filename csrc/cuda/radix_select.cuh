@@ -2,9 +2,9 @@
 // elements with this key are selected, of its tie value. In each pass the blocks count one digit of the elements that
 // share the digits found before, and the last block determines this digit.
 //
-// The passes read the candidates. If the hint gathered too few of them, or more than there is room for, the first passes
-// read all elements. Their digits are a lower bound of the key; as soon as there is room for all elements that reach
-// it, these are gathered as candidates for the other passes.
+// The passes read the candidates. If the hint gathered too few of them, or more than there is room for, the first
+// passes read all elements. Their digits are a lower bound of the key; as soon as there is room for all elements that
+// reach it, these are gathered as candidates for the other passes.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -205,8 +205,7 @@ cudaError_t FindKey(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(
         Launch(count_digits_kernel<T, false>, batch.blocks, kThreads, stream, batch, digit));
     if (digit.shift == 0) continue;
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        Launch(regather_kernel<T>, batch.blocks, kThreads, stream, batch, PassOf(digit)));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(regather_kernel<T>, batch.blocks, kThreads, stream, batch, PassOf(digit)));
   }
   return cudaSuccess;
 }

@@ -7,7 +7,7 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int kSpan = 8192;  // sums of a thread block in shared memory
+constexpr int kSpan = 8192;                         // sums of a thread block in shared memory
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // limit of a workspace, unless a single rank needs more
 
 // Finds the outputs of ascending elements.
@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(kAddThreads)
         });
   }
 }
-
 
 // Calls set(&residual) for this block's share of all slices.
 template <typename Set>

@@ -41,6 +41,19 @@ inline Distribution ParseDistribution(const char* op, const std::string& name) {
   return Distribution::kExponential;
 }
 
+// Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit: returns that of one.
+template <typename FitOne>
+void FitEach(size_t count, double* rows, const FitOne& fit) {
+  at::parallel_for(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Fit found = fit(static_cast<size_t>(i));
+      rows[3 * i] = found.threshold;
+      rows[3 * i + 1] = found.ratio;
+      rows[3 * i + 2] = found.is_misfit ? 1 : 0;
+    }
+  });
+}
+
 // Returns the payload format of each member for messages whose numbers of entries vary; k is set to 1.
 inline std::vector<PayloadFormat> FormatsOf(const char* op, IntArrayRef sizes, IntArrayRef channels,
                                             const std::string& coding, const std::string& value_dtype) {

@@ -3,6 +3,7 @@
 
 #include "../core/partition.h"
 #include "../core/reduce.h"
+#include "../core/threshold.h"
 #include "bucket.h"
 
 namespace hvd_sparse {
@@ -68,6 +69,25 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
                           gathered.numel(), static_cast<float>(scale), TorchParallelFor, sums));
 }
 
+Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages, const std::string& distribution,
+                       int64_t seed) {
+  const char* op = "fit_thresholds";
+  CheckCounts(op, "member", residuals.size(), {ks.size(), stages.size()});
+  const Distribution kind = ParseDistribution(op, distribution);
+  Tensor fits = at::empty({static_cast<int64_t>(residuals.size()), 3}, at::kDouble);
+  std::vector<const float*> values;
+  for (size_t i = 0; i < residuals.size(); ++i) {
+    CheckTensor(op, "residual", residuals[i], at::kFloat);
+    Raise(op, CheckCount(ks[i], residuals[i].numel()));
+    values.push_back(residuals[i].const_data_ptr<float>());
+  }
+  FitEach(residuals.size(), fits.mutable_data_ptr<double>(), [&](size_t i) {
+    FitSample sample(residuals[i].numel(), ks[i], {stages[i], kind, static_cast<uint64_t>(seed)});
+    return sample.Run(values[i]);
+  });
+  return fits;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList gradients, TensorList residuals,
                                                                  at::ArrayRef<double> factors, IntArrayRef begins,
                                                                  int64_t begin, int64_t end, double threshold,
@@ -106,6 +126,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
   m.def(
       "accumulate_partition(Tensor[] gradients, Tensor(a!)[] residuals, float[] factors, int[] begins, int begin, "
       "int end, float threshold, float share, int sample, int seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("fit_thresholds(Tensor[] residuals, int[] ks, int[] stages, str distribution, int seed) -> Tensor");
   m.def(
       "reduce_located_bucket(Tensor gathered, int[] ns, int ranks, Tensor(a!)[] outs, int[] places, float scale, "
       "str coding, str value_dtype, int[] channels) -> ()");
@@ -114,5 +135,6 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
   m.impl("filter_bucket", &hvd_sparse::FilterBucketOp);
   m.impl("accumulate_partition", &hvd_sparse::AccumulatePartitionOp);
+  m.impl("fit_thresholds", &hvd_sparse::FitThresholdsOp);
   m.impl("reduce_located_bucket", &hvd_sparse::ReduceLocatedBucketOp);
 }

@@ -10,13 +10,12 @@ If the method or the build does not support CUDA, gradients are copied to the CP
 
 import torch
 
-from hvd_sparse.algorithms import Algorithm, SIDCo
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.exchange import Exchange
 
-LAYOUTS = ("tensor", "model", "threshold")
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -27,11 +26,6 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
     """Return why a method does not work on CUDA devices here; an empty string if it does."""
-    if algorithm.layout not in LAYOUTS or isinstance(algorithm, SIDCo):  # SIDCo's fit has no kernel
-        return (
-            f"Compression.{algorithm.name} has no kernels there. On the device there are dgc, samomentum, "
-            "gradient_dropping, topk, dct and hard_threshold"
-        )
     if not has_cuda("torch"):
         return (
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "

@@ -116,6 +116,10 @@ def _register_bucket_fakes() -> None:
         sketch, threshold = _empty(like, (1 + SKETCH_BINS,), torch.float32), _empty(like, (), torch.float64)
         return _empty(like, (count,), torch.int64), sketch, threshold, _empty(like, (len(gradients),), torch.bool)
 
+    @fake("hvd_sparse::fit_thresholds")
+    def _(residuals, *arguments):
+        return torch.empty((len(residuals), 3), dtype=torch.float64)
+
     @fake("hvd_sparse::reduce_located_bucket")
     def _(gathered, *arguments):
         return None

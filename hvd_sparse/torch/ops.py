@@ -292,7 +292,7 @@ def accumulate_partition(
     sample: int = 0,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate` for tensors that form one vector, and select from its elements [begin, end); on the CPU only.
+    """Do `accumulate` for tensors that form one vector, and select from its elements [begin, end).
 
     begins: the ascending start of each tensor; gaps between tensors count as zeros. Elements that reach the threshold
     are selected. share: the expected number of these; if fewer than 0.92 share - 4, more than 1.08 share + 4, or no
@@ -301,10 +301,27 @@ def accumulate_partition(
     histogram, in runs of 16. Returns ascending indices into the vector, int64[m]; a sketch, float32[65], of a
     histogram with bins of 1/16 octave: the number of its first bin, then the counts of that bin and the next ones, the
     last one with all elements above, and zeros if share is below 0; a float64 scalar, the threshold that all selected
-    elements reach; and bool[members]: was each gradient finite everywhere?
+    elements reach; and bool[members]: was each gradient finite everywhere? On a CUDA device, the call waits for it, and
+    sketch and threshold are on the CPU.
     """
     numbers = (begin, end, threshold, share, sample, _signed(seed))
     return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
+
+
+def fit_thresholds(
+    residuals: Sequence[torch.Tensor],
+    ks: Sequence[int],
+    stages: Sequence[int],
+    distribution: str = "exponential",
+    seed: int = 0,
+) -> list[list[float]]:
+    """Fit, for each residual, float32[n], a threshold that about k elements reach, as `filter_bucket` does (SIDCo).
+
+    On a CUDA device, the samples are copied to the CPU, all at once, and fitted there. Returns for each residual: the
+    threshold; the ratio of sample elements that reach it to the number that should; and whether it should not be used,
+    1.0 if so.
+    """
+    return _ops.fit_thresholds(list(residuals), ks, stages, distribution, _signed(seed)).tolist()
 
 
 def reduce_located_bucket(

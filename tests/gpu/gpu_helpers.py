@@ -1,6 +1,7 @@
 """Values of every awkward kind, and comparisons between devices. It does not use pytest, see run.py.
 
-HVD_SPARSE_GPU_TESTS=small: fewer and smaller cases, for compute-sanitizer, under which kernels run up to 100 times longer.
+HVD_SPARSE_GPU_TESTS=small: fewer and smaller cases, for compute-sanitizer, under which kernels take up to 100 times as
+long.
 """
 
 import os
@@ -14,6 +15,7 @@ from hvd_sparse.torch import ops
 from hvd_sparse.wire import LOW_BITS
 
 SMALL = os.environ.get("HVD_SPARSE_GPU_TESTS") == "small"
+CAN_CAPTURE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"  # a graph cannot contain allocations
 DTYPES = (torch.float32, torch.bfloat16) if SMALL else (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 2, 257, 70_001) if SMALL else (1, 2, 31, 257, 4099, 65_535, 65_536, 65_537, 131_072, 3_000_001)
 KINDS = ("normal", "ties", "nan") if SMALL else tuple(MAKERS)

@@ -1,7 +1,7 @@
 """Buckets of CUDA tensors: results equal the CPU's, nothing waits for the device, and hints stay on it."""
 
 import torch
-from gpu_helpers import SMALL, assert_refuses, assert_same, make
+from gpu_helpers import CAN_CAPTURE, SMALL, assert_refuses, assert_same, make
 from hinted import as_hints
 
 from hvd_sparse.buckets import BucketLayout
@@ -73,7 +73,7 @@ def test_a_bucket_is_that_of_the_cpu():
 
 
 def check_buckets(joint):
-    for rule in RULES:
+    for rule in RULES[1:2] if SMALL else RULES:
         for form in FORMS:
             for dtype in (torch.float32,) if SMALL else (torch.float32, torch.bfloat16):
                 found, expected = (Bucket(device, rule, form, dtype, joint) for device in ("cuda", "cpu"))
@@ -137,6 +137,8 @@ def test_nothing_waits():
 
 
 def test_a_captured_graph_holds_a_whole_step():
+    if not CAN_CAPTURE:
+        return
     found, expected = Bucket("cuda", RULES[1], {}), Bucket("cuda", RULES[1], {})
     gradients = found.gradients(0)
 
@@ -175,10 +177,11 @@ def test_a_damaged_message_of_ones_own_clears_nothing():
 def test_what_a_bucket_refuses():
     bucket = Bucket("cuda", {}, {})
     gradients = bucket.gradients(0)
-    assert_refuses(bucket.accumulate, gradients[:-1], [0.0] * len(NUMELS), says="one a member")
-    assert_refuses(bucket.accumulate, [gradient.cpu() for gradient in gradients], [0.0] * len(NUMELS), says="gradient must be on")
+    none, on_cpu = [0.0] * len(NUMELS), [gradient.cpu() for gradient in gradients]
+    assert_refuses(bucket.accumulate, gradients[:-1], none, says="one a member")
+    assert_refuses(bucket.accumulate, on_cpu, none, says="gradient must be on")
     places, bucket.places = bucket.places, {**bucket.places, "members": [*range(len(NUMELS) - 1), len(NUMELS) - 2]}
-    assert_refuses(bucket.accumulate, gradients, [0.0] * len(NUMELS), says="members must ascend")
+    assert_refuses(bucket.accumulate, gradients, none, says="members must ascend")
     bucket.places = places
     bucket.form = {"value_dtype": "float64"}
-    assert_refuses(bucket.accumulate, gradients, [0.0] * len(NUMELS), says="float32")
+    assert_refuses(bucket.accumulate, gradients, none, says="float32")

@@ -55,6 +55,7 @@ CASES = {
     "samomentum-completed": ("samomentum", {**SETTINGS, **SCATTER, "complete": True, "values": "int2"}),
     "random_k-int2-channel": ("random_k", {**SETTINGS, "values": "int2", "level": "min", **CHANNEL}),
 }
+ALL_CASES = CASES
 if not tiers.ALL:
     chosen = [*list(CASES.items())[::5], *(case for case in CASES.items() if "dgc-scattered" in case[0])]
     CASES = dict(chosen)  # cases with both scopes and several methods

@@ -111,6 +111,18 @@ def test_what_is_not_active_is_fitted_as_it_is():
     assert bool(finite.all())
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("shape", SHAPES[:-1])
+def test_fits_alone_are_those_of_the_twin(shape, distribution):
+    residuals = Drawn(shape, torch.float32).residuals
+    fits = ops.fit_thresholds(residuals, KS, STAGES, distribution, SEED)
+    for n, k, stages, residual, (threshold, ratio, misfit) in zip(SIZES, KS, STAGES, residuals, fits, strict=True):
+        sample = reference.take_sample(residual.numpy(), k, SEED)
+        found = reference.fit_tail(sample, k / n, stages, distribution)
+        assert (threshold, ratio) == pytest.approx((found.threshold, found.ratio), rel=1e-9)
+        assert misfit == found.is_misfit
+
+
 WRONG = [
     ({"stages": [1, 1]}, "every list must"),
     ({"ks": [0]}, r"k must be in \[1, 9\]"),

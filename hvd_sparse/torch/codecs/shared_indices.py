@@ -72,8 +72,8 @@ class SharedIndices(Codec):
         if not self.selection.is_named:
             return
         n, k, coding = bucket.payloads[0].n, max(1, len(indices)), self.algorithm.coding
-        bucket.message = torch.empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
-        ops.pack(indices, torch.zeros(len(indices)), n, k, bucket.message, coding, "none")
+        bucket.message = indices.new_empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
+        ops.pack(indices, indices.new_zeros(len(indices), dtype=torch.float32), n, k, bucket.message, coding, "none")
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
@@ -98,7 +98,7 @@ class SharedIndices(Codec):
         if k == 0:
             return {name: place_of(entries[name].gradient).zero_() for name in names}
         order = indices.argsort() if self.algorithm.values in LOW_BITS else slice(None)
-        packed = torch.empty(payload_size(n, k), dtype=torch.uint8)
+        packed = total.new_empty(payload_size(n, k), dtype=torch.uint8)
         ops.pack(indices[order], total[order], n, k, packed)
         sums = {name: place_of(entries[name].gradient) for name in names}
         layout = BucketLayout(bucket.layout.sizes, [k], [], True)
@@ -109,7 +109,7 @@ class SharedIndices(Codec):
         """Return the indices, the sums of all ranks' values, and None (no rounding errors); sum `told` (sketches)."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
         if told is not None:
-            values = torch.cat([values, told.view(-1)])
+            values = torch.cat([values, told.view(-1).to(values.device)])
         self.traffic.count(payload_bytes=4 * len(values))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{bucket.name}.values", values).wait()
@@ -123,24 +123,24 @@ class SharedIndices(Codec):
         """Return the indices, reordered by group, the sums of all ranks' values, and the rounding errors."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
         if dtype in LOW_BITS:
-            order, segments = map(torch.from_numpy, by_group(indices.numpy(), segments))
-            indices = indices[order]
-        values, places = residual.index_select(0, indices), torch.arange(len(indices))
+            order, segments = map(torch.from_numpy, by_group(indices.numpy(force=True), segments))
+            indices = indices[order.to(indices.device)]
+        values, places = residual.index_select(0, indices), torch.arange(len(indices), device=indices.device)
         sent = ops.quantize(values, dtype, self.algorithm.level, places, segments)
         k = max(1, len(indices))  # without elements, an empty payload
         form = ("dense", dtype, segments)
-        packed = torch.empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
+        packed = sent.new_empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
         ops.pack(places, sent, k, k, packed, *form)
         size = packed.numel()
         if told is not None:
             row = torch.nn.functional.pad(told[self.now.rank], (0, told.shape[1] % 2))  # a multiple of 8 bytes
-            packed = torch.cat([packed, row.view(torch.uint8)])
+            packed = torch.cat([packed, row.view(torch.uint8).to(packed.device)])
         self.traffic.count(payload_bytes=packed.numel())
         with self.traffic.timed("exchange"):
             gathered = self.exchange.allgather(f"{bucket.name}.values", packed).wait().view(self.now.world_size, -1)
         if told is not None:
             told.copy_(gathered[:, size:].contiguous().view(torch.float32)[:, : told.shape[1]])
-        total = torch.empty(k)
+        total = sent.new_empty(k)
         ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
         return indices, total[: len(indices)], values - sent
 
@@ -211,7 +211,7 @@ class Leader(Selection):
         now, k = self._codec.now, bucket.payloads[0].k
         self._codec.accumulate(entries)
         if now.step % now.world_size != now.rank:
-            return torch.empty(0, dtype=torch.int64)
+            return residual.new_empty(0, dtype=torch.int64)
         indices, _, info = ops.select_top_k(residual, k, now.seed, self._hint.value(k))
         threshold, passed = info.tolist()
         self._hint.update(k, threshold, int(passed))
@@ -231,7 +231,7 @@ class Partition(Selection):
         """Return the indices selected in the partition, in one pass over the gradients."""
         if not entries:  # all are frozen
             self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS)
-            return torch.empty(0, dtype=torch.int64)
+            return residual.new_empty(0, dtype=torch.int64)
         now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
         begin, end = partition(now.step, now.rank, now.world_size, len(residual))
         threshold, share = self.thresholds["model"].plan(k, now.world_size)
@@ -279,7 +279,8 @@ class Random(Selection):
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return the indices that all ranks draw."""
         self._codec.accumulate(entries)
-        return torch.from_numpy(stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed))
+        drawn = stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed)
+        return torch.from_numpy(drawn).to(residual.device)
 
 
 SELECTIONS: dict[str, type[Selection]] = {"leader": Leader, "partition": Partition, "random": Random}

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -121,18 +121,36 @@ class Threshold(FixedCount):
         """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
         payloads, thresholds, counts = [], [], []
         self.accumulate(entries)
-        for name in entries:
-            residual = self.feedback[name].residual
-            threshold, k, _ = astuple(self._plan_of(name))
-            if k > 0:
-                threshold = max(ops.select_threshold(residual, k).item(), SMALLEST)
-            indices, values = ops.filter_threshold(residual, threshold)
+        plans, ratios = self._plans_on_device(entries)
+        for name, plan in zip(entries, plans, strict=True):
+            residual, threshold = self.feedback[name].residual, plan.threshold
+            if plan.k >= 0:
+                if plan.k > 0:
+                    threshold = max(ops.select_threshold(residual, plan.k).item(), SMALLEST)
+                indices, values = ops.filter_threshold(residual, threshold)
+            else:
+                indices, values, info = ops.select_top_k(residual, -plan.k)
+                threshold, is_there = max(info[0].item(), SMALLEST), values != 0
+                indices, values = indices[is_there], values[is_there]
             payloads.append(self._packed(name, indices, values))
             thresholds.append(threshold)
             counts.append(len(indices))
         sizes = [payload.numel() for payload in payloads]
         offsets = [0, *itertools.accumulate(sizes[:-1])]
-        return Filtered(torch.cat(payloads), thresholds, counts, offsets, [0.0] * len(counts))
+        return Filtered(torch.cat(payloads), thresholds, counts, offsets, ratios)
+
+    def _plans_on_device(self, names: Iterable[str]) -> tuple[list[Plan], list[float]]:
+        """Return the plans of accumulated tensors, without stages, and the ratios of their fits: thresholds are fitted.
+
+        A fit that should not be used becomes a selection of exactly the k largest elements.
+        """
+        plans = [self._plan_of(name) for name in names]
+        if not self._fit:
+            return plans, [0.0] * len(plans)
+        ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
+        fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **self._fit)
+        fitted = [Plan(0.0, -k) if misfit else Plan(found) for k, (found, _, misfit) in zip(ks, fits, strict=True)]
+        return fitted, [ratio for _, ratio, _ in fits]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
