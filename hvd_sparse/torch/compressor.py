@@ -50,7 +50,7 @@ class Compressor(abc.ABC):
         self._reset_in: object | None = None  # the incarnation in which `reset` forgot that they had
         self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         if self._crosses and collectives.is_first() and not collectives.is_alone():
-            warnings.warn(crossing(algorithm, collectives), stacklevel=6)
+            warnings.warn(crossing(collectives), stacklevel=6)
 
     def __reduce__(self):
         raise TypeError(NOT_COPIED)

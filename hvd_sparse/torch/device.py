@@ -1,16 +1,15 @@
-"""Compression on a CUDA device: which methods and builds support it, and how damaged payloads are reported.
+"""Compression on a CUDA device: which builds support it, and how damaged payloads are reported.
 
 No call may wait for the device during backward. Buffers, messages, hints and votes are on the device, and the
 collectives use them there: Horovod must have been built for CUDA. The token does not depend on the gradient and stays
 on the CPU. Raising an error for a damaged payload at once would mean waiting for the decoder, so the vote of the next
 step reports it.
 
-If the method or the build does not support CUDA, gradients are copied to the CPU and back.
+If the build does not support CUDA, gradients are copied to the CPU and back.
 """
 
 import torch
 
-from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.collectives import Collectives
@@ -24,8 +23,8 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
-    """Return why a method does not work on CUDA devices here; an empty string if it does."""
+def why_not(collectives: Collectives) -> str:
+    """Return why compressors do not work on CUDA devices here; an empty string if they do."""
     if not has_cuda("torch"):
         return (
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
@@ -36,15 +35,14 @@ def why_not(algorithm: Algorithm, collectives: Collectives) -> str:
     return collectives.why_not_cuda()
 
 
-def device_of(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> torch.device:
-    """Return the device on which a method compresses gradients, given the parameters' device."""
-    return torch.device("cpu") if is_asynchronous(parameters) and why_not(algorithm, collectives) else parameters
+def device_of(parameters: torch.device, collectives: Collectives) -> torch.device:
+    """Return the device on which gradients are compressed, given the parameters' device."""
+    return torch.device("cpu") if is_asynchronous(parameters) and why_not(collectives) else parameters
 
 
-def crossing(algorithm: Algorithm, collectives: Collectives) -> str:
+def crossing(collectives: Collectives) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    why = why_not(algorithm, collectives)
-    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
+    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why_not(collectives)}"
 
 
 def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ class Step:
         self.parameters = parameters
         self.exchange = exchange
         self.traffic = traffic
-        self.device = device_of(algorithm, parameters.device, exchange.collectives)  # of the buffers
+        self.device = device_of(parameters.device, exchange.collectives)  # of the buffers
         weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self.feedback: dict[str, ErrorFeedback] = {
             name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])

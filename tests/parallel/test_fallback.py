@@ -200,8 +200,8 @@ def warnings_of(make, elastic=True):
         ("dgc", True, "Horovod was built without CUDA.*HOROVOD_GPU_OPERATIONS=NCCL"),
         ("dgc", False, "built without CUDA.*HVD_SPARSE_WITH_CUDA=1"),
         ("topk", False, "built without CUDA.*HVD_SPARSE_WITH_CUDA=1"),
-        ("sidco", False, "Compression.sidco .* dgc, samomentum, gradient_dropping, topk, dct and hard_threshold"),
-        ("micro", True, "Compression.micro .* dgc, samomentum, gradient_dropping, topk, dct and hard_threshold"),
+        ("sidco", False, "built without CUDA.*HVD_SPARSE_WITH_CUDA=1"),
+        ("micro", True, "Horovod was built without CUDA.*HOROVOD_GPU_OPERATIONS=NCCL"),
     ],
 )
 def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built, advice):
