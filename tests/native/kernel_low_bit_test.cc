@@ -40,27 +40,35 @@ TEST(ValuesThatAreNotQuantizedMakeAPayloadThatIsRefused) {
   }
 }
 
-TEST(LowBitValuesOfASelectionAlone) {
-  const std::vector<float> drawn = DrawValues<float>(Kind::kNormal, 1000, 4);
+void CheckLowBit(Kind kind, int64_t k, DType dtype, const Segments& segments) {
+  const std::vector<float> drawn = DrawValues<float>(kind, k, 4);
   std::vector<int64_t> indices;
-  for (int64_t j = 0; j < 1000; ++j) indices.push_back(3 * j + j % 2);
-  for (const Segments& segments : {Segments{}, Segments{{0, 10}, {500, 200}}}) {
+  for (int64_t j = 0; j < k; ++j) indices.push_back(3 * j + j % 2);
+  std::vector<float> expected = drawn, found = drawn;
+  EXPECT_STATUS(StatusKind::kOk,
+                QuantizeLowBit(drawn.data(), indices.data(), k, dtype, Level::kMean, segments, expected.data()),
+                "quantize");
+  PayloadPlan plan{};
+  plan.n = kMaxElements;
+  plan.k = k;
+  SetGroups(dtype, segments, &plan);
+  int64_t size = 0;
+  EXPECT_EQ(cudaSuccess, quantize_low_bit_workspace_size(plan, &size), "size");
+  Scratch workspace(size);
+  EXPECT_EQ(cudaSuccess,
+            quantize_low_bit_launch(plan, Level::kMean, indices.data(), found.data(), workspace.data(), nullptr),
+            "launch");
+  EXPECT(SameFloats(expected, found), k << " values of kind " << static_cast<int>(kind) << ", " << segments.size()
+                                        << " segments, type " << static_cast<int>(dtype));
+}
+
+TEST(LowBitValuesOfASelectionAlone) {
+  for (const Segments& segments : {Segments{}, Segments{{0, 10}, {500, 200}}, Segments{{0, 2}}}) {
     for (const DType dtype : {DType::kInt2, DType::kInt1}) {
-      std::vector<float> expected = drawn, found = drawn;
-      EXPECT_STATUS(StatusKind::kOk,
-                    QuantizeLowBit(drawn.data(), indices.data(), 1000, dtype, Level::kMean, segments, expected.data()),
-                    "quantize");
-      PayloadPlan plan{};
-      plan.n = kMaxElements;
-      plan.k = 1000;
-      SetGroups(dtype, segments, &plan);
-      int64_t size = 0;
-      EXPECT_EQ(cudaSuccess, quantize_low_bit_workspace_size(plan, &size), "size");
-      Scratch workspace(size);
-      EXPECT_EQ(cudaSuccess,
-                quantize_low_bit_launch(plan, Level::kMean, indices.data(), found.data(), workspace.data(), nullptr),
-                "launch");
-      EXPECT(SameFloats(expected, found), segments.size() << " segments, type " << static_cast<int>(dtype));
+      for (const Kind kind : kKinds) {
+        if (kind == Kind::kNan) continue;  // residuals are never NaN
+        for (const int64_t k : {1, 1000, 512, 513, 5000}) CheckLowBit(kind, k, dtype, segments);  // chunks are 512
+      }
     }
   }
 }

@@ -213,12 +213,13 @@ std::vector<float> Reduce(const PayloadFormat& format, Gathered& gathered, Decod
 }
 
 TEST(SumsAreTheCoresOwn) {
-  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1, 1}, {900, 300}, {70'000, 500}, {131'072, 131'072}}) {
+  for (const auto& [n, k] :
+       {std::pair<int64_t, int64_t>{1, 1}, {900, 300}, {900, 1}, {70'000, 500}, {131'072, 131'072}}) {
     for (const Coding coding : kCodings) {
       if (coding == Coding::kDense && n != k) continue;
       if (coding != Coding::kDense && k > 70'000) continue;
-      for (const int64_t ranks : {int64_t{1}, int64_t{3}, int64_t{70}}) {
-        if (ranks == 70 && n > 1000) continue;
+      for (const int64_t ranks : {int64_t{1}, int64_t{3}, int64_t{70}, int64_t{130}}) {
+        if (ranks >= 70 && n > 1000) continue;
         const PayloadFormat format{n, k, coding, DType::kFloat16};
         Gathered gathered(format, ranks);
         std::vector<float> expected(static_cast<size_t>(n));

@@ -1,4 +1,6 @@
 // Compares the kernels that accumulate and select, run on the host, with the core.
+#include <cmath>
+#include <iterator>
 #include <limits>
 
 #include "../../csrc/cuda/accumulate.h"
@@ -6,10 +8,12 @@
 #include "../../csrc/cuda/filter.h"
 #include "../../csrc/cuda/finite.h"
 #include "../../csrc/cuda/quantize.h"
+#include "../../csrc/cuda/sample.h"
 #include "../../csrc/cuda/select.h"
 #include "../../csrc/cuda/threshold.h"
 #include "device/arrays.h"
 #include "finite.h"
+#include "strata.h"
 
 namespace hvd_sparse {
 namespace {
@@ -101,6 +105,17 @@ struct State {
   std::vector<float> residual, velocity, parameter;
 };
 
+// The first digit of these keys is the same, so that there is no room for all that reach it; the second one differs.
+TEST(SelectsAmongKeysThatBeginAlike) {
+  for (const int64_t k : {1, 90, 2000}) {
+    for (const double hint : {0.0, 0.5, 1e9}) {
+      std::vector<float> values = DrawValues<float>(Kind::kNormal, 9001, 12);
+      for (float& value : values) value = std::copysign(1.0f + 0.01f * std::min(4.0f, std::abs(value)), value);
+      CheckSelection(values, {k, hint, 7}, std::to_string(k) + " of nearly equal values, hint " + std::to_string(hint));
+    }
+  }
+}
+
 template <typename T>
 void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule, bool decays, double hint) {
   const auto context = std::to_string(n) + " elements of kind " + std::to_string(static_cast<int>(kind)) + ", rule " +
@@ -164,6 +179,40 @@ TEST(AccumulationOfFloat32) { CheckAccumulations<float>(); }
 TEST(AccumulationOfFloat64) { CheckAccumulations<double>(); }
 TEST(AccumulationOfFloat16) { CheckAccumulations<Float16>(); }
 TEST(AccumulationOfBFloat16) { CheckAccumulations<BFloat16>(); }
+
+TEST(SeveralTensorsAreAccumulatedInOneCall) {
+  std::vector<Part> parts;
+  std::vector<std::unique_ptr<State>> states, alone;
+  std::vector<std::vector<float>> drawn;
+  for (const int64_t n : kSizes) {
+    drawn.push_back(DrawValues<float>(n == 1000 ? Kind::kNan : Kind::kNormal, n, 13));
+    states.push_back(std::make_unique<State>(n));
+    alone.push_back(std::make_unique<State>(n));
+    parts.push_back(states.back()->PartOf({drawn.back().data(), n, DType::kFloat32}, AccumulateRule::kMomentum, false));
+  }
+  Scratch workspace(accumulate_workspace_size(parts));
+  bool finite[std::size(kSizes)] = {};
+  EXPECT_EQ(cudaSuccess, accumulate_launch(parts, finite, workspace.data(), nullptr), "launch");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part part = alone[i]->PartOf(parts[i].gradient, AccumulateRule::kMomentum, false);
+    EXPECT_EQ(Accumulate(part.gradient, part.params, SerialFor, part.memory), finite[i], i);
+    EXPECT(SameFloats(alone[i]->residual, states[i]->residual), i);
+    EXPECT(SameFloats(alone[i]->velocity, states[i]->velocity), i);
+  }
+}
+
+TEST(SamplesAreTheCoresOwn) {
+  const std::vector<float> values = DrawValues<float>(Kind::kNormal, 10'007, 14);
+  for (const int64_t count : {1, 7, 625}) {
+    std::vector<float> sample(static_cast<size_t>(16 * count), 9.0f);
+    EXPECT_EQ(cudaSuccess, sample_runs_launch(values.data(), 10'007, count, 16, 5, sample.data(), nullptr), count);
+    Strata strata(10'007 / 16, count, 5);
+    for (int64_t run = 0; run < count; ++run) {
+      const auto begin = values.begin() + 16 * strata.Next();
+      EXPECT(std::equal(begin, begin + 16, sample.begin() + 16 * run), "run " << run << " of " << count);
+    }
+  }
+}
 
 TEST(HintsStayOnTheDevice) {
   const int64_t n = 9001, k = 90;
