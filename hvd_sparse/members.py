@@ -8,6 +8,10 @@ NOT_COPIED = (
     "N times. Leave it out of what is copied, such as a Module or hvd.elastic's state: each rank keeps its own, and "
     "may save state_dict()"
 )
+OTHER_FRAMEWORK = (
+    "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, that "
+    "of the last import, so optimizers of {0} would not exchange gradients. Import {0} last, or in another process"
+)
 _ordinals: Counter = Counter()
 
 
@@ -15,11 +19,14 @@ class Members:
     """The ranks of one compressor.
 
     hvd: `horovod.torch` or `horovod.tensorflow`. Compressors are numbered as they are built: build them in the same
-    order on every rank. Raises TypeError unless process_set is None or one of Horovod's.
+    order on every rank. Raises TypeError unless process_set is None or one of Horovod's, and RuntimeError if Horovod
+    keeps the process sets of another framework.
     """
 
     def __init__(self, hvd, process_set, prefix: str):
         self._hvd = hvd
+        if hvd.is_initialized() and not hvd.global_process_set.included():
+            raise RuntimeError(OTHER_FRAMEWORK.format(hvd.__name__))
         self.process_set = hvd.global_process_set if process_set is None else process_set
         if not isinstance(self.process_set, hvd.ProcessSet):
             raise TypeError(f"process_set must be a horovod ProcessSet, got {type(self.process_set).__name__}")

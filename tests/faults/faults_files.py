@@ -127,7 +127,8 @@ def carry(framework: str, function, least: int):
         forked.preload(framework)
         n = MOST - number % (MOST - least + 1)
         with tempfile.TemporaryDirectory() as folder:
-            job = forked.run(lambda rank: function(rank, number, n, folder), MOST, limit=300.0)
+            dynamic = [("HOROVOD_DYNAMIC_PROCESS_SETS", "1")]
+            job = forked.run(lambda rank: function(rank, number, n, folder), MOST, 300.0, dynamic)
         found.tries += MOST
         if found.check(all(rank.status == 0 for rank in job.ranks), job.describe()):
             for rank, one in enumerate(job.ranks):

@@ -62,9 +62,14 @@ class Job:
 
 
 def preload(framework: str) -> None:
-    """Import what the ranks of a framework need, so that forks have it; neither starts a thread as it is imported."""
+    """Import what the ranks of a framework need, so that forks have it; neither starts a thread as it is imported.
+
+    Horovod has one table of process sets in a process: it becomes that of this framework, as if it were imported last.
+    """
     for module in IMPORTS[framework]:
         importlib.import_module(module)
+    horovod = importlib.import_module(f"horovod.{framework}.mpi_ops")
+    importlib.import_module("horovod.common.process_sets")._setup(horovod._basics)
 
 
 def run(
@@ -163,7 +168,6 @@ def environment_of(
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_GLOO_IFACE": interface,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",  # ranks may wait long for a core
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }
 
 

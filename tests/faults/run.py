@@ -16,7 +16,6 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE, HERE.parent / "shared", HERE.parent / "parallel", HERE.parent / "parallel_tensorflow"):
     sys.path.insert(0, str(folder))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 import scenario  # noqa: E402 - the loop above finds it
 

@@ -184,3 +184,35 @@ def test_a_failure_on_one_rank_ends_the_test_job(tmp_path):
     assert code != 0
     assert "rank 1 of 2 failed" in output and "the reason to be shown" in output, output
     assert "reached" not in output.replace("never_reached", "")
+
+
+IMPORTED = """
+import horovod.{first}
+import horovod.{last}
+from hvd_sparse.{used} import Compression
+import horovod.{used} as hvd
+hvd.init()
+try:
+    Compression.topk([], density=0.1)
+except RuntimeError as error:
+    print(error)
+except ValueError:
+    print("there are no parameters")
+"""
+
+
+IN_ORDER = "there are no parameters"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "used", "says"),
+    [
+        ("torch", "tensorflow", "torch", "Import horovod.torch last"),
+        ("torch", "tensorflow", "tensorflow", IN_ORDER),
+        ("tensorflow", "torch", "torch", IN_ORDER),
+    ],
+)
+def test_the_horovod_of_another_framework_that_was_imported_later_is_an_error(first, last, used, says):
+    """Its process sets replace those of the first: PyTorch's optimizers exchange nothing then, and say nothing."""
+    code, output = launch([sys.executable, "-c", IMPORTED.format(first=first, last=last, used=used)])
+    assert code == 0 and says in output, output
