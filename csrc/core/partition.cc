@@ -180,7 +180,7 @@ class Selecting {
     uint32_t smallest = 0;  // smallest nonzero magnitude
     for (const int64_t index : largest.indices) {
       const uint32_t bits = MagnitudeBits(values[index]);
-      if (bits == 0) continue;
+      if (bits == 0 || bits > kInfinityBits<float>) continue;  // zeros and NaN
       if (smallest == 0 || bits < smallest) smallest = bits;
       if (wanted > 0) result->indices.push_back(params_.begin + index);
     }
@@ -240,7 +240,7 @@ class Selecting {
 
 PartitionRule::PartitionRule(const PartitionParams& params) {
   const int64_t size = params.end - params.begin;
-  const double share = std::min(params.share, static_cast<double>(size));
+  const double share = std::clamp(params.share, 0.0, static_cast<double>(std::max<int64_t>(0, size)));
   const double draw = static_cast<double>(Hash(params.seed, static_cast<uint64_t>(params.begin))) * 0x1p-64;
   least_ = kLowest * share - kLeeway;
   most_ = kHighest * share + kLeeway;

@@ -11,9 +11,19 @@ struct Words {
 
 constexpr int kFew = 500;  // every device allows 4 KiB of arguments
 #if defined(CUDART_VERSION) && CUDART_VERSION >= 12010
-constexpr int kMany = 4000;  // since CUDA 12.1, 32,764 bytes
+constexpr int kMany = 4000;  // since CUDA 12.1, 32,764 bytes: the compiler and the driver must know it
+
+bool TakesMany() {
+  static const bool takes = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
+  }();
+  return takes;
+}
 #else
 constexpr int kMany = kFew;
+
+bool TakesMany() { return false; }
 #endif
 
 template <int kRoom>
@@ -35,7 +45,7 @@ cudaError_t Write(const uint64_t* from, size_t count, uint64_t* to, cudaStream_t
 cudaError_t Tables::Upload(cudaStream_t stream) const {
   for (size_t at = 0; at < words_.size();) {
     const size_t left = words_.size() - at;
-    const size_t count = std::min<size_t>(left, left > kFew ? kMany : kFew);
+    const size_t count = std::min<size_t>(left, left > kFew && TakesMany() ? kMany : kFew);
     const auto write = count > kFew ? Write<kMany> : Write<kFew>;
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(write(words_.data() + at, count, base_ + at, stream));
     at += count;

@@ -278,6 +278,7 @@ cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int
   const ReduceWork work(workspace, selections, stride, together);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   const Batch<DecodeJob>& batch = work.batch;
+  if (ranks == 0) return Launch(zero_outputs_kernel, batch.blocks, kThreads, stream, batch);
   const bool is_dense = IsDense(selections, together);
   for (int64_t first = 0; first < ranks; first += together) {
     const int64_t count = std::min(together, ranks - first);

@@ -41,6 +41,10 @@ inline Distribution ParseDistribution(const char* op, const std::string& name) {
   return Distribution::kExponential;
 }
 
+inline void CheckStages(const char* op, int64_t stages) {
+  TORCH_CHECK_VALUE(stages >= 1, "hvd_sparse.", op, ": stages must be >= 1, got ", stages);
+}
+
 // Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit: returns that of one.
 template <typename FitOne>
 void FitEach(size_t count, double* rows, const FitOne& fit) {

@@ -83,7 +83,7 @@ std::tuple<Tensor, double> IndicesOfLargest(const CudaCall& call, const Array& v
   call.Run(select_top_k_launch(values, {count, hint, seed}, output, workspace.data_ptr(), call.stream()));
   const double smallest = info[0].item<double>();
   if (smallest > 0) return {indices, smallest};
-  const Tensor nonzero = selected.ne(0);
+  const Tensor nonzero = selected.abs().gt(0);  // not of NaN
   const Tensor magnitudes = selected.masked_select(nonzero).abs();
   const double least = magnitudes.numel() > 0 ? magnitudes.min().item<double>() : 0;
   return {indices.masked_select(nonzero), least};
@@ -162,6 +162,7 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
   for (size_t i = 0; i < members; ++i) {
     call.CheckTensorHere("residual", residuals[i], at::kFloat);
     call.Check(CheckCount(ks[i], residuals[i].numel()));
+    CheckStages(op, stages[i]);
     runs.push_back(FitRuns(residuals[i].numel(), ks[i]));
     total += runs[i] == 0 ? residuals[i].numel() : runs[i] * kFitRun;
   }

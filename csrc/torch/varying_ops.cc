@@ -79,6 +79,7 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
   for (size_t i = 0; i < residuals.size(); ++i) {
     CheckTensor(op, "residual", residuals[i], at::kFloat);
     Raise(op, CheckCount(ks[i], residuals[i].numel()));
+    CheckStages(op, stages[i]);
     values.push_back(residuals[i].const_data_ptr<float>());
   }
   FitEach(residuals.size(), fits.mutable_data_ptr<double>(), [&](size_t i) {

@@ -45,7 +45,7 @@ def accumulate_partition(
             draw = int(hash_index(seed, begin)) / 2.0**64
             wanted = min(int(share + draw), part.size)
             named, values, _ = select_top_k(part, max(1, wanted), seed)
-            named, values = named[values != 0.0], values[values != 0.0]
+            named, values = named[np.abs(values) > 0.0], values[np.abs(values) > 0.0]  # not NaN
             threshold = float(np.abs(values).min()) if len(values) else 0.0
             named = named[: len(named) if wanted > 0 else 0]
         sketch[:] = make_sketch(part, threshold, len(named) if fits else None, sample, seed)

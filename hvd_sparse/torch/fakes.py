@@ -113,7 +113,7 @@ def _register_bucket_fakes() -> None:
     @fake("hvd_sparse::accumulate_partition")
     def _(gradients, *arguments):
         count, like = torch.library.get_ctx().new_dynamic_size(), gradients[0]
-        sketch, threshold = _empty(like, (1 + SKETCH_BINS,), torch.float32), _empty(like, (), torch.float64)
+        sketch, threshold = torch.empty(1 + SKETCH_BINS, dtype=torch.float32), torch.empty((), dtype=torch.float64)
         return _empty(like, (count,), torch.int64), sketch, threshold, _empty(like, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::fit_thresholds")

@@ -235,6 +235,13 @@ TEST(SumsAreTheCoresOwn) {
   }
 }
 
+TEST(TheSumOfNoPayloadsIsZero) {
+  Gathered none({900, 300, Coding::kRunLength, DType::kFloat32}, 0);
+  DecodeStatus status{0, 0};
+  const std::vector<float> zeros(900, 0.0f);
+  EXPECT(SameFloats(zeros, Reduce({900, 300, Coding::kRunLength, DType::kFloat32}, none, &status)), "no ranks");
+}
+
 TEST(ADamagedPayloadMakesTheSumNanAndIsRecorded) {
   const PayloadFormat format{70'000, 500, Coding::kRunLength, DType::kFloat32};
   Gathered gathered(format, 4);

@@ -151,3 +151,12 @@ def test_a_distribution_that_is_unknown_is_refused():
         ops.filter_bucket(
             [torch.ones(9)], [torch.ones(9)], factors=[1.0], thresholds=[0.0], ks=[1], distribution="normal"
         )
+
+
+@pytest.mark.parametrize(
+    ("ks", "stages", "message"),
+    [([1, 1], [1], "every list must"), ([10], [1], r"k must be in \[1, 9\]"), ([1], [0], "stages must be >= 1, got 0")],
+)
+def test_fits_alone_that_cannot_be_are_refused(ks, stages, message):
+    with pytest.raises(ValueError, match=message):
+        ops.fit_thresholds([torch.ones(9)], ks, stages)
