@@ -9,8 +9,8 @@ NOT_COPIED = (
     "may save state_dict()"
 )
 OTHER_FRAMEWORK = (
-    "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, that "
-    "of the last import, so optimizers of {0} would not exchange gradients. Import {0} last, or in another process"
+    "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, "
+    "that of the last import, so optimizers of {0} would not exchange gradients. Import {0} last, or in another process"
 )
 _ordinals: Counter = Counter()
 

@@ -50,7 +50,7 @@ class Compressor(abc.ABC):
         self._reset_in: object | None = None  # the incarnation in which `reset` forgot that they had
         self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
         if self._crosses and collectives.is_first() and not collectives.is_alone():
-            warnings.warn(crossing(collectives), stacklevel=6)
+            warnings.warn(crossing(algorithm, self._parameters.device, collectives), stacklevel=6)
 
     def __reduce__(self):
         raise TypeError(NOT_COPIED)
@@ -204,7 +204,10 @@ class Compressor(abc.ABC):
                 self._check = now, None
 
     def _description(self) -> list[str]:
-        return [*self.algorithm.describe(), *self._parameters.describe(), *self._step.describe()]
+        where = (
+            f"gradients are compressed on {self._step.device.type}"  # else, one rank's tensors would wait for others
+        )
+        return [*self.algorithm.describe(), where, *self._parameters.describe(), *self._step.describe()]
 
     def _entry(self, name: str, gradient: torch.Tensor, frozen: bool) -> Entry:
         """Return a gradient as the step takes it: on the device where it works."""

@@ -1,15 +1,17 @@
 """Compression on a CUDA device: which builds support it, and how damaged payloads are reported.
 
-No call may wait for the device during backward. Buffers, messages, hints and votes are on the device, and the
-collectives use them there: Horovod must have been built for CUDA. The token does not depend on the gradient and stays
-on the CPU. Raising an error for a damaged payload at once would mean waiting for the decoder, so the vote of the next
-step reports it.
+With methods that select exactly k elements and all-gather them, no call waits for the device during backward. Buffers,
+messages, hints and votes are on the device, and the collectives use them there: Horovod must have been built for CUDA.
+The token does not depend on the gradient and stays on the CPU. Raising an error for a damaged payload at once would
+mean waiting for the decoder, so the vote of the next step reports it. Other methods wait for numbers that the host
+needs; docs/cuda.md lists them.
 
-If the build does not support CUDA, gradients are copied to the CPU and back.
+In a hierarchical exchange, or if the build does not support CUDA, gradients are copied to the CPU and back.
 """
 
 import torch
 
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.library import has_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.collectives import Collectives
@@ -23,26 +25,28 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_not(collectives: Collectives) -> str:
-    """Return why compressors do not work on CUDA devices here; an empty string if they do."""
+def why_not(device: torch.device, collectives: Collectives) -> str:
+    """Return why compressors do not work on a CUDA device here; an empty string if they do."""
     if not has_cuda("torch"):
         return (
             "hvd_sparse was built without CUDA. To compress on the device, install it again with "
             "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
         )
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
     return collectives.why_not_cuda()
 
 
 def device_of(parameters: torch.device, collectives: Collectives) -> torch.device:
     """Return the device on which gradients are compressed, given the parameters' device."""
-    return torch.device("cpu") if is_asynchronous(parameters) and why_not(collectives) else parameters
+    return torch.device("cpu") if is_asynchronous(parameters) and why_not(parameters, collectives) else parameters
 
 
-def crossing(collectives: Collectives) -> str:
+def crossing(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why_not(collectives)}"
+    is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical"
+    why = 'exchange="hierarchical" works on the CPU' if is_hierarchical else why_not(parameters, collectives)
+    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
 
 
 def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
-"""One of two ranks that share a GPU, started by test_gpu_ddp.py: python ddp_job.py parity|train RANK PORT.
+"""One of two ranks that share a GPU, started by test_gpu_ddp.py: python ddp_job.py parity|events|train RANK PORT.
 
     parity   trains every case of parity_job on the CPU and on the GPU, and compares payload bytes and parameters
+    events   does so in steps with NaN, unused parameters, reloaded states and a reset, of every method
     train    trains a convolutional network on the GPU for 1,000 steps
 
 The last line of the output of each rank is one JSON object.
@@ -16,7 +17,8 @@ import parity_job
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gradients import draw
+from gradients import SHAPES, draw
+from terms import Terms
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +33,21 @@ METHODS = {
 }
 
 
+SMALL = {"density": 0.05, "min_numel": 10}
+EVENTFUL = [
+    ("dgc", {**SMALL, "momentum": 0.9}),
+    ("dgc", {**SMALL, "momentum": 0.9, "scope": "model"}),
+    ("gradient_dropping", {**SMALL, "values": "int2"}),
+    ("gradient_dropping", {**SMALL, "exchange": "reduce_scatter"}),
+    ("samomentum", SMALL),
+    ("topk", SMALL),
+    ("dct", {**SMALL, "lifespan": 3}),
+    ("hard_threshold", {"value": 2.0, "min_numel": 10}),
+    ("sidco", SMALL),
+    ("micro", SMALL),
+    ("cltk", {**SMALL, "values": "float16"}),
+    ("random_k", {**SMALL, "values": "int1"}),
+]
 WAITING = ("micro", "cltk", "random_k", "sidco", "dct")  # methods in which the host waits for the device
 
 
@@ -52,6 +69,57 @@ def run_parity():
     cases = {case: what for case, what in parity_job.ALL_CASES.items() if what[0] in WAITING} | parity_job.CASES
     wrong = [compare(case, method, settings) for case, (method, settings) in cases.items()]
     return {"cases": len(cases), "wrong": [one for one in wrong if one]}
+
+
+class Events:
+    """A model whose steps have a frozen parameter, a NaN, a parameter without a gradient, and a reloaded state."""
+
+    def __init__(self, method, settings, device):
+        self.model = Terms(draw(SHAPES, 0, 0, seed=9)).to(device)
+        self.compression = getattr(Compression, method)(self.model.named(), **settings)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.002, find_unused_parameters=True)
+        self.compression.register(self.ddp)
+
+    def step(self, number):
+        """Take a step, and return the reduced gradients as bytes."""
+        given = draw(SHAPES, number, dist.get_rank(), seed=3)
+        if number == 2:
+            given["head.weight"] = np.where(np.arange(500) == 7, np.nan, given["head.weight"])
+        if number == 3:
+            del given["body.bias"]
+        if number == 5:
+            self.compression.load_state_dict(self.compression.state_dict())
+        if number == 7:
+            self.compression.load_state_dict(self.compression.state_dict(summed=True))
+        if number == 9:
+            self.compression.reset()
+        self.ddp.zero_grad()
+        self.ddp(given).backward()
+        found = {name: one.grad for name, one in self.model.named()}
+        return {name: None if one is None else one.numpy(force=True).tobytes() for name, one in found.items()}
+
+
+def compare_events(method, settings):
+    """Return where the reduced gradients of the GPU are not those of the CPU; an empty string if nowhere."""
+    expected, found = (Events(method, settings, device) for device in ("cpu", "cuda"))
+    for number in range(12):
+        wanted, got = expected.step(number), found.step(number)
+        wrong = [name for name, one in wanted.items() if got[name] != one]
+        if wrong and number != 2:  # a skipped step: NaN, of any bits
+            return f"{method}, step {number}: {wrong}"
+    states = [one.compression.state_dict(summed=True)["memory"] for one in (expected, found)]
+    wrong = [
+        name
+        for name, buffers in states[0].items()
+        if any(not torch.equal(one, states[1][name][kind].cpu()) for kind, one in buffers.items())
+    ]
+    return f"{method}: the state of {wrong}" if wrong else ""
+
+
+def run_events():
+    """Compare all methods in EVENTFUL."""
+    wrong = [compare_events(method, settings) for method, settings in EVENTFUL]
+    return {"cases": len(EVENTFUL), "wrong": [one for one in wrong if one]}
 
 
 def make_model():
@@ -99,7 +167,7 @@ def train(method, settings):
         "accuracy": round(accuracy, 2),
         "ranks_agree": all(agreed),
         "steps_per_second": round(STEPS / seconds, 1),
-        "device": str(compression._step.device) if hasattr(compression._step, "device") else "",
+        "device": compression._step.device.type,
         "ratio": round(total["ratio"], 1),
     }
 
@@ -109,10 +177,10 @@ def main():
     what, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=RANKS, rank=rank)
-    if what == "parity":
-        result = run_parity()
-    else:
+    if what == "train":
         result = {method: train(method, settings) for method, settings in METHODS.items()}
+    else:
+        result = {"parity": run_parity, "events": run_events}[what]()
     dist.destroy_process_group()
     print(json.dumps(result), flush=True)
 

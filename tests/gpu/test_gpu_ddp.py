@@ -37,6 +37,12 @@ def test_payloads_and_parameters_are_those_of_the_cpu():
         assert result["wrong"] == []
 
 
+def test_eventful_steps_are_those_of_the_cpu():
+    for result in run_job("events"):
+        assert result["cases"] > 10
+        assert result["wrong"] == []
+
+
 def test_a_thousand_steps_of_a_real_model():
     if SMALL:
         return
@@ -44,4 +50,5 @@ def test_a_thousand_steps_of_a_real_model():
         print(result)
         for method, found in result.items():
             assert found["ranks_agree"], method
+            assert found["device"] == "cuda", method
             assert found["accuracy"] > 90, (method, found)

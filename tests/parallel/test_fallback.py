@@ -215,6 +215,14 @@ def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built
     assert not warnings_of(lambda: make(here.items()))
 
 
+def test_a_hierarchical_exchange_warns_of_crossings_however_it_was_built(monkeypatch):
+    monkeypatch.setattr(device, "has_cuda", lambda framework: True)
+    monkeypatch.setattr(hvd, "cuda_built", lambda: True)
+    there = on_device(make_parameters(SHAPES))
+    found = warnings_of(lambda: Compression.micro(there.items(), exchange="hierarchical"))
+    assert [one.partition(": ")[2] for one in found] == ['exchange="hierarchical" works on the CPU'] * (hvd.rank() == 0)
+
+
 @pytest.mark.rank_counts
 @pytest.mark.skipif(hvd.size() > 1, reason="alone")
 def test_a_lone_process_is_not_told_of_crossings_as_there_are_none():

@@ -125,6 +125,7 @@ def train_ddp(method, settings, initial, device="cpu"):
         heard.append(payload.numpy(force=True).tobytes())
         return payload
 
+    assert compression._step.device.type == device, compression._step.device
     heard = listen(compression._exchange, read)
     compression.loss_scale = LOSS_SCALE
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005)

@@ -68,9 +68,10 @@ class SharedIndices(Codec):
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         whole = self._whole_of(bucket)
         self._hold([name for name, entry in entries.items() if entry.frozen])
-        indices = self.selection.indices(whole.residual, bucket, in_training(entries))
         if not self.selection.is_named:
+            self.accumulate(in_training(entries))
             return
+        indices = self.selection.indices(whole.residual, bucket, in_training(entries))
         n, k, coding = bucket.payloads[0].n, max(1, len(indices)), self.algorithm.coding
         bucket.message = indices.new_empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, indices.new_zeros(len(indices), dtype=torch.float32), n, k, bucket.message, coding, "none")
@@ -277,8 +278,7 @@ class Random(Selection):
     is_named = False
 
     def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Return the indices that all ranks draw."""
-        self._codec.accumulate(entries)
+        """Return the indices that all ranks draw. The codec has accumulated the entries."""
         drawn = stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed)
         return torch.from_numpy(drawn).to(residual.device)
 
