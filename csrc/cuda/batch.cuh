@@ -14,20 +14,27 @@ struct Share {
   unsigned blocks;
 };
 
-template <typename Job>
-__device__ Share<Job> ShareOf(const Batch<Job>& batch) {
-  if (batch.many == nullptr) return {batch.one, 0, blockIdx.x, gridDim.x};
+// Returns the last of `count` items that begins at or before a place. begin_of(i) ascends; the first item begins there.
+template <typename BeginOf>
+__device__ int64_t LastFrom(int64_t count, int64_t place, const BeginOf& begin_of) {
   int64_t low = 0;
-  int64_t high = batch.count - 1;
-  while (low < high) {  // find the last job that starts at or before this block
+  int64_t high = count - 1;
+  while (low < high) {
     const int64_t middle = low + (high - low + 1) / 2;
-    if (batch.starts[middle] <= blockIdx.x) {
+    if (begin_of(middle) <= place) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return {batch.many[low], low, blockIdx.x - batch.starts[low], batch.starts[low + 1] - batch.starts[low]};
+  return low;
+}
+
+template <typename Job>
+__device__ Share<Job> ShareOf(const Batch<Job>& batch) {
+  if (batch.many == nullptr) return {batch.one, 0, blockIdx.x, gridDim.x};
+  const auto job = LastFrom(batch.count, blockIdx.x, [&](int64_t i) { return static_cast<int64_t>(batch.starts[i]); });
+  return {batch.many[job], job, blockIdx.x - batch.starts[job], batch.starts[job + 1] - batch.starts[job]};
 }
 
 // Returns the job of this block in a grid with one block for each job.

@@ -20,17 +20,8 @@ struct GroupRow {
 
 __device__ inline int64_t GroupOf(const DevicePlan& plan, int64_t index) {
   if (plan.segments == nullptr) return 0;
-  int64_t low = 0;
-  int64_t high = plan.segment_count - 1;
-  while (low < high) {  // find the last segment that starts at or before the index
-    const int64_t middle = low + (high - low + 1) / 2;
-    if (plan.segments[middle].begin <= index) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const Channels segment = plan.segments[low];
+  const int64_t last = LastFrom(plan.segment_count, index, [&](int64_t i) { return plan.segments[i].begin; });
+  const Channels segment = plan.segments[last];
   return segment.first + (index - segment.begin) % segment.channels;
 }
 

@@ -73,15 +73,7 @@ __global__ void __launch_bounds__(kThreads) add_chunks_kernel(Batch<LowBitJob> b
   const int64_t chunks = ChunksBefore(job, slots - 1) + job.plan.k / kLevelChunk + 1;
   for (int64_t chunk = int64_t{share.block} * kThreads + threadIdx.x; chunk < chunks;
        chunk += int64_t{share.blocks} * kThreads) {
-    int64_t slot = 0;
-    for (int64_t high = slots - 1; slot < high;) {  // find the last group that starts at or before the chunk
-      const int64_t middle = slot + (high - slot + 1) / 2;
-      if (ChunksBefore(job, middle) <= chunk) {
-        slot = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
+    const int64_t slot = LastFrom(slots, chunk, [&](int64_t i) { return ChunksBefore(job, i); });
     const Entries entries = EntriesOf(job, slots, slot);
     const int64_t begin = entries.begin + (chunk - ChunksBefore(job, slot)) * kLevelChunk;
     const int64_t end = begin + kLevelChunk < entries.end ? begin + kLevelChunk : entries.end;
