@@ -1,6 +1,7 @@
 // Checks the arguments of ops on buckets: the members in the call, and their tensors.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -8,6 +9,7 @@
 
 #include "../core/bucket.h"
 #include "../core/bucket_layout.h"
+#include "../core/partition.h"
 #include "arguments.h"
 
 namespace hvd_sparse {
@@ -125,6 +127,28 @@ struct BucketInputs {
     return {a.gradient, a.params, a.memory, begin};
   }
 };
+
+// Returns tensors that form one vector, in which they begin at `begins`.
+inline std::vector<Part> VectorParts(const char* op, TensorList gradients, TensorList residuals,
+                                     at::ArrayRef<double> factors, IntArrayRef begins, at::Device device,
+                                     std::vector<Tensor>* flat) {
+  const std::vector<double> decays(gradients.size(), 0.0);
+  const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
+  in.Check(op, gradients.size());
+  CheckCounts(op, "member", gradients.size(), {begins.size()});
+  std::vector<Part> parts;
+  for (size_t i = 0; i < gradients.size(); ++i) parts.push_back(in.PartOf(op, i, begins[i], device, flat));
+  return parts;
+}
+
+// Returns a sketch as accumulate_partition does: its first bin, then the bins.
+inline Tensor SketchTensor(const Partitioned& found) {
+  Tensor sketch = at::empty({1 + kSketchBins}, at::kFloat);
+  auto* row = sketch.mutable_data_ptr<float>();
+  *row++ = static_cast<float>(found.base);
+  std::copy(found.sketch.begin(), found.sketch.end(), row);
+  return sketch;
+}
 
 inline std::vector<Part> PartsOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
                                  const BucketInputs& in, at::Device device, std::vector<Tensor>* flat) {

@@ -6,7 +6,6 @@
 #include <tuple>
 #include <vector>
 
-#include "../core/partition.h"
 #include "../core/threshold.h"
 #include "../cuda/accumulate.h"
 #include "../cuda/filter.h"
@@ -19,6 +18,7 @@ namespace hvd_sparse {
 namespace {
 
 constexpr double kSmallestFloat = 0x1p-149;
+constexpr double kAgain = 0.9;  // fraction of a threshold that was too high, used as the hint
 
 // Copies the values of a sample of runs, or with count 0 all values, to `out`. Returns their number.
 int64_t TakeSample(const CudaCall& call, const Tensor& values, int64_t count, int64_t run, uint64_t seed, Tensor out) {
@@ -97,13 +97,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
   const size_t members = gradients.size();
   TORCH_CHECK_VALUE(members > 0, "hvd_sparse.", op, ": there must be at least one gradient");
   const CudaCall call(op, "gradient", gradients[0]);
-  const std::vector<double> decays(members, 0.0);
-  const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
-  in.Check(op, members);
-  CheckCounts(op, "member", members, {begins.size()});
   std::vector<Tensor> flat;
-  std::vector<Part> parts;
-  for (size_t i = 0; i < members; ++i) parts.push_back(in.PartOf(op, i, begins[i], call.device(), &flat));
+  const std::vector<Part> parts = VectorParts(op, gradients, residuals, factors, begins, call.device(), &flat);
   const PartitionParams params{begin, end, threshold, share, sample, static_cast<uint64_t>(seed)};
   call.Check(CheckPartition(parts, params));
   Tensor finite = call.Empty({static_cast<int64_t>(members)}, at::kBool);
@@ -133,18 +128,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
     indices = IndicesReaching(call, values, bar, count);
   } else if (values.size > 0) {
     const int64_t most = std::max<int64_t>(1, rule.wanted());
-    std::tie(indices, result.threshold) = IndicesOfLargest(call, values, most, 0.9 * threshold, params.seed);
+    std::tie(indices, result.threshold) = IndicesOfLargest(call, values, most, kAgain * threshold, params.seed);
     if (rule.wanted() == 0) indices = indices.narrow(0, 0, 0);
   }
   if (is_shared) {
     result.indices.resize(static_cast<size_t>(indices.numel()));  // only their number is used
     SketchSample(sampled.const_data_ptr<float>(), sampled.numel(), rule, fits, &result);
   }
-  Tensor sketch = at::empty({1 + kSketchBins}, at::kFloat);
-  auto* row = sketch.mutable_data_ptr<float>();
-  *row++ = static_cast<float>(result.base);
-  std::copy(result.sketch.begin(), result.sketch.end(), row);
-  return {indices.add(begin), sketch, at::scalar_tensor(result.threshold, at::kDouble), finite};
+  return {indices.add(begin), SketchTensor(result), at::scalar_tensor(result.threshold, at::kDouble), finite};
 }
 
 // Copies one sample of each tensor to the host, all in one copy, and fits there, as the core does.

@@ -1,7 +1,6 @@
 // Ops that process, in one call, a bucket of tensors whose numbers of entries vary from step to step.
 #include <torch/library.h>
 
-#include "../core/partition.h"
 #include "../core/reduce.h"
 #include "../core/threshold.h"
 #include "bucket.h"
@@ -95,24 +94,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
                                                                  double share, int64_t sample, int64_t seed) {
   const char* op = "accumulate_partition";
   const size_t members = gradients.size();
-  const std::vector<double> decays(members, 0.0);
-  const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
-  in.Check(op, members);
-  CheckCounts(op, "member", members, {begins.size()});
   std::vector<Tensor> flat;
-  std::vector<Part> parts;
-  for (size_t i = 0; i < members; ++i) parts.push_back(in.PartOf(op, i, begins[i], at::kCPU, &flat));
+  const std::vector<Part> parts = VectorParts(op, gradients, residuals, factors, begins, at::kCPU, &flat);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
   Partitioned found;
   Raise(op, AccumulatePartition(parts, {begin, end, threshold, share, sample, static_cast<uint64_t>(seed)},
                                 TorchParallelFor, finite.mutable_data_ptr<bool>(), &found));
   Tensor indices = at::empty({static_cast<int64_t>(found.indices.size())}, at::kLong);
   std::copy(found.indices.begin(), found.indices.end(), indices.mutable_data_ptr<int64_t>());
-  Tensor sketch = at::empty({1 + kSketchBins}, at::kFloat);
-  auto* row = sketch.mutable_data_ptr<float>();
-  *row++ = static_cast<float>(found.base);
-  std::copy(found.sketch.begin(), found.sketch.end(), row);
-  return {indices, sketch, at::scalar_tensor(found.threshold, at::kDouble), finite};
+  return {indices, SketchTensor(found), at::scalar_tensor(found.threshold, at::kDouble), finite};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ long.
 """
 
 import os
+from unittest import SkipTest
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from hvd_sparse.torch import ops
 from hvd_sparse.wire import LOW_BITS
 
 SMALL = os.environ.get("HVD_SPARSE_GPU_TESTS") == "small"
-CAN_CAPTURE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"  # a graph cannot contain allocations
+CAN_CAPTURE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
+CANNOT_CAPTURE = "a CUDA graph cannot contain allocations, and each tensor has memory of its own"
 DTYPES = (torch.float32, torch.bfloat16) if SMALL else (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 2, 257, 70_001) if SMALL else (1, 2, 31, 257, 4099, 65_535, 65_536, 65_537, 131_072, 3_000_001)
 KINDS = ("normal", "ties", "nan") if SMALL else tuple(MAKERS)
@@ -30,6 +32,12 @@ def reason_to_skip() -> str | None:
     if not has_cuda("torch"):
         return "hvd_sparse was built without CUDA: make test-gpu builds it"
     return None
+
+
+def need(condition: bool, reason: str) -> None:
+    """Leave the test out, with the reason, unless the condition holds; pytest knows this exception, too."""
+    if not condition:
+        raise SkipTest(reason)
 
 
 def make(kind: str, n: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:

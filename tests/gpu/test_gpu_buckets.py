@@ -1,7 +1,7 @@
 """Buckets of CUDA tensors: results equal the CPU's, nothing waits for the device, and hints stay on it."""
 
 import torch
-from gpu_helpers import CAN_CAPTURE, SMALL, assert_refuses, assert_same, make
+from gpu_helpers import CAN_CAPTURE, CANNOT_CAPTURE, SMALL, assert_refuses, assert_same, make, need
 from hinted import as_hints
 
 from hvd_sparse.buckets import BucketLayout
@@ -137,8 +137,7 @@ def test_nothing_waits():
 
 
 def test_a_captured_graph_holds_a_whole_step():
-    if not CAN_CAPTURE:
-        return
+    need(CAN_CAPTURE, CANNOT_CAPTURE)
     found, expected = Bucket("cuda", RULES[1], {}), Bucket("cuda", RULES[1], {})
     gradients = found.gradients(0)
 

@@ -1,7 +1,7 @@
 """Selection in rows on a GPU: results equal the CPU's, bit for bit."""
 
 import torch
-from gpu_helpers import CAN_CAPTURE, DTYPES, KINDS, SMALL, assert_refuses, assert_same, make
+from gpu_helpers import CAN_CAPTURE, CANNOT_CAPTURE, DTYPES, KINDS, SMALL, assert_refuses, assert_same, make, need
 
 from hvd_sparse.torch import row_ops
 
@@ -60,8 +60,7 @@ def test_views_are_read_row_by_row():
 
 def test_nothing_waits_for_the_device():
     """A capture into a CUDA graph fails where the host would have to wait."""
-    if not CAN_CAPTURE:
-        return
+    need(CAN_CAPTURE, CANNOT_CAPTURE)
     values = matrix("normal", 64, 257).cuda()
     bars = torch.ones(64, dtype=torch.float64, device="cuda")
     row_ops.select_top_k_rows(values, 9)

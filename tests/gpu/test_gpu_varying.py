@@ -1,4 +1,4 @@
-"""What selects by thresholds of its own on a GPU (MiCRO, SIDCo): results equal those of the CPU, bit for bit."""
+"""MiCRO's selection in a partition and SIDCo's fitted thresholds on a GPU: results equal the CPU's, bit for bit."""
 
 import math
 

@@ -105,7 +105,8 @@ struct State {
   std::vector<float> residual, velocity, parameter;
 };
 
-// The first digit of these keys is the same, so that there is no room for all that reach it; the second one differs.
+// All keys have the same first digit. There is no room for all of them, so candidates are gathered after the second
+// digit.
 TEST(SelectsAmongKeysThatBeginAlike) {
   for (const int64_t k : {1, 90, 2000}) {
     for (const double hint : {0.0, 0.5, 1e9}) {
