@@ -36,6 +36,20 @@ CORE = [
         "accumulate",
     ),
     (
+        "overflow in a chunk unseen",
+        "accumulate.cc",
+        "if (most >= kInfinityBits<float>)",
+        "if (most > 2 * kInfinityBits<float>)",
+        "accumulate",
+    ),
+    (
+        "an element at the threshold is no candidate",
+        "accumulate.cc",
+        "return most >= bar;",
+        "return most > bar;",
+        "accumulate",
+    ),
+    (
         "last part of a bucket skipped",
         "accumulate.cc",
         "for (size_t i = 0; i < parts.size(); ++i) {",

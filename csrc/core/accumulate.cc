@@ -13,28 +13,51 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kLine = 16;     // float32 elements in a cache line
-constexpr int64_t kAhead = 512;   // float32 elements to prefetch: the hardware prefetcher stops at each page boundary
 constexpr int64_t kStage = 2048;  // float32 elements that fit into the first-level cache next to residual and velocity
 
-// Updates [begin, end). Returns whether any residual reaches the threshold `bar`. Gradient elements that are not finite
-// count as zero; an element whose update overflows does not change.
+// Updates [begin, end) element by element. Gradient elements that are not finite count as zero; an element whose update
+// overflows does not change. Returns whether any residual reaches the threshold `bar`.
 template <AccumulateRule rule>
-inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, int64_t end,
-                                                       float momentum, float* __restrict velocity,
-                                                       float* __restrict residual, uint32_t bar, int* bad) {
-  int reached = 0;
-  int spoilt = 0;
+inline __attribute__((always_inline)) bool UpdateEach(const float* __restrict gradient, int64_t begin, int64_t end,
+                                                      float momentum, float* __restrict velocity,
+                                                      float* __restrict residual, uint32_t bar, int* bad) {
+  bool reached = false;
   for (int64_t i = begin; i < end; ++i) {
     const bool finite = IsFinite(gradient[i]);
     float unused = 0;
     const bool holds = Update<rule>(finite ? gradient[i] : 0.0f, momentum,
                                     rule == AccumulateRule::kResidual ? &unused : velocity + i, residual + i);
     reached |= Reaches<float>(MagnitudeBits(residual[i]), bar);
-    spoilt |= !finite | !holds;
+    *bad |= !finite | !holds;
   }
-  *bad |= spoilt;
-  return reached != 0;
+  return reached;
+}
+
+// Returns the new velocity and residual of element i, whether finite or not.
+template <AccumulateRule rule>
+inline __attribute__((always_inline)) Advanced AdvanceAt(const float* gradient, int64_t i, float momentum,
+                                                         const float* velocity, const float* residual) {
+  return Advance<rule>(gradient[i], momentum, rule == AccumulateRule::kResidual ? 0.0f : velocity[i], residual[i]);
+}
+
+// The same for one chunk, which is computed twice: first only the largest magnitude, as bits. If that is finite, so are
+// all gradients, and all elements change: no store depends on a condition, which would delay the loads behind it.
+template <AccumulateRule rule>
+inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, float momentum,
+                                                       float* __restrict velocity, float* __restrict residual,
+                                                       uint32_t bar, int* bad) {
+  const int64_t end = begin + kChunk;
+  uint32_t most = 0;
+  for (int64_t i = begin; i < end; ++i)
+    most = std::max(most, MagnitudeBits(AdvanceAt<rule>(gradient, i, momentum, velocity, residual).residual));
+  if (most >= kInfinityBits<float>)
+    return UpdateEach<rule>(gradient, begin, end, momentum, velocity, residual, bar, bad);
+  for (int64_t i = begin; i < end; ++i) {
+    const Advanced now = AdvanceAt<rule>(gradient, i, momentum, velocity, residual);
+    residual[i] = now.residual;
+    if constexpr (rule != AccumulateRule::kResidual) velocity[i] = now.velocity;
+  }
+  return most >= bar;
 }
 
 // Updates chunk after chunk until a residual in a chunk reaches the threshold `bar`. Returns the start of this chunk,
@@ -45,14 +68,9 @@ inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restric
                                                           uint32_t bar, int* bad) {
   int64_t i = 0;
   for (; i + kChunk <= n; i += kChunk) {
-    for (int64_t line = i + kAhead; line < i + kAhead + kChunk; line += kLine) {
-      __builtin_prefetch(gradient + line);
-      __builtin_prefetch(residual + line, 1);
-      if (rule != AccumulateRule::kResidual) __builtin_prefetch(velocity + line, 1);
-    }
-    if (UpdateChunk<rule>(gradient, i, i + kChunk, momentum, velocity, residual, bar, bad)) return i;
+    if (UpdateChunk<rule>(gradient, i, momentum, velocity, residual, bar, bad)) return i;
   }
-  return UpdateChunk<rule>(gradient, i, n, momentum, velocity, residual, bar, bad) ? i : n;
+  return UpdateEach<rule>(gradient, i, n, momentum, velocity, residual, bar, bad) ? i : n;
 }
 
 HVD_SPARSE_MULTIVERSION int64_t UpdateResidual(const float* gradient, int64_t n, float* residual, uint32_t bar,

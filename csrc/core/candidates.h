@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "kept.h"
 #include "parallel.h"
 #include "random.h"
 #include "select.h"
@@ -29,6 +30,21 @@ inline __attribute__((always_inline)) bool AnyReaches(const T* data, int64_t n, 
   return any != 0;
 }
 
+// Sets marks[i] to 1 if data[i] reaches the threshold, else to 0.
+void MarkReaching(const float* data, int64_t n, uint32_t threshold, uint8_t* marks);
+void MarkReaching(const double* data, int64_t n, uint64_t threshold, uint8_t* marks);
+void MarkReaching(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks);
+void MarkReaching(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks);
+
+// Calls function(i) in ascending order for each i in [begin, end), at most one chunk, whose element reaches the
+// threshold.
+template <typename T, typename Function>
+inline void ForEachReaching(const T* data, int64_t begin, int64_t end, BitsOf<T> threshold, Function&& function) {
+  uint8_t marks[kChunk];
+  MarkReaching(data + begin, end - begin, threshold, marks);
+  ForEachKept(marks, end - begin, [&](int64_t i) { function(begin + i); });
+}
+
 // The candidates of one contiguous range, in index order. When their number reaches about 2k, they are reduced to the
 // k largest, and the threshold rises to the smallest of these.
 template <typename T>
@@ -46,16 +62,9 @@ class Candidates {
   // Sets the offset that is added to the indices passed to Offer.
   void SetBase(int64_t base) { base_ = base; }
 
-  // Adds the elements of data[begin, end) that reach the threshold. These are rare, so most groups of eight elements
-  // are skipped with a single test.
+  // Adds the elements of data[begin, end), at most one chunk, that reach the threshold.
   void Offer(const T* data, int64_t begin, int64_t end) {
-    constexpr int64_t kFew = 8;
-    int64_t i = begin;
-    for (; i + kFew <= end; i += kFew) {
-      if (!AnyReaches(data + i, kFew, threshold_)) continue;
-      for (int64_t j = i; j < i + kFew; ++j) OfferOne(MagnitudeBits(data[j]), j);
-    }
-    for (; i < end; ++i) OfferOne(MagnitudeBits(data[i]), i);
+    ForEachReaching(data, begin, end, threshold_, [&](int64_t i) { OfferOne(MagnitudeBits(data[i]), i); });
   }
 
   void Append(const Candidates& later) {
@@ -121,17 +130,9 @@ class Passed {
  public:
   explicit Passed(BitsOf<T> threshold) : threshold_(threshold) {}
 
-  // Adds the elements of data[begin, end), at most one chunk, that reach the threshold. They may be many, so the loop
-  // has no branches.
+  // Adds the elements of data[begin, end), at most one chunk, that reach the threshold.
   void Offer(const T* data, int64_t begin, int64_t end) {
-    const size_t before = indices_.size();
-    indices_.resize(before + static_cast<size_t>(end - begin));
-    int64_t* out = indices_.data() + before;
-    for (int64_t i = begin; i < end; ++i) {
-      *out = i;
-      out += Reaches<T>(MagnitudeBits(data[i]), threshold_);
-    }
-    indices_.resize(static_cast<size_t>(out - indices_.data()));
+    ForEachReaching(data, begin, end, threshold_, [&](int64_t i) { indices_.push_back(i); });
   }
 
   void Append(const Passed& later) { indices_.insert(indices_.end(), later.indices_.begin(), later.indices_.end()); }

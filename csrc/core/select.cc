@@ -103,7 +103,25 @@ void Empty(int64_t k, Selection* selection) {
   selection->indices.reserve(static_cast<size_t>(k));
 }
 
+template <typename T>
+inline __attribute__((always_inline)) void Mark(const T* data, int64_t n, BitsOf<T> threshold, uint8_t* marks) {
+  for (int64_t i = 0; i < n; ++i) marks[i] = Reaches<T>(MagnitudeBits(data[i]), threshold);
+}
+
 }  // namespace
+
+HVD_SPARSE_MULTIVERSION void MarkReaching(const float* data, int64_t n, uint32_t threshold, uint8_t* marks) {
+  Mark(data, n, threshold, marks);
+}
+HVD_SPARSE_MULTIVERSION void MarkReaching(const double* data, int64_t n, uint64_t threshold, uint8_t* marks) {
+  Mark(data, n, threshold, marks);
+}
+HVD_SPARSE_MULTIVERSION void MarkReaching(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+  Mark(data, n, threshold, marks);
+}
+HVD_SPARSE_MULTIVERSION void MarkReaching(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+  Mark(data, n, threshold, marks);
+}
 
 Status SelectTopK(const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                   Selection* selection) {

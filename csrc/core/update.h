@@ -14,24 +14,31 @@ enum class AccumulateRule {
 
 HVD_SPARSE_HD inline bool IsFinite(float value) { return MagnitudeBits(value) < 0x7f800000u; }
 
+struct Advanced {
+  float velocity;
+  float residual;
+};
+
+// Returns one element's new velocity and residual, whether they are finite or not.
+template <AccumulateRule rule>
+HVD_SPARSE_HD inline Advanced Advance(float gradient, float momentum, float velocity, float residual) {
+  if constexpr (rule == AccumulateRule::kResidual) return {velocity, residual + gradient};
+  if constexpr (rule == AccumulateRule::kMomentum) {
+    const float u = momentum * velocity + gradient;
+    return {u, residual + u};
+  }
+  const float u = momentum * (velocity + gradient);
+  return {u, (residual + u) + gradient};
+}
+
 // Updates one element, unless the update overflows. Returns false on an overflow. An overflow of the velocity is always
 // one of the residual, too.
 template <AccumulateRule rule>
 HVD_SPARSE_HD inline bool Update(float gradient, float momentum, float* velocity, float* residual) {
-  float u = 0;
-  float v = 0;
-  if constexpr (rule == AccumulateRule::kResidual) {
-    v = *residual + gradient;
-  } else if constexpr (rule == AccumulateRule::kMomentum) {
-    u = momentum * *velocity + gradient;
-    v = *residual + u;
-  } else {
-    u = momentum * (*velocity + gradient);
-    v = (*residual + u) + gradient;
-  }
-  const bool finite = IsFinite(v);
-  *residual = finite ? v : *residual;
-  if constexpr (rule != AccumulateRule::kResidual) *velocity = finite ? u : *velocity;
+  const Advanced now = Advance<rule>(gradient, momentum, *velocity, *residual);
+  const bool finite = IsFinite(now.residual);
+  *residual = finite ? now.residual : *residual;
+  *velocity = finite ? now.velocity : *velocity;
   return finite;
 }
 
