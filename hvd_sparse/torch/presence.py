@@ -27,6 +27,7 @@ class Presence:
         is_asked = self._may_miss or bool(told)
         self.bytes = own.nbytes if is_asked else 0
         self.pending = exchange.allreduce("present", own) if is_asked else Pending(finish=lambda: own)
+        self._sums: list[float] | None = None
 
     def is_known(self) -> bool:
         """Return whether `check` need not wait: all ranks have answered, or ranks cannot join."""
@@ -34,20 +35,20 @@ class Presence:
 
     def sums(self) -> list[float]:
         """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""
-        return self.pending.wait()[1:].tolist()
+        return self._all_sums()[1:]
 
     def anywhere_frozen(self) -> bool:
         """Return whether any rank has a frozen parameter; waits for the all-reduce.
 
         Each rank with a frozen parameter adds MOST_RANKS to the sum.
         """
-        return self.pending.wait()[0] % BETWEEN_STEPS >= MOST_RANKS
+        return self._all_sums()[0] % BETWEEN_STEPS >= MOST_RANKS
 
     def check(self, ranks: int) -> None:
         """Wait for the all-reduce; raise RuntimeError, on the ranks that take part, unless all ranks do."""
         if not self._may_miss:
             return
-        total = int(self.pending.wait()[0])
+        total = int(self._all_sums()[0])
         if total >= BETWEEN_STEPS:
             raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), ranks))
         present = total % MOST_RANKS
@@ -56,3 +57,8 @@ class Presence:
                 f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
                 "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
             )
+
+    def _all_sums(self) -> list[float]:
+        if self._sums is None:
+            self._sums = self.pending.wait().tolist()
+        return self._sums

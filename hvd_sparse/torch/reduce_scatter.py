@@ -31,7 +31,9 @@ class ReduceScatter:
         have arrived. With `wait`, all have arrived, and no bucket is returned.
         """
         scattered = [bucket for bucket in buckets if bucket.regions is not None]
-        agrees = bool(scattered) and must_agree(presence.sums(), self.exchange.size())
+        if not scattered:
+            return []
+        agrees = must_agree(presence.sums(), self.exchange.size())
         unknown = [bucket for bucket in scattered if agrees or bucket.regions.bounds is None]
         if unknown and not wait:
             return scattered

@@ -105,8 +105,8 @@ class Step:
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""
-        decays = {name: feedback.weight_decay for name, feedback in sorted(self.feedback.items())}
-        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+        decaying = ((name, one.weight_decay) for name, one in sorted(self.feedback.items()) if one.weight_decay)
+        return [f"weight_decay of {name} = {decay!r}" for name, decay in decaying]
 
     def fallback(self, world_size: int) -> DenseFallback:
         """Return the rule that decides which tensors are sent dense at this world size."""
@@ -249,13 +249,10 @@ class Step:
     def _sum_of(self, bucket: Bucket, entry: Entry, scale: float) -> torch.Tensor:
         """Return a sum from its bucket; the first call decodes the bucket and clears the sent entries."""
         if entry.name not in bucket.sums:
-            gathered = None
-            if self._scatter.started:
-                with self.traffic.timed("exchange"):
+            with self.traffic.timed("exchange"):
+                if self._scatter.started:
                     self._scatter.finish(self._collectives)
-            if bucket.pending is not None:
-                with self.traffic.timed("exchange"):
-                    gathered = bucket.pending.wait()
+                gathered = None if bucket.pending is None else bucket.pending.wait()
             bucket.scale = scale
             with torch.no_grad():
                 self.codec.decode(bucket, gathered, self._members(bucket), self.units.outgoing(scale))
@@ -384,17 +381,19 @@ class Step:
 
     def _vote(self, name: str) -> None:
         """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
-        flags, self.codec.finite = [flag.view(-1) for flag in self.codec.finite], []
+        flags, self.codec.finite = self.codec.finite, []
+        bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
         measured = [self._seconds] if self._fallback.is_measured else []
-        vote = torch.zeros(6 + len(measured), dtype=torch.float64, device=self.device)
-        if flags:
-            vote[0] = torch.cat(flags).logical_not().sum()
+        numbers = [*told(self.number, self.units.loss_scale), *measured]
         if is_asynchronous(self.device):
+            vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=self.device)
             if not self._votes:  # nothing is decoded between the votes of a step
                 self.damage = ops.take_decode_status(vote)
-            vote[1] = self.damage[0]
-        for place, number in enumerate((*told(self.number, self.units.loss_scale), *measured), 2):
-            vote[place].fill_(number)  # not a copy from the host, which would wait for the device
+            vote[0], vote[1] = bad, self.damage[0]
+            for place, number in enumerate(numbers, 2):
+                vote[place].fill_(number)  # not a copy from the host, which would wait for the device
+        else:
+            vote = torch.tensor([int(bad), 0, *numbers], dtype=torch.float64)
         self._votes.append(self.exchange.allreduce(name, vote))
         self._collectives.append(self._votes[-1])
         self.traffic.count(payload_bytes=vote.nbytes)
