@@ -40,8 +40,8 @@ inline __attribute__((always_inline)) Advanced AdvanceAt(const float* gradient, 
   return Advance<rule>(gradient[i], momentum, rule == AccumulateRule::kResidual ? 0.0f : velocity[i], residual[i]);
 }
 
-// The same for one chunk, which is computed twice: first only the largest magnitude, as bits. If that is finite, so are
-// all gradients, and all elements change: no store depends on a condition, which would delay the loads behind it.
+// Does what UpdateEach does, for one chunk, and computes it twice: first only the largest magnitude, as bits. If that
+// is finite, so are all gradients, and all elements change: no store has a condition, which would delay the next loads.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, float momentum,
                                                        float* __restrict velocity, float* __restrict residual,
