@@ -4,6 +4,7 @@ Ranks that have begun a step see the announcement, and all ranks raise at once; 
 """
 
 MOST_RANKS = 4096
+STEPS_TOLD = 1 << 20  # ranks compare the remainders of their step numbers, whose squares add up exactly in float64
 BETWEEN_STEPS = float(MOST_RANKS**2)  # added to the float64 sum by a rank that waits between two steps
 
 

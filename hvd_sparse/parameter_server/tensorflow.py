@@ -37,6 +37,7 @@ from hvd_sparse.parameter_server.methods import (
     Method,
 )
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
+from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays
 
@@ -50,6 +51,7 @@ __all__ = [
     "DGCAsync",
     "GradientDroppingAsync",
     "Method",
+    "ServerRefused",
     "TensorFlowSession",
     "connect",
 ]

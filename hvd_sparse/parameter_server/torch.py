@@ -30,6 +30,7 @@ from hvd_sparse.parameter_server.methods import (
     Method,
 )
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
+from hvd_sparse.parameter_server.worker import ServerRefused
 
 __all__ = [
     "ASGD",
@@ -41,6 +42,7 @@ __all__ = [
     "DGCAsync",
     "GradientDroppingAsync",
     "Method",
+    "ServerRefused",
     "TorchSession",
     "connect",
 ]

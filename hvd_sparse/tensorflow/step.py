@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART
+from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEPS_TOLD
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
@@ -233,7 +233,7 @@ class Step:
         (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
         """
         digests = tf.constant(digest_numbers(lines), tf.float64)
-        numbers = tf.concat([[tf.cast(now.number, tf.float64)], [loss_scale], digests], 0)
+        numbers = tf.concat([[tf.cast(now.number % STEPS_TOLD, tf.float64)], [loss_scale], digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()

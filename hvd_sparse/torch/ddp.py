@@ -8,6 +8,7 @@ DDP calls the communication hook once for each complete bucket, in the same orde
 bucket's gradients and starts to send messages during the backward pass. The last bucket finishes the step.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -66,10 +67,12 @@ class DDPCompressor(Compressor):
     ):
         self._collectives = DistributedCollectives(process_group)
         super().__init__(algorithm, named_parameters, self._collectives)
+        self._collectives.device = self._parameters.device
         self._names = {id(self._parameters[name]): name for name in self._parameters}
-        self._is_registered = False
-        self._leaves_out = False  # whether a step may leave out parameters
+        self._model: weakref.ref[DistributedDataParallel] | None = None  # it keeps the hook, and so this compressor
+        self._trained = 0  # number of parameters that the model trains
         self._arrived: list[Arrived] = []
+        self._arrived_names: set[str] = set()
 
     def register(self, model: DistributedDataParallel) -> None:
         """Compress the model's gradients from now on. Call it once on every rank, before the first backward pass.
@@ -87,7 +90,7 @@ class DDPCompressor(Compressor):
                 "register takes the model that DistributedDataParallel returned, got "
                 f"{type(model).__name__}: model = DistributedDataParallel(model); compression.register(model)"
             )
-        if self._is_registered:
+        if self._model is not None:
             raise ValueError(
                 "this compression is registered already: build a new one for each model, "
                 f"Compression.{self.algorithm.name}(model.named_parameters(), ...)"
@@ -95,9 +98,8 @@ class DDPCompressor(Compressor):
         _check_options(model)
         self._check_group(model)
         self._check_parameters(model)
-        self._leaves_out = bool(model.find_unused_parameters or model.static_graph)
         model.register_comm_hook(None, self._reduce)
-        self._is_registered = True
+        self._model = weakref.ref(model)
 
     def _check_group(self, model: DistributedDataParallel) -> None:
         group = self._collectives.group
@@ -120,6 +122,7 @@ class DDPCompressor(Compressor):
                 f"the model trains parameters that this compression was not built with: {_some(unknown)}. Build it "
                 "from the model's own named_parameters()"
             )
+        self._trained = len(theirs)
         own = {identity: name for identity, name in self._names.items() if self._parameters[name].requires_grad}
         foreign = [name for identity, name in own.items() if identity not in theirs]
         if foreign:
@@ -132,44 +135,66 @@ class DDPCompressor(Compressor):
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Compress the gradients of a bucket; finish the step after the last bucket. This is the communication hook."""
         with self._lock:
+            names = [self._names[id(parameter)] for parameter in bucket.parameters()]
             with self._traffic.timed("compress"):
-                if bucket.index() == 0:
+                if self._is_first(bucket, names):
                     self._open_step()
                 elif not self._under_way:
                     raise RuntimeError(
                         "hvd_sparse: reset() or load_state_dict() was called during a backward pass; call these "
                         "between optimizer steps"
                     )
-                future = self._take(bucket)
-            if bucket.is_last():
+                future = self._take(bucket, names)
+            if bucket.is_last() or (self._is_static() and len(self._arrived_names) == self._trained):
                 self._deliver()
             return future
+
+    def _is_first(self, bucket: dist.GradBucket, names: list[str]) -> bool:
+        """Return whether a bucket is the first one of a step.
+
+        In the first step of a static graph, DDP calls the hook after the backward pass, with index 0 for every bucket.
+        """
+        if bucket.index() > 0 or not self._arrived_names:
+            return bucket.index() == 0
+        return not self._is_static() or not self._arrived_names.isdisjoint(names)
+
+    def _is_static(self) -> bool:
+        """Return whether the model has a static graph, which a user may also set after `register`."""
+        model = None if self._model is None else self._model()
+        return model is not None and bool(model.static_graph)
+
+    def _leaves_out(self) -> bool:
+        """Return whether a step may leave out parameters."""
+        model = None if self._model is None else self._model()
+        return self._is_static() or (model is not None and bool(model.find_unused_parameters))
 
     def _open_step(self) -> None:
         """Begin a step. If the previous backward pass ended early, its step is dropped."""
         if self._agreed_in is not self._collectives.incarnation():
             self._agree()
-        self._arrived = []
+        self._arrived, self._arrived_names = [], set()
         self._begin()
 
-    def _take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def _take(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
         """Add a bucket's gradients to the step, and start the all-reduce of tensors that are sent dense."""
-        buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        buffer = bucket.buffer()
         if buffer.is_sparse:
             raise ValueError(
                 "hvd_sparse does not compress sparse gradients under DistributedDataParallel: use embeddings with "
                 "sparse=False"
             )
+        gradients = list(map(_in_order, bucket.gradients(), bucket.parameters()))
         used = self._used(gradients)
         entries, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
-        for gradient, parameter, is_used in zip(gradients, parameters, used, strict=True):
-            entry = self._entry(self._names[id(parameter)], gradient, not is_used)
+        for name, gradient, is_used in zip(names, gradients, used, strict=True):
+            entry = self._entry(name, gradient, not is_used)
             carried = self._step.add(entry)
             entries.append(entry)
             if not entry.carries_token:
-                sums.append(carried.view(-1))
-        pending = self._start_sum(f"ddp.{bucket.index()}", buffer, sums) if sums else None
+                sums.append(carried.reshape(-1))
+        pending = self._start_sum(f"ddp.{len(self._arrived)}", buffer, sums) if sums else None
         self._arrived.append(Arrived(buffer, future, entries, sums, pending))
+        self._arrived_names.update(names)
         return future
 
     def _used(self, gradients: list[torch.Tensor]) -> list[bool]:
@@ -177,7 +202,7 @@ class DDPCompressor(Compressor):
 
         If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
         """
-        if not self._leaves_out:
+        if not self._leaves_out():
             return [True] * len(gradients)
         return torch.stack([gradient.any() for gradient in gradients]).tolist()
 
@@ -208,7 +233,7 @@ class DDPCompressor(Compressor):
         self._end()
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
-        self._arrived = []
+        self._arrived, self._arrived_names = [], set()
 
     def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
         """Write the reduced gradients to the bucket. means: the means of the tensors sent dense, in their order."""
@@ -226,7 +251,7 @@ class DDPCompressor(Compressor):
         return Units(size, 1.0 / size, self._loss_scale)
 
     def _description(self) -> list[str]:
-        return [*super()._description(), f"parameters may be left out = {self._leaves_out}"]
+        return [*super()._description(), f"parameters may be left out = {self._leaves_out()}"]
 
 
 class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):
@@ -253,6 +278,17 @@ def _check_options(model: DistributedDataParallel) -> None:
             raise ValueError(f"hvd_sparse does not work with {option.lstrip('_')} of DistributedDataParallel: {remedy}")
     if model._comm_hooks:
         raise ValueError("the model has a communication hook already: register a compression on a new one")
+
+
+def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of a bucket with its elements in their places.
+
+    DDP stores it in the parameter's order in memory, such as channels_last, and passes a view of contiguous elements.
+    """
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.is_contiguous() or not parameter.permute(order).is_contiguous():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
 def _fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:

@@ -47,8 +47,7 @@ class Step:
             for name in parameters
         }
         self.codec = CODECS[algorithm.layout](algorithm, parameters, self.feedback, exchange, traffic, self.device)
-        least = max(algorithm.min_numel, 1)
-        self._small = [name for name in parameters if parameters[name].numel() < least]
+        self._small = [name for name in parameters if parameters[name].numel() < max(algorithm.min_numel, 1)]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
         self._idle: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
@@ -206,6 +205,7 @@ class Step:
         """
         for collective in self._collectives:
             collective.wait()
+        self._collectives = []
         self._tokens.end()
         self.codec.end()
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
+from hvd_sparse.announcement import STEPS_TOLD
 from hvd_sparse.units import Units, loss_scales_differ
 
 
 def told(number: int, loss_scale: float) -> tuple[float, ...]:
     """Return step and loss scale, each with its square: their sums tell whether all ranks have the same values."""
-    return number, number**2, loss_scale, loss_scale**2
+    step = number % STEPS_TOLD
+    return step, step**2, loss_scale, loss_scale**2
 
 
 def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Callable[[], None]) -> tuple[float, ...]:
@@ -22,8 +24,9 @@ def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Cal
     if damaged > 0:
         refuse_damage()
     if steps**2 != squares * ranks:  # equal if and only if all steps are equal (Cauchy-Schwarz)
+        mean = number - number % STEPS_TOLD + steps / ranks
         raise RuntimeError(
-            f"hvd_sparse: this rank is at step {number}, the mean is {steps / ranks:g}. "
+            f"hvd_sparse: this rank is at step {number}, the mean is {mean:g}. "
             "Load the compression's state on every rank, or on none"
         )
     if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal except for rounding

@@ -1,10 +1,11 @@
-"""One of two ranks that share a GPU, started by test_gpu_ddp.py: python ddp_job.py parity|events|train RANK PORT.
+"""One of two ranks that share a GPU, or the only one: python ddp_job.py parity|events|nccl|train RANK RANKS PORT.
 
     parity   trains every case of parity_job on the CPU and on the GPU, and compares payload bytes and parameters
     events   does so in steps with NaN, unused parameters, reloaded states and a reset, of every method
+    nccl     does what `parity` does for one rank, whose GPU communicates by NCCL and nothing else
     train    trains a convolutional network on the GPU for 1,000 steps
 
-The last line of the output of each rank is one JSON object.
+test_gpu_ddp.py starts it. The last line of the output of each rank is one JSON object.
 """
 
 import json
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
 
-RANKS, STEPS, BATCH = 2, 1000, 16
+STEPS, BATCH = 1000, 16
 METHODS = {
     "dgc": {"density": 0.01, "momentum": 0.9, "warmup": 100},
     "gradient_dropping": {"density": 0.01, "exchange": "reduce_scatter"},
@@ -51,10 +52,14 @@ EVENTFUL = [
 WAITING = ("micro", "cltk", "random_k", "sidco", "dct")  # methods in which the host waits for the device
 
 
-def compare(case, method, settings):
-    """Return what differs between the CPU and the GPU in one case; an empty string if nothing does."""
+def train_cases(cases, device):
+    """Return {case: its payloads and its parameters} after training each case on a device."""
     initial = {name: value.astype(np.float32) for name, value in draw(parity_job.SHAPES, 0, 0, seed=9).items()}
-    expected, found = (parity_job.train_ddp(method, settings, initial, device) for device in ("cpu", "cuda"))
+    return {case: parity_job.train_ddp(*what, initial, device) for case, what in cases.items()}
+
+
+def compare(case, expected, found):
+    """Return what differs between the CPU and the GPU in one case; an empty string if nothing does."""
     if not expected[0]:
         return f"{case}: nothing was sent"
     if b"".join(found[0]) != b"".join(expected[0]):
@@ -64,11 +69,20 @@ def compare(case, method, settings):
     return f"{case}: parameters {wrong} are not those of the CPU" if wrong else ""
 
 
-def run_parity():
-    """Compare the cases of this tier, and all of the methods in WAITING."""
+def run_parity(prepare=lambda: None):
+    """Compare the cases of this tier, and all of the methods in WAITING. prepare: called before the GPU trains."""
     cases = {case: what for case, what in parity_job.ALL_CASES.items() if what[0] in WAITING} | parity_job.CASES
-    wrong = [compare(case, method, settings) for case, (method, settings) in cases.items()]
+    expected = train_cases(cases, "cpu")
+    prepare()
+    found = train_cases(cases, "cuda")
+    wrong = [compare(case, expected[case], found[case]) for case in cases]
     return {"cases": len(cases), "wrong": [one for one in wrong if one]}
+
+
+def use_nccl():
+    """Replace the process group by one of this rank alone, over NCCL, which accepts one rank for each GPU."""
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), world_size=1, rank=0)
 
 
 class Events:
@@ -132,7 +146,7 @@ def make_model():
 def ranks_agree(model):
     """Return whether all ranks have the same bits in all parameters."""
     own = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]).view(torch.uint8).cpu()
-    others = [torch.empty_like(own) for _ in range(RANKS)]
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(others, own)
     return all(torch.equal(own, other) for other in others)
 
@@ -174,13 +188,13 @@ def train(method, settings):
 
 def main():
     """Run as one rank."""
-    what, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    what, (rank, ranks, port) = sys.argv[1], map(int, sys.argv[2:])
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=RANKS, rank=rank)
+    dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=ranks, rank=rank)
     if what == "train":
         result = {method: train(method, settings) for method, settings in METHODS.items()}
     else:
-        result = {"parity": run_parity, "events": run_events}[what]()
+        result = {"parity": run_parity, "events": run_events, "nccl": lambda: run_parity(use_nccl)}[what]()
     dist.destroy_process_group()
     print(json.dumps(result), flush=True)
 

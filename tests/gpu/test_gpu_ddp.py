@@ -1,4 +1,4 @@
-"""Two ranks that share a GPU under DistributedDataParallel, over gloo: no Horovod is needed."""
+"""Two ranks that share a GPU under DistributedDataParallel, over gloo, and one over NCCL: no Horovod is needed."""
 
 import json
 import socket
@@ -13,21 +13,21 @@ LIMIT_SECONDS = 180
 RANKS = 2
 
 
-def run_job(what):
-    """Run ddp_job.py as two processes; return the last line of each one's output, from JSON."""
+def run_job(what, ranks=RANKS):
+    """Run ddp_job.py as several processes; return the last line of each one's output, from JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = "import sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[1:3]; import ddp_job; ddp_job.main()"
     command = [sys.executable, "-c", script, str(HERE), str(HERE.parent / "shared"), what]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    jobs = [subprocess.Popen([*command, str(rank), str(port)], **pipes) for rank in range(RANKS)]
+    jobs = [subprocess.Popen([*command, str(rank), str(ranks), str(port)], **pipes) for rank in range(ranks)]
     try:
         outputs = [job.communicate(timeout=LIMIT_SECONDS)[0] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
-    assert [job.returncode for job in jobs] == [0] * RANKS, outputs
+    assert [job.returncode for job in jobs] == [0] * ranks, outputs
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
@@ -35,6 +35,12 @@ def test_payloads_and_parameters_are_those_of_the_cpu():
     for result in run_job("parity"):
         assert result["cases"] > 5
         assert result["wrong"] == []
+
+
+def test_one_rank_over_nccl():
+    [result] = run_job("nccl", ranks=1)
+    assert result["cases"] > 5
+    assert result["wrong"] == []
 
 
 def test_eventful_steps_are_those_of_the_cpu():

@@ -26,6 +26,17 @@ def through_a_file(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
+@pytest.mark.rank_counts
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "hierarchical", "ranks_per_host": 1}], ids=["gather", "hosts"])
+def test_steps_beyond_what_float64_adds_exactly(exchange):
+    """With three ranks, the squares of this step number do not add up to three times one of them."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), 0.05, dense_fallback=None, **exchange)
+    compression.load_state_dict({**compression.state_dict(), "step": 100_000_001})
+    step(distributed(parameters, compression), parameters, draw(SHAPES, 0, hvd.rank()))
+    assert compression.state_dict()["step"] == 100_000_002
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("method", MAKERS)
 def test_a_resumed_run_is_the_uninterrupted_one(method, scope):

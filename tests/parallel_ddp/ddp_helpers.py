@@ -10,10 +10,19 @@ from hvd_sparse.torch.ddp import Compression
 
 
 class Trainer:
-    """A model, its compression under DistributedDataParallel, and plain SGD."""
+    """A model, its compression under DistributedDataParallel, and plain SGD. layout: the model's memory format."""
 
-    def __init__(self, method="gradient_dropping", shapes=SHAPES, lr=0.1, dtype=torch.float32, ddp=None, **settings):
-        self.model, self.lr = Terms(draw(shapes, step=0, rank=0, seed=1), dtype), lr
+    def __init__(
+        self,
+        method="gradient_dropping",
+        shapes=SHAPES,
+        lr=0.1,
+        dtype=torch.float32,
+        layout=torch.contiguous_format,
+        ddp=None,
+        **settings,
+    ):
+        self.model, self.lr = Terms(draw(shapes, step=0, rank=0, seed=1), dtype).to(memory_format=layout), lr
         self.compression = getattr(Compression, method)(self.model.named(), **settings)
         self.ddp = DistributedDataParallel(self.model, **{"bucket_cap_mb": 0.002, **(ddp or {})})
         self.compression.register(self.ddp)

@@ -101,3 +101,37 @@ def test_options_of_ddp_change_nothing(options):
         expected, found = plain.step(gradients), other.step(gradients)
         assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
     assert any(bool(plain.buffer(name).any()) for name in SHAPES)
+
+
+def test_several_buckets_in_the_first_step_of_a_static_graph():
+    """DDP cuts a bucket where the dtype changes, and then gives every bucket of this step the index 0."""
+    dtypes = {name: torch.bfloat16 if name.endswith("bias") else torch.float32 for name in SHAPES}
+    assert len(set(dtypes.values())) == 2
+    settings = {"density": 0.05, "min_numel": 0, "dense_fallback": None, "dtype": dtypes}
+    plain, other = Trainer(**settings), Trainer(ddp={"static_graph": True}, **settings)
+    later = Trainer(ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.0001}, **settings)
+    later.ddp._set_static_graph()  # after `register`; buckets are as small as without a static graph
+    for step in range(4):
+        gradients = draw(SHAPES, step, dist.get_rank())
+        expected = plain.step(gradients)
+        for found in (other.step(gradients), later.step(gradients)):
+            assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
+@pytest.mark.parametrize("min_numel", [0, 10**6])
+def test_parameters_in_channels_last_order(min_numel, exchange, view):
+    """DDP's buckets have the parameter's order in memory; gradients, decay and states are those of contiguous ones."""
+    shapes, steps = {"weight": (6, 4, 3, 3), "cube": (5, 4, 2, 2), "bias": (6,)}, 6
+    settings = {"density": 0.1, "weight_decay": 0.1, "dense_fallback": None, "min_numel": min_numel}
+    settings |= {"momentum": 0.9, "exchange": exchange, "ddp": {"gradient_as_bucket_view": view}, "shapes": shapes}
+    plain, other = (Trainer("dgc", layout=one, **settings) for one in (torch.contiguous_format, torch.channels_last))
+    assert not other.model["weight"].is_contiguous()
+    for step in range(steps):
+        gradients = draw(shapes, step, dist.get_rank())
+        expected, found = plain.step(gradients), other.step(gradients)
+        assert all(torch.equal(expected[name], found[name]) for name in shapes)
+    for name in shapes:
+        assert torch.equal(plain.buffer(name, "velocity"), other.buffer(name, "velocity"))
+        assert torch.equal(plain.model[name], other.model[name])

@@ -153,6 +153,15 @@ def test_different_steps_are_seen_on_every_rank():
     refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step")
 
 
+@pytest.mark.rank_counts
+def test_steps_beyond_what_float64_adds_exactly():
+    """With three ranks, the squares of this step number do not add up to three times one of them."""
+    reduce = make()
+    reduce.compression.load_state_dict({**reduce.compression.state_dict(), "step": 100_000_001})
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    assert reduce.compression.step.numpy() == 100_000_002
+
+
 @several
 def test_gradients_that_differ_between_ranks():
     """One is missing on the last rank: the others must not wait for its reduction."""

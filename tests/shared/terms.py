@@ -6,14 +6,15 @@ import torch
 class Terms(torch.nn.Module):
     """Parameters by name. The gradient of each parameter is the argument of `forward` with its name; others are unused.
 
-    values: {name: array}.
+    values: {name: array}. dtype: of all parameters, or {name: dtype}.
     """
 
     def __init__(self, values, dtype=torch.float32):
         super().__init__()
         self.names = {name: name.replace(".", "_") for name in values}
         for name, own_name in self.names.items():
-            self.register_parameter(own_name, torch.nn.Parameter(torch.tensor(values[name]).to(dtype)))
+            own_dtype = dtype[name] if isinstance(dtype, dict) else dtype
+            self.register_parameter(own_name, torch.nn.Parameter(torch.tensor(values[name]).to(own_dtype)))
 
     def forward(self, gradients):
         terms = [

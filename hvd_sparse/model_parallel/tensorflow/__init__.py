@@ -9,13 +9,14 @@ Import this before loading a saved model that has a `ThresholdBoundary`: it regi
 """
 
 from hvd_sparse.library import require_horovod
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import PipelineError, ProcessGrid
 from hvd_sparse.model_parallel import hybrid as _hybrid
 from hvd_sparse.model_parallel.hybrid import Hybrid
 from hvd_sparse.model_parallel.tensorflow.boundary import ThresholdBoundary
 from hvd_sparse.model_parallel.tensorflow.pipeline import Pipeline
 
-__all__ = ["Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBoundary", "hybrid"]
+__all__ = ["DamagedMessage", "Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBoundary", "hybrid"]
 
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:

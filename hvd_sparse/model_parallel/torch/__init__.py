@@ -7,13 +7,14 @@ optimizer.step()
 """
 
 from hvd_sparse.library import require_horovod
+from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import PipelineError, ProcessGrid
 from hvd_sparse.model_parallel import hybrid as _hybrid
 from hvd_sparse.model_parallel.hybrid import Hybrid
 from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
 from hvd_sparse.model_parallel.torch.pipeline import Pipeline
 
-__all__ = ["Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBoundary", "hybrid"]
+__all__ = ["DamagedMessage", "Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBoundary", "hybrid"]
 
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:

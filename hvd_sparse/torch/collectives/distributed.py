@@ -12,6 +12,7 @@ import abc
 import ctypes
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,14 +23,15 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
 PADDED = 1.25  # largest ratio of padded to unpadded bytes at which vectors are padded and gathered in one collective
-LAST = 16  # number of finished works that are kept
+LAST = 16  # largest number of finished works that are kept
+LAST_BYTES = 1 << 26  # largest size of their results, beyond that of the last two
 
 _subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
 
 # If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold one of the last works,
 # so these are kept, and the reference below keeps them until the process has ended. This makes the abort unlikely;
 # only destroy_process_group, which waits for the threads, excludes it.
-_last: deque[Any] = deque(maxlen=LAST)
+_last: deque[tuple[Any, int]] = deque(maxlen=LAST)  # works, and bytes of their results
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
 
 
@@ -49,7 +51,8 @@ class WorkHandle:
         """Wait for the result and return it."""
         for work in self._works:
             work.wait()
-            _last.append(work)
+            if not self._result.is_cuda:
+                _keep(work, self._result.nbytes)
         self._works.clear()
         return self._result if self._origin is None else self._origin.copy_(self._result)
 
@@ -131,6 +134,7 @@ class DistributedCollectives(Collectives):
                 f"torch.distributed.new_group(), got {type(group).__name__}"
             )
         self._group = group
+        self.device: torch.device | None = None  # of the model; None: unknown
         self._postponed: list[Postponed] = []
 
     @property
@@ -183,7 +187,8 @@ class DistributedCollectives(Collectives):
     def everywhere(self, name: str, own: Hashable) -> list[Any]:
         """All-gather a Python object. Return the objects in the order of ranks; block until all have arrived."""
         found: list[Any] = [None] * self.size()
-        dist.all_gather_object(found, own, group=self.group)
+        with torch.cuda.device(self._cuda()) if self._lacks_cpu() else nullcontext():  # where NCCL gathers objects
+            dist.all_gather_object(found, own, group=self.group)
         return found
 
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
@@ -196,6 +201,7 @@ class DistributedCollectives(Collectives):
                 _subsets[ranks] = self.incarnation(), group
             if dist.get_rank() in ranks:
                 found[ranks] = DistributedCollectives(group)
+                found[ranks].device = self.device
         return found
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
@@ -266,9 +272,24 @@ class DistributedCollectives(Collectives):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on a device that the group supports: a CUDA copy if the group has no CPU backend."""
-        if tensor.is_cuda or torch.device("cpu") in self.group._device_types:
-            return tensor
-        return tensor.to(torch.device("cuda", torch.cuda.current_device()))
+        return tensor if tensor.is_cuda or not self._lacks_cpu() else tensor.to(self._cuda())
+
+    def _lacks_cpu(self) -> bool:
+        """Return whether the group has no backend for CPU tensors."""
+        return torch.device("cpu") not in self.group._device_types
+
+    def _cuda(self) -> torch.device:
+        """Return the model's device, whatever the current device is: NCCL accepts one rank for each device."""
+        if self.device is not None and self.device.type == "cuda":
+            return self.device
+        return torch.device("cuda", torch.cuda.current_device())
+
+
+def _keep(work: Any, size: int) -> None:
+    """Keep a finished work of gloo; `size` is that of its result in bytes."""
+    _last.append((work, size))
+    while len(_last) > 2 and sum(nbytes for _, nbytes in _last) > LAST_BYTES:
+        _last.popleft()
 
 
 def _back(origin: torch.Tensor, placed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
