@@ -82,9 +82,11 @@ def main() -> None:
                 point = {"framework": "pytorch", "model": model, "hosts": count, "rate": rate, "ranks_per_host": ranks}
                 point |= {"batch_size": args.batch_size}
                 rounds: dict[str, list[dict]] = {}
-                for figures in measure(lab, point, [name for name in METHODS_OF[ranks] if name in args.methods], args):
-                    rounds.setdefault(figures["method"], []).append(figures)
-                    print(f"{point}, {figures['method']}: {figures['samples_per_second']:.2f}", flush=True)
+                asked = [name for name in METHODS_OF[ranks] if name in args.methods]
+                for _, together in itertools.groupby(asked, key=lambda name: METHODS[name].package == "ddp"):
+                    for figures in measure(lab, point, list(together), args):
+                        rounds.setdefault(figures["method"], []).append(figures)
+                        print(f"{point}, {figures['method']}: {figures['samples_per_second']:.2f}", flush=True)
                 same = [one for one in results if all(one[key] == point[key] for key in point)]
                 results = [one for one in results if one not in same or one["method"] not in rounds]
                 results += [{**point, **middle(found), "session": session} for found in rounds.values()]

@@ -37,7 +37,7 @@ METHODS = {
 }
 AT_HOSTS = {**SPARSE, "density": 0.01, "dense_fallback": None}  # for four hosts with two ranks, and for eight hosts
 TWO_A_HOST = {**AT_HOSTS, "exchange": "hierarchical", "ranks_per_host": 2}
-EXCHANGES = {
+EXCHANGES = {  # four hosts with two ranks have those with "hosts" in their names, too
     "exchange_dense": Method("horovod", "none", {}, "Horovod"),
     "exchange_gather": Method("hvd_sparse", "dgc", AT_HOSTS, "DGC 0.01, gather"),
     "exchange_scatter": Method("hvd_sparse", "dgc", {**AT_HOSTS, "exchange": "reduce_scatter"}, "reduce-scatter"),
@@ -49,6 +49,12 @@ EXCHANGES = {
         "hvd_sparse", "dgc", {**TWO_A_HOST, "between_hosts": "reduce_scatter"}, "hierarchical, reduce-scatter"
     ),
 }
+EXCHANGES |= {
+    name.replace("exchange", "exchange_ddp"): method._replace(package="ddp", label=f"DDP, {method.label}")
+    for name, method in EXCHANGES.items()
+    if name != "exchange_complete"
+}
+EXCHANGES["exchange_ddp_dense"] = EXCHANGES["exchange_ddp_dense"]._replace(label="DDP")
 MAIN = tuple(METHODS)  # the methods that `run.py` compares
 METHODS |= EXCHANGES
 METHODS |= {  # Table 1 of Gradient Dropping

@@ -103,6 +103,7 @@ def test_options_of_ddp_change_nothing(options):
     assert any(bool(plain.buffer(name).any()) for name in SHAPES)
 
 
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")
 def test_several_buckets_in_the_first_step_of_a_static_graph():
     """DDP cuts a bucket where the dtype changes, and then gives every bucket of this step the index 0."""
     dtypes = {name: torch.bfloat16 if name.endswith("bias") else torch.float32 for name in SHAPES}
