@@ -200,8 +200,8 @@ class DistributedCollectives(Collectives):
                 group = dist.new_group(list(ranks))
                 _subsets[ranks] = self.incarnation(), group
             if dist.get_rank() in ranks:
-                found[ranks] = DistributedCollectives(group)
-                found[ranks].device = self.device
+                own = DistributedCollectives(group)
+                found[ranks], own.device = own, self.device
         return found
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
