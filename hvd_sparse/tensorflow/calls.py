@@ -5,6 +5,7 @@ The variable is in a local list of Horovod's own stack frames while it traces `c
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.members import two_momenta
 from hvd_sparse.tensorflow.codecs.base import Entry, Round
 from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.variables import Variables
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
@@ -128,23 +130,45 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
         warnings.warn(two_momenta(outer, algorithm.name, algorithm.local_momentum), stacklevel=5)
 
 
-def refuse_keras_3(deepest: int = 30) -> None:
-    """Raise RuntimeError if a Horovod optimizer is being created around a Keras 3 optimizer.
+def warn_of_twins(call: Call, variables: Variables) -> None:
+    """Warn if the call leaves out variables of the shapes and types of its own.
+
+    TensorFlow tells calls apart by these, not by the variables: for a call with the others, as for the second of two
+    equal networks, it would run the graph of this one, with its residuals.
+    """
+    own = variables.names_of(call.variables)
+
+    def kinds(names: set[str]) -> Counter:
+        """Count the variables of each shape and type."""
+        return Counter((tuple(variables[name].shape), variables[name].dtype) for name in names)
+
+    if own and kinds(own) <= kinds(set(variables) - own):
+        warnings.warn(
+            f"hvd_sparse: this call reduces {len(own)} variables of the compression, and others have the same shapes. "
+            "If these are reduced in another call, build a compression for each call: TensorFlow takes one for another",
+            stacklevel=5,
+        )
+
+
+def makes_optimizer(deepest: int = 30) -> bool:
+    """Return whether a Keras optimizer of Horovod is being created; RuntimeError if it is around one of Keras 3.
 
     Keras 3 never calls the methods that Horovod overrides: each rank would silently train alone.
     """
     frame = sys._getframe(2)
     for _ in range(deepest):
         if frame is None:
-            return
-        optimizer = frame.f_locals.get("optimizer")
-        if frame.f_code.co_name == "create_distributed_optimizer" and is_keras_3(optimizer):
-            raise RuntimeError(
-                "hvd_sparse: Horovod's DistributedOptimizer does nothing under Keras 3: each rank would train alone. "
-                "Set the environment variable TF_USE_LEGACY_KERAS=1 before TensorFlow is imported (and install "
-                "tf-keras), or use hvd.DistributedGradientTape"
-            )
+            return False
+        if frame.f_code.co_name == "create_distributed_optimizer":
+            if is_keras_3(frame.f_locals.get("optimizer")):
+                raise RuntimeError(
+                    "hvd_sparse: Horovod's DistributedOptimizer does nothing under Keras 3: each rank would train "
+                    "alone. Set the environment variable TF_USE_LEGACY_KERAS=1 before TensorFlow is imported (and "
+                    "install tf-keras), or use hvd.DistributedGradientTape"
+                )
+            return True
         frame = frame.f_back
+    return False
 
 
 def is_keras_3(optimizer) -> bool:

@@ -4,6 +4,7 @@ Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOpt
 `decompress` during tracing: they build a graph, and variables store the state that changes from step to step.
 """
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ from hvd_sparse.tensorflow.calls import (
     check_call,
     find_call,
     is_stand_in,
-    refuse_keras_3,
+    makes_optimizer,
+    warn_of_twins,
 )
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange
@@ -35,6 +37,7 @@ from hvd_sparse.tensorflow.variables import Variables, unwrapped
 from hvd_sparse.units import checked_loss_scale
 
 untraced = tf.autograph.experimental.do_not_convert
+_optimizers = itertools.count(1)
 
 
 class SparseCompressor(tf.Module):
@@ -68,7 +71,7 @@ class SparseCompressor(tf.Module):
             self._make_error_feedback()
         exchange = self._parts.exchange
         loses = algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction
-        if loses and hvd.is_initialized() and not exchange.is_used():
+        if loses and hvd.is_initialized() and (exchange.is_alone() or not exchange.is_used()):
             warnings.warn(
                 "Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
                 f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
@@ -76,9 +79,10 @@ class SparseCompressor(tf.Module):
             )
 
     def __hash__(self):
-        refuse_keras_3()  # Horovod's optimizers hash their compression when they are made
-        # Horovod caches its traced function by this hash. With other ranks, it must be traced again.
-        return hash((id(self), hvd.rank(), hvd.size())) if is_elastic() and hvd.is_initialized() else id(self)
+        # Horovod caches its traced function by this hash. It must be traced again with other ranks, and for each Keras
+        # optimizer, whose loss scale and number of passes are part of the graph.
+        ranks = (hvd.rank(), hvd.size()) if is_elastic() and hvd.is_initialized() else ()
+        return hash((id(self), *ranks, next(_optimizers) if makes_optimizer() else 0))
 
     def __eq__(self, other):
         return self is other
@@ -127,6 +131,8 @@ class SparseCompressor(tf.Module):
             if found is not None:  # ranks outside must refuse, or they would wait for those that do
                 self._parts.exchange.check_process_set(found.process_set)
             return tensor, None
+        if self._parts.exchange.is_alone():  # Horovod delivers the gradient itself, as long as no rank joins
+            return self._parts.exchange.unless_stale(tensor), None
         call: TracedCall | None = self._parts.call
         if call is None or not call.expects(tensor):
             found = self._find_call(tensor)
@@ -274,6 +280,7 @@ class SparseCompressor(tf.Module):
         parts = self._parts
         check_call(call, parts.algorithm, parts.exchange)
         self._load()
+        warn_of_twins(call, parts.variables)
         description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too

@@ -107,7 +107,8 @@ class ErrorFeedback(tf.Module):
             return tf.cast(gradient, dtype), {}, ops.all_finite(gradient)
         wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
         whole = tf.cast(gradient, wide)
-        whole += tf.cast(tf.reshape(enlarged(self.residual.read_value(), units), self.variable.shape), wide)
+        shape = gradient.shape if gradient.shape.is_fully_defined() else self.variable.shape  # that of a shard is flat
+        whole += tf.cast(tf.reshape(enlarged(self.residual.read_value(), units), shape), wide)
         if gradient.dtype != tf.float16:
             return whole, {"residual": tf.zeros([self.size])}, ops.all_finite(whole)
         sent, left = self._cut(whole, most, dtype)

@@ -45,6 +45,10 @@ class Exchange(Members):
         """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""
         return is_elastic() or (self.process_set.included() and self.size() > 1)
 
+    def is_alone(self) -> bool:
+        """Return whether this is the only rank of an elastic job, at present."""
+        return is_elastic() and self.size() == 1
+
     def allgather(self, name: str, payload: tf.Tensor, most_bytes: int) -> tf.Tensor:
         """All-gather uint8[bytes], a multiple of 8 that may differ between ranks; the result is in rank order.
 
@@ -97,6 +101,12 @@ class Exchange(Members):
 
         Raises InvalidArgumentError, without waiting for other ranks, if this graph was built for another rank or size.
         """
+        own = self.unless_stale(numbers)
+        name = f"HorovodAllreduce.{self._prefix}.{name}"
+        return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
+
+    def unless_stale(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the tensor; raise InvalidArgumentError if this graph was built for another rank or size."""
         then, now = [hvd.rank(), self.size()], [hvd.rank_op(), hvd.size_op(self.process_set.process_set_id)]
         stale = (
             "hvd_sparse: this training step was traced for other ranks than Horovod has now. Make the tf.function, and "
@@ -105,9 +115,7 @@ class Exchange(Members):
         )
         check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])
         with tf.control_dependencies([check]):
-            own = tf.identity(numbers)
-        name = f"HorovodAllreduce.{self._prefix}.{name}"
-        return hvd.allreduce(own, op=hvd.Max, name=name, ignore_name_scope=True, process_set=self.process_set)
+            return tf.identity(tensor)
 
     def agree(self, lines: list[str]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all ranks pass the same lines.

@@ -122,9 +122,11 @@ class Hosts:
         if not entries:
             return
         own = tf.concat([self._result(entry, now) for entry in entries], 0)
-        every = self.host.gather_floats(f"result{now.suffix}", own) if self.host_size > 1 else own
-        now.counted.add(payload_bytes=4 * own.shape[0])
-        now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
+        every = own
+        if self.host_size > 1:
+            every = self.host.gather_floats(f"result{now.suffix}", own)
+            now.counted.add(payload_bytes=4 * own.shape[0])
+            now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
         lengths = [np.diff(self.cuts[entry.name]) for entry in entries]
         parts = tf.split(every, np.stack(lengths, axis=1).reshape(-1))  # shard by shard, entry by entry
         for number, entry in enumerate(entries):

@@ -58,6 +58,11 @@ class Variables:
         """Return one line for each variable, for the configuration check across ranks."""
         return [f"{name}: {tuple(v.shape)} {v.dtype.name}" for name, v in self._by_name.items()]
 
+    def names_of(self, variables: Iterable) -> set[str]:
+        """Return the names of those of some variables that are among these."""
+        found = (self._name_of.get(id(unwrapped(variable))) for variable in variables)
+        return {name for name in found if name is not None}
+
     def name_of(self, variable) -> str:
         """Return the name of a variable, or raise ValueError."""
         variable = unwrapped(variable)

@@ -2,6 +2,7 @@
 
 import pickle
 
+import horovod.tensorflow
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -26,6 +27,33 @@ SCATTER = {"density": 0.05, "min_numel": 50, "exchange": "reduce_scatter", "dens
 @pytest.fixture(autouse=True)
 def elastic(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() != 1, reason="an elastic job of which one rank is left")
+@pytest.mark.parametrize("graph", [False, True])
+def test_one_rank_alone_applies_its_gradients_and_keeps_nothing(graph):
+    """Horovod delivers them as they are: what a residual had of them would be sent again when a rank joins."""
+    variables = make_variables()
+    with pytest.warns(UserWarning, match="compresses nothing with one process"):
+        compression = Compression.dgc(list(variables.values()), density=0.01, momentum=0.9)
+    reduce = Reducer(variables, compression, graph=graph)
+    for step in range(3):
+        gradients = draw(SHAPES, step, 0)
+        for name, found in reduce(gradients).items():
+            np.testing.assert_array_equal(found, gradients[name], err_msg=name)
+    assert not any(np.any(residual_of(compression, name)) for name in SHAPES)
+    assert int(compression.step) == 0
+
+
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() != 1, reason="an elastic job of which one rank is left")
+def test_a_step_traced_for_one_rank_alone_is_refused_with_more(monkeypatch):
+    variables = make_variables()
+    reduce = Reducer(variables, Compression.gradient_dropping(list(variables.values()), density=0.01))
+    monkeypatch.setattr(horovod.tensorflow, "size_op", lambda *_, **__: tf.constant(2))  # as after a rank has joined
+    with pytest.raises(tf.errors.InvalidArgumentError, match="was traced for other ranks"):
+        reduce(draw(SHAPES, 0, 0))
 
 
 @several
@@ -102,6 +130,7 @@ def test_horovod_recognises_a_failure_of_each_collective(exchange):
     assert [name for name in sorted(names) if not any(word in name for word in known)] == []
 
 
+@several
 def test_a_step_traced_for_other_ranks_is_refused_on_every_rank(monkeypatch):
     variables = make_variables()
     reducer = Reducer(variables, Compression.gradient_dropping(list(variables.values())))

@@ -40,6 +40,7 @@ def whole(compression, name, kind="residual"):
         ("gradient_dropping", {"scope": "tensor"}),
         ("gradient_dropping", {"scope": "model", "values": "float16"}),
         ("gradient_dropping", {"density": NowAndThenDense()}),
+        ("gradient_dropping", {"density": NowAndThenDense(), "granularity": "channel"}),
         ("topk", {}),
         ("gradient_dropping", {"between_hosts": "reduce_scatter"}),
         ("topk", {"between_hosts": "reduce_scatter", "complete": True}),
@@ -47,7 +48,7 @@ def whole(compression, name, kind="residual"):
         ("cltk", {}),
         ("random_k", {}),
     ],
-    ids=["tensor", "model", "dense", "topk", "scattered", "completed", "micro", "cltk", "random_k"],
+    ids=["tensor", "model", "dense", "dense channels", "topk", "scattered", "completed", "micro", "cltk", "random_k"],
 )
 @pytest.mark.each_value
 def test_nothing_is_lost(method, settings, graph, layout):
@@ -229,6 +230,16 @@ def test_a_dense_step_counts_the_elements_of_a_shard(layout):
     reduce = reduce_with("topk", {"w": (480,)}, layout, density=EverDense(), min_numel=0)
     reduce(draw({"w": (480,)}, 0, hvd.rank()))
     assert reduce.compression.stats()["step"]["density"] == pytest.approx(1.0 / layout)
+
+
+def test_hosts_of_one_rank_send_what_a_gather_sends():
+    shapes, ratios = {"w": (4000,)}, []
+    for exchange in ({}, {"exchange": "hierarchical", "ranks_per_host": 1}):
+        variables = make_variables(shapes)
+        compression = Compression.topk(list(variables.values()), density=0.01, dense_fallback=None, **exchange)
+        Reducer(variables, compression)(draw(shapes, 0, hvd.rank()))
+        ratios.append(compression.stats()["step"]["ratio"])
+    assert ratios[1] > 0.8 * ratios[0] > 8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -153,6 +153,21 @@ def test_different_steps_are_seen_on_every_rank():
     refuse(reduce, tf.errors.InvalidArgumentError, "not at the same step")
 
 
+@several
+def test_a_call_that_leaves_out_variables_of_its_own_shapes_warns():
+    """TensorFlow would take the call of the second of two equal networks for that of the first."""
+    shapes = {"actor": (3, 4), "critic": (3, 4), "head": (5,)}
+    variables = make_variables(shapes)
+    for names, is_twin in ((["actor"], True), (["actor", "critic"], False), (["actor", "head"], False)):
+        compression = Compression.gradient_dropping(list(variables.values()), density=0.5, min_numel=0)
+        reduce = Reducer(variables, compression)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduce({name: np.ones(shapes[name]) for name in names})
+        assert any("build a compression for each call" in str(one.message) for one in caught) == is_twin, names
+
+
+@several
 @pytest.mark.rank_counts
 def test_steps_beyond_what_float64_adds_exactly():
     """With three ranks, the squares of this step number do not add up to three times one of them."""

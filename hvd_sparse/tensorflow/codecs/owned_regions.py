@@ -28,7 +28,8 @@ class OwnedRegions(FixedCount):
     @property
     def scatters(self) -> bool:
         """Whether the exchange is a reduce-scatter at the current world size."""
-        return self.algorithm.scatters(self.exchange.size(), [one.size for one in self.feedback.values()])
+        sizes = [one.size for one in self.feedback.values() if one.may_wait]
+        return self.algorithm.scatters(self.exchange.size(), sizes)
 
     @property
     def values(self) -> str:
