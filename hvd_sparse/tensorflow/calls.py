@@ -131,10 +131,10 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
 
 
 def warn_of_twins(call: Call, variables: Variables) -> None:
-    """Warn if the call leaves out variables of the shapes and types of its own.
+    """Warn if other variables of the compression have the shapes and types of the call's variables.
 
-    TensorFlow tells calls apart by these, not by the variables: for a call with the others, as for the second of two
-    equal networks, it would run the graph of this one, with its residuals.
+    TensorFlow tells calls apart by shapes and types, not by variables: for a call with the other ones, as for the
+    second of two equal networks, it would run the graph of this call, with its residuals.
     """
     own = variables.names_of(call.variables)
 
