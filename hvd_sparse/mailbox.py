@@ -59,6 +59,7 @@ class Mailbox:
                 for piece in (data[begin : begin + MOST_BYTES] for begin in range(0, data.size + 1, MOST_BYTES))
             ]
         pending = [(request, piece) for request, piece in requests if not request.Test()]
+        self.reap()  # `look` does not, as long as it finds messages
         if pending:
             with self._lock:
                 self._pending += pending

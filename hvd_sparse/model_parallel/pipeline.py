@@ -68,7 +68,7 @@ class Pipeline(abc.ABC):
         self.boundaries = boundaries
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
-        self._step = 0
+        self._step = self._trained = 0  # numbers of batches, and of those to train with
         self._traffic: Counter = Counter()
         error = None
         try:
@@ -133,7 +133,7 @@ class Pipeline(abc.ABC):
         count = self._traffic
         occupancy = count["kept"] / count["elements"] if count["elements"] else 1.0
         directions = {name: self._direction(name) for name in ("forward", "backward", "evaluation")}
-        return {**directions, "targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._step}
+        return {**directions, "targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._trained}
 
     def close(self) -> None:
         """Close this stage, and tell the others; the interpreter's exit does it otherwise."""
@@ -229,7 +229,7 @@ class Pipeline(abc.ABC):
             raise cause from error
 
     def _run(self, inputs, targets, batch: Batch) -> tuple[float, Batch]:
-        self._step = batch.step
+        self._step, self._trained = batch.step, self._trained + batch.training
         if self.is_first:
             self._begin(inputs, targets, batch)
         batch.runs[0] = self._take(0, batch)  # says how many micro-batches there are

@@ -216,19 +216,22 @@ class Server:
         return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form), check)
 
     def _average(self, message: Message) -> None:
-        """Move the buffers towards a worker's by 1/N of the difference, for N current workers."""
+        """Move the buffers towards a worker's by 1/N of the difference, for N current workers.
+
+        Equal elements stay as they are, such as the infinities of an attention mask.
+        """
         if message.body.size % 4:
             raise DamagedMessage(f"{message.body.size} bytes are no float32")
         theirs = message.body.copy().view(np.float32)
-        if not np.isfinite(theirs).all():
-            raise DamagedMessage("not all buffers are finite")
-        if self.buffers.size == 0:
-            self.buffers = theirs
-        elif self.buffers.size != theirs.size:
-            raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {self.buffers.size}")
-        else:
-            part = np.float32(1.0 / len(self._records))
-            self.buffers = self.buffers * (np.float32(1.0) - part) + theirs * part
+        ours = self.buffers if self.buffers.size else theirs
+        if ours.size != theirs.size:
+            raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {ours.size}")
+        if not (np.isfinite(theirs) | (ours == theirs)).all():
+            raise DamagedMessage("buffers that differ from the server's are not all finite")
+        part = np.float32(1.0 / len(self._records))
+        with np.errstate(invalid="ignore"):
+            mixed = ours * (np.float32(1.0) - part) + theirs * part
+        self.buffers = np.where((ours == theirs) | ~np.isfinite(ours), theirs, mixed)
 
     def _refusal(self, reason: Reason, message: Message, text: str) -> Message:
         """Return a refusal; for a worker of the last incarnation known, k is the last applied push."""

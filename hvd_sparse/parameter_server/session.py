@@ -154,9 +154,12 @@ class Session:
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
         connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
+        if self._silence is not None:  # while other servers are still to come, too
+            self._heartbeat = Heartbeat(worker, self._endpoint(False), self.placement.servers, self._silence / 4.0)
         try:
             connection.join()
         except BaseException as error:
+            self._stop_heartbeat()
             self._failed = f"{type(error).__name__}: {error}"
             connection.leave(self._failed)  # some servers may have accepted this worker
             if self._thread is not None:
@@ -164,8 +167,6 @@ class Session:
             self._release()
             raise
         self._connection = connection
-        if self._silence is not None:
-            self._heartbeat = Heartbeat(worker, self._endpoint(False), self.placement.servers, self._silence / 4.0)
         atexit.register(self.close)
 
     def exchange(self, gradients, lr, weight_decay=None) -> None:
@@ -244,9 +245,7 @@ class Session:
             except Exception as caught:
                 error = last = caught
         connection, self._connection = self._connection, None
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+        self._stop_heartbeat()
         if connection is not None:
             connection.leave(f"{type(error).__name__}: {error}" if error else "")
         atexit.unregister(self.close)
@@ -256,6 +255,11 @@ class Session:
         self._release()
         if last is not None:
             raise last
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
     def __enter__(self):
         return self

@@ -116,6 +116,7 @@ class TensorFlowSession(Session):
         self.tensors, self.buffers = trained_and_buffers(model)
         arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
         buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
+        self.replaced: set[str] = set()  # variables that have the servers' parameters until the next step
         super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
             self.join({name: array.reshape(-1) for name, array in arrays.items()})
@@ -179,7 +180,7 @@ class TensorFlowSession(Session):
         for name, variable in zip(ours, theirs.values(), strict=True):
             variable.assign(arrays[name])
             if variable is self.tensors.get(name):
-                self.worker.changed.add(name)
+                self.replaced.add(name)
 
     def _assign_buffers(self, averages: np.ndarray) -> None:
         for name, array in self._split(averages).items():
@@ -335,6 +336,8 @@ class AsynchronousOptimizer(tf.Module):
         step, session = int(self.iterations.numpy()), self.session
         lr = dict.fromkeys(session.tensors, self._rate(step))
         session.worker.step = step
+        session.worker.changed |= session.replaced
+        session.replaced = set()
         session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
         self.iterations.assign_add(1)
         if (step + 1) % SHARE_EVERY == 0:

@@ -105,7 +105,10 @@ class TorchSession(Session):
         self.model = model if isinstance(model, torch.nn.Module) else None
         named = model if self.model is None else self.model.named_parameters()
         self.tensors = {name: parameter for name, parameter in named if parameter.requires_grad}
+        names = {id(parameter): name for name, parameter in self.tensors.items()}
         for name, parameter in self.tensors.items():
+            if names[id(parameter)] != name:
+                raise ValueError(f"{name} and {names[id(parameter)]} are one parameter: give it under one name")
             if not parameter.is_floating_point():
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
         arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())

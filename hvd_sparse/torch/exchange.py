@@ -3,7 +3,7 @@
 The names of collectives derive from fixed bucket numbers, never from the order of calls within a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic, sleep
 
 import torch
@@ -64,6 +64,15 @@ class Exchange:
     def rank(self) -> int:
         """Return this process's rank."""
         return self.collectives.rank()
+
+    def count_gradients(self, entries: Collection) -> None:
+        """Count the bytes that Horovod alone would have sent for the entries of a step, and the tokens."""
+        gradients = [entry.gradient for entry in entries]
+        self.traffic.count(
+            elements=sum(gradient.numel() for gradient in gradients),
+            dense_bytes=sum(gradient.nbytes for gradient in gradients),
+            payload_bytes=sum(entry.carries_token for entry in entries) * self.collectives.token_bytes,
+        )
 
     def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
         """Start an all-gather of uint8[bytes], a multiple of 8; the result is uint8, all payloads in rank order.

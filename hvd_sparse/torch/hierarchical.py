@@ -21,7 +21,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import counted, told
+from hvd_sparse.torch.vote import RanksDiffer, counted, told
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
@@ -173,7 +173,7 @@ class HierarchicalStep:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
         self._tokens.begin(self.rank, len(self.expected if self._clips_model else large))
-        self._planned = plan_buckets({name: self._bytes(name) for name in large}, HOST_BYTES, "host")
+        self._planned = plan_buckets({name: 4 * self.parameters[name].numel() for name in large}, HOST_BYTES, "host")
         self._missing = {title: set(names) for title, names in self._planned.items()}
         self._title_of = {name: title for title, names in self._planned.items() for name in names}
 
@@ -198,7 +198,7 @@ class HierarchicalStep:
         if self._clips_model:
             self._start_together()
         unplanned = [name for name in self.entries if name in self.cuts and name not in self._title_of]
-        late = plan_buckets({name: self._bytes(name) for name in unplanned}, HOST_BYTES, "late")
+        late = plan_buckets({name: 4 * self.parameters[name].numel() for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
             self._start(title, names)
         counts, self._within = self._count_in_host(), {}
@@ -209,17 +209,23 @@ class HierarchicalStep:
         self._handed_over.clear()
         if self.inner is not None:
             self.inner.finish()
-        self._count()
+        self.exchange.count_gradients(self.entries.values())
 
     def overflowed(self) -> bool:
         """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for all ranks."""
-        bad = sum(int(flag.logical_not().sum()) for flag in self._finite)
+        bad, failure = sum(int(flag.logical_not().sum()) for flag in self._finite), None
         if self.inner is not None:
-            bad += self.inner.overflowed()
+            try:
+                bad += self.inner.overflowed()
+            except RanksDiffer as error:  # only ranks of this column know: the others learn it from the next vote
+                failure = error
         own = torch.tensor([bad, 0.0, *told(self.number, self.units.loss_scale)], dtype=torch.float64)
         self.traffic.count(payload_bytes=own.nbytes)
         vote = self.exchange.allreduce("vote", own).wait()
-        return counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0
+        overflow = counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0
+        if failure is not None:
+            raise failure
+        return overflow
 
     def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
@@ -272,9 +278,6 @@ class HierarchicalStep:
             self._collectives.append(self._together.pending)
 
     # Within a host
-
-    def _bytes(self, name: str) -> int:
-        return 4 * self.parameters[name].numel()
 
     def _clip(self, entry: Entry) -> float:
         """Return the factor that clips a gradient by its own norm or by the norm of this rank's whole gradient."""
@@ -383,13 +386,3 @@ class HierarchicalStep:
             part = rest_of(column, hosts) / self.inner.units.outgoing(scale)
             total = self.inner.feedback[name].keep_excess(total, dtype, part).float()
         return total.float()
-
-    def _count(self) -> None:
-        """Count the bytes that Horovod alone would have sent, and the tokens."""
-        gradients = [entry.gradient for entry in self.entries.values()]
-        tokens = sum(entry.carries_token for entry in self.entries.values())
-        self.traffic.count(
-            elements=sum(gradient.numel() for gradient in gradients),
-            dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=tokens * self.exchange.collectives.token_bytes,
-        )

@@ -135,7 +135,7 @@ class Step:
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self.codec.begin(Round(number, density, (self.algorithm.seed << 32) + number, units, self.rank))
         self._awaited = set(self.expected)
-        self._deferred, self._votes, self._is_sealed = [], [], False
+        self._deferred, self._votes, self._late, self._is_sealed = [], [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
         shared = self._dense if self.codec.is_joint else self._together.names if density < 1.0 else frozenset()
         self._alone = self._dense - self._idle - shared
@@ -179,8 +179,7 @@ class Step:
         self._awaited.discard(name)
         if not self._awaited and not self._is_sealed and self.expected and not self._clips_model:
             self._seal()
-        if self._deferred:
-            self._release(wait=False)
+        self._release(wait=False)
         return carried
 
     def finish(self) -> None:
@@ -196,7 +195,7 @@ class Step:
         if late:
             self._start_late(late)
         self._release(wait=True)
-        self._count()
+        self.exchange.count_gradients(self.entries.values())
 
     def end(self) -> None:
         """End a complete step; the next step expects the same tensors.
@@ -209,8 +208,7 @@ class Step:
         self._tokens.end()
         self.codec.end()
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
-        self._idle = self._nowhere
-        self.entries, self._bucket_of = {}, {}
+        self._idle, self.entries, self._bucket_of = self._nowhere, {}, {}
         for bucket in self._plan:
             bucket.restart()
 
@@ -247,15 +245,15 @@ class Step:
         return result
 
     def _sum_of(self, bucket: Bucket, entry: Entry, scale: float) -> torch.Tensor:
-        """Return a sum from its bucket; the first call decodes the bucket and clears the sent entries."""
+        """Return a sum from its bucket; the first call decodes the bucket and clears the sent entries.
+
+        Decoding a joint bucket may exchange values, so all of them are decoded, in the same order on all ranks.
+        """
         if entry.name not in bucket.sums:
-            with self.traffic.timed("exchange"):
-                if self._scatter.started:
-                    self._scatter.finish(self._collectives)
-                gathered = None if bucket.pending is None else bucket.pending.wait()
-            bucket.scale = scale
-            with torch.no_grad():
-                self.codec.decode(bucket, gathered, self._members(bucket), self.units.outgoing(scale))
+            for one in (*self._plan, *self._late) if self.codec.is_joint else [bucket]:
+                members = self._members(one)
+                if one.is_started and members and not one.sums:
+                    self._decode(one, members, scale)
         if scale != bucket.scale:
             raise ValueError(
                 f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
@@ -266,6 +264,15 @@ class Step:
             part = rest_of(self.rank, self.units.world_size) / self.units.outgoing(scale)
             return self.feedback[entry.name].keep_excess(total, entry.gradient.dtype, part)
         return total
+
+    def _decode(self, bucket: Bucket, members: dict[str, Entry], scale: float) -> None:
+        with self.traffic.timed("exchange"):
+            if self._scatter.started:
+                self._scatter.finish(self._collectives)
+            gathered = None if bucket.pending is None else bucket.pending.wait()
+        bucket.scale = scale
+        with torch.no_grad():
+            self.codec.decode(bucket, gathered, members, self.units.outgoing(scale))
 
     def _members(self, bucket: Bucket) -> dict[str, Entry]:
         """Return the entries of a bucket whose gradients have arrived."""
@@ -280,11 +287,11 @@ class Step:
 
     def _start_late(self, entries: list[Entry]) -> None:
         sparse = [entry.name for entry in entries if entry.name not in self._dense]
-        buckets = self.codec.plan(sparse, "late")
-        for bucket in buckets:
+        self._late = self.codec.plan(sparse, "late")
+        for bucket in self._late:
             bucket.restart()
             self._bucket_of.update(dict.fromkeys(bucket.members, bucket))
-        self._start_all(entries, buckets, "late.")
+        self._start_all(entries, self._late, "late.")
 
     def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:
         """Send the buckets and those dense entries that Horovod does not all-reduce itself; start the vote."""
@@ -356,19 +363,9 @@ class Step:
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
-    def _count(self) -> None:
-        """Count the bytes that Horovod alone would have sent, and the tokens."""
-        gradients = [entry.gradient for entry in self.entries.values()]
-        tokens = sum(entry.carries_token for entry in self.entries.values())
-        self.traffic.count(
-            elements=sum(gradient.numel() for gradient in gradients),
-            dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=tokens * self.exchange.collectives.token_bytes,
-        )
-
     def _release(self, wait: bool) -> None:
         """Start the deferred all-gathers once the presence check shows that all ranks take part in this step."""
-        if not wait and not (self._deferred and self._presence.is_known()):
+        if not (wait or (self._deferred and self._presence.is_known())):
             return
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
@@ -383,8 +380,7 @@ class Step:
         """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
         flags, self.codec.finite = self.codec.finite, []
         bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
-        measured = [self._seconds] if self._fallback.is_measured else []
-        numbers = [*told(self.number, self.units.loss_scale), *measured]
+        numbers = [*told(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
         if is_asynchronous(self.device):
             vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=self.device)
             if not self._votes:  # nothing is decoded between the votes of a step

@@ -6,6 +6,10 @@ from hvd_sparse.announcement import STEPS_TOLD
 from hvd_sparse.units import Units, loss_scales_differ
 
 
+class RanksDiffer(RuntimeError):
+    """The ranks are at different steps, or have different loss scales."""
+
+
 def told(number: int, loss_scale: float) -> tuple[float, ...]:
     """Return step and loss scale, each with its square: their sums tell whether all ranks have the same values."""
     step = number % STEPS_TOLD
@@ -25,10 +29,10 @@ def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Cal
         refuse_damage()
     if steps**2 != squares * ranks:  # equal if and only if all steps are equal (Cauchy-Schwarz)
         mean = number - number % STEPS_TOLD + steps / ranks
-        raise RuntimeError(
+        raise RanksDiffer(
             f"hvd_sparse: this rank is at step {number}, the mean is {mean:g}. "
             "Load the compression's state on every rank, or on none"
         )
     if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal except for rounding
-        raise RuntimeError(loss_scales_differ(units.loss_scale, scales / ranks))
+        raise RanksDiffer(loss_scales_differ(units.loss_scale, scales / ranks))
     return bad, *others

@@ -90,7 +90,9 @@ def test_statistics_tell_bytes_and_occupancy(threshold):
     with pipeline:
         for inputs, targets in batches(6, rows=(64,)):
             pipeline.step(torch.from_numpy(inputs), torch.from_numpy(targets))
+        pipeline.evaluate(torch.from_numpy(inputs), torch.from_numpy(targets))
         stats = pipeline.stats()
+    assert stats["steps"] == 6
     forward, backward = stats["forward"], stats["backward"]
     assert forward["messages"] == (0 if LAST else 6) and backward["messages"] == (0 if RANK == 0 else 6)
     if not LAST:

@@ -3,6 +3,7 @@
 import functools
 
 import horovod.torch as hvd
+import leftover_sets
 import numpy as np
 import pytest
 import torch
@@ -222,6 +223,21 @@ def test_ranks_must_agree_on_the_loss_scale(scope):
     assert f"is {compression.loss_scale:g} on" in str(raised.value)
     assert all("loss_scale" in text for text in everywhere(str(raised.value)))
     assert_alive()
+
+
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() == 1, reason="several hosts need several ranks")
+def test_ranks_of_all_hosts_must_agree_on_the_loss_scale():
+    """Rank 0 differs. In a hierarchical exchange not every rank sends it payloads: of three, rank 1 does not."""
+    parameters = make_parameters()
+    settings = {"exchange": "hierarchical", "ranks_per_host": [hvd.size() - 1, 1], "dense_fallback": None}
+    compression = Compression.dgc(parameters.items(), density=0.05, **settings)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    compression.loss_scale = 3.0 if hvd.rank() == 0 else 1.5
+    with pytest.raises(RuntimeError, match=r"loss_scale is .* on this rank, the mean over the ranks is"):
+        drive(compression, parameters, draw(SHAPES, 1, hvd.rank()))
+    assert_alive()
+    leftover_sets.remove(hvd)
 
 
 def test_a_reduction_that_nobody_tells_is_refused_where_it_matters():

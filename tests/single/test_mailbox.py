@@ -47,6 +47,27 @@ def test_messages_longer_than_mpi_can_count_arrive_whole(monkeypatch, size):
         box.close(1.0)
 
 
+def test_what_was_sent_is_freed_though_there_is_always_something_to_read(monkeypatch):
+    """As on a busy server: it reads a push, answers, and finds the next push."""
+    box, done = Mailbox(MPI.COMM_SELF.Dup()), []
+
+    class Sending:
+        """A send that is complete a while after it began."""
+
+        def Test(self):
+            done.append(self)
+            return done.count(self) > 1
+
+    class Communicator:
+        def Isend(self, *_):
+            return Sending()
+
+    box._communicator = Communicator()
+    for _ in range(100):
+        box.post(0, 1, np.zeros(10, np.uint8))
+    assert len(box._pending) <= 1
+
+
 def test_what_nobody_takes_is_given_up():
     box = Mailbox(MPI.COMM_SELF.Dup())
     box.post(0, 1, np.zeros(3_000_000, np.uint8))

@@ -119,6 +119,23 @@ def every_kind(server, worker):
     return found
 
 
+def test_buffers_are_averaged_and_infinities_that_stay_are_no_damage():
+    """Such as those of an attention mask. What changes to something not finite is refused."""
+    server, worker = make_pair(METHODS["dgs"](density=0.1, min_numel=20))
+    mask = np.array([-np.inf, 0.1, np.inf, 1.0, 2.0], np.float32)
+    server.buffers = mask
+    lines = introduction(server.layout, worker.method)
+    server.handle(encode(Message(Kind.HELLO, 2, 5, body=protocol.as_body("\n".join(lines)))), 2)  # a second worker
+    exchange(server, worker, worker.share(mask + np.array([0, 0, 0, 3, 0], np.float32))[0])
+    np.testing.assert_array_equal(server.buffers, [-np.inf, np.float32(0.1), np.inf, 2.5, 2.0])
+    assert not np.shares_memory(server.buffers, mask)
+    for bad in (np.nan, np.inf):
+        refused = server.statistics.refused
+        server.handle(worker.share(np.array([-np.inf, bad, np.inf, 1.0, 2.0], np.float32))[0], worker.number)
+        assert server.statistics.refused == refused + 1
+    assert np.isfinite(server.buffers[[1, 3, 4]]).all()
+
+
 def test_every_flipped_bit_and_every_cut_is_noticed(pair):
     server, worker = pair
     kinds, before = every_kind(server, worker), snapshot(server)

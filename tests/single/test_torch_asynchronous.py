@@ -119,6 +119,12 @@ def test_other_types_have_a_float32_master(join, dtype):
     learn(model, optimizer, 3, dtype=dtype)
 
 
+def test_one_parameter_under_two_names_is_refused(join):
+    model = Odd()
+    with pytest.raises(ValueError, match=r"words\.weight and out\.weight are one parameter"):
+        join(model.named_parameters(remove_duplicate=False), GradientDroppingAsync(min_numel=0))
+
+
 class Odd(nn.Module):
     """Parameters that are not contiguous, of no dimension, frozen, tied, and one without a gradient."""
 
