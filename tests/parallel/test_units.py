@@ -230,7 +230,7 @@ def test_ranks_must_agree_on_the_loss_scale(scope):
 def test_ranks_of_all_hosts_must_agree_on_the_loss_scale():
     """Rank 0 differs. In a hierarchical exchange not every rank sends it payloads: of three, rank 1 does not."""
     parameters = make_parameters()
-    settings = {"exchange": "hierarchical", "ranks_per_host": [hvd.size() - 1, 1], "dense_fallback": None}
+    settings = {"exchange": "hierarchical", "ranks_per_host": [hvd.size() - 1, 1], "min_numel": 10}
     compression = Compression.dgc(parameters.items(), density=0.05, **settings)
     drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
     compression.loss_scale = 3.0 if hvd.rank() == 0 else 1.5
