@@ -79,17 +79,6 @@ def test_what_is_not_far_apart_is_padded_and_gathered_at_once(monkeypatch):
     assert calls == ["all_gather"] * 3 + broadcasts
 
 
-def test_finished_works_are_kept_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(distributed, "LAST_BYTES", 1000)
-    ranks, collectives = dist.get_world_size(), DistributedCollectives()
-    for _ in range(20):
-        collectives.add("small", torch.ones(1)).wait()
-    assert len(distributed._last) == distributed.LAST
-    for _ in range(3):
-        collectives.gather("large", torch.ones(1000)).wait()
-    assert [size for _, size in distributed._last] == [4000 * ranks] * 2
-
-
 def test_subsets_are_made_once():
     from hvd_sparse.hierarchy import by_size
 

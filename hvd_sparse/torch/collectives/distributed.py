@@ -23,15 +23,14 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
 PADDED = 1.25  # largest ratio of padded to unpadded bytes at which vectors are padded and gathered in one collective
-LAST = 16  # largest number of finished works that are kept
-LAST_BYTES = 1 << 26  # largest size of their results, beyond that of the last two
+LAST = 16  # number of finished works that are kept
 
 _subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
 
 # If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold one of the last works,
 # so these are kept, and the reference below keeps them until the process has ended. This makes the abort unlikely;
 # only destroy_process_group, which waits for the threads, excludes it.
-_last: deque[tuple[Any, int]] = deque(maxlen=LAST)  # works, and bytes of their results
+_last: deque[Any] = deque(maxlen=LAST)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
 
 
@@ -51,8 +50,7 @@ class WorkHandle:
         """Wait for the result and return it."""
         for work in self._works:
             work.wait()
-            if not self._result.is_cuda:
-                _keep(work, self._result.nbytes)
+            _last.append(work)
         self._works.clear()
         return self._result if self._origin is None else self._origin.copy_(self._result)
 
@@ -283,13 +281,6 @@ class DistributedCollectives(Collectives):
         if self.device is not None and self.device.type == "cuda":
             return self.device
         return torch.device("cuda", torch.cuda.current_device())
-
-
-def _keep(work: Any, size: int) -> None:
-    """Keep a finished work of gloo; `size` is that of its result in bytes."""
-    _last.append((work, size))
-    while len(_last) > 2 and sum(nbytes for _, nbytes in _last) > LAST_BYTES:
-        _last.popleft()
 
 
 def _back(origin: torch.Tensor, placed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
