@@ -84,9 +84,8 @@ def evaluate(model, characters, args):
     return total / count
 
 
-def main():
-    """Run the example; every rank takes part, rank 0 reports."""
-    args = parse_arguments()
+def run(args):
+    """Train; every rank takes part, rank 0 reports."""
     train_text, held_out_text = load_text()
     if len(train_text) // (args.batch_size * args.size) <= args.sequence_length:
         raise SystemExit(
@@ -105,6 +104,12 @@ def main():
 
     settings = {"hidden": args.hidden, "sequence_length": args.sequence_length}
     training.report_steps("pytorch_char_lstm", "character LSTM", rows, traffic, seconds, args, **settings)
+
+
+def main():
+    """Run the example on every rank."""
+    args = parse_arguments()
+    run(args)
     training.finish(args)
 
 

@@ -3,6 +3,7 @@
 Horovod is not needed. The baselines `none` and `fp16`, and PowerSGD, are PyTorch's own.
 """
 
+import gc
 import os
 
 import torch
@@ -32,7 +33,8 @@ def init(**options):
 
 
 def finish():
-    """End torch.distributed: waits for its threads, as Python aborts if one of them frees a tensor while it exits."""
+    """End torch.distributed and its threads: Python aborts if one of them frees a tensor while it exits."""
+    gc.collect()  # the model and its compression, which hold the process group
     dist.destroy_process_group()
 
 

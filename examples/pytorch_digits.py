@@ -87,9 +87,8 @@ def train(model, optimizer, compression, traffic, data, args):
     return rows
 
 
-def main():
-    """Run the example; every rank takes part, rank 0 reports."""
-    args = parse_arguments()
+def run(args):
+    """Train; every rank takes part, rank 0 reports."""
     data = digits_data.load()
     digits_data.count_steps(len(data[0]), args)
     model = Net().to(args.device)
@@ -99,6 +98,12 @@ def main():
     start = time.perf_counter()
     rows = train(model, optimizer, compression, traffic, data, args)
     digits_data.report("pytorch_digits", rows, traffic, time.perf_counter() - start, args)
+
+
+def main():
+    """Run the example on every rank."""
+    args = parse_arguments()
+    run(args)
     training.finish(args)
 
 

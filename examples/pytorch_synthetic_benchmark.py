@@ -73,9 +73,8 @@ def train_batches(count, model, optimizer, traffic, data, target, args):
     return (time.perf_counter() - start) / max(1, count)
 
 
-def main():
-    """Run the benchmark; every rank takes part, rank 0 reports."""
-    args = parse_arguments()
+def run(args):
+    """Measure; every rank takes part, rank 0 reports."""
     model, sample_shape = make_model(args.model, args.width)
     model.to(args.device)
     model, optimizer, compression = training.distribute(model, args, warmup_steps=0)
@@ -89,6 +88,12 @@ def main():
 
     sum_over_ranks = functools.partial(training.sum_over_ranks, args=args)
     synthetic.report("pytorch_synthetic_benchmark", step, traffic, sum_over_ranks, args)
+
+
+def main():
+    """Run the example on every rank."""
+    args = parse_arguments()
+    run(args)
     training.finish(args)
 
 

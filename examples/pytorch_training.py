@@ -34,7 +34,7 @@ def start(parser):
 
 
 def finish(args):
-    """End the host framework; the last call of every rank."""
+    """End the host framework; the last call of every rank, when nothing holds the model any more."""
     host_of(args).finish()
 
 

@@ -109,9 +109,8 @@ def evaluate(model, text, args):
     return training.sum_over_ranks([total], "held_out", args)[0] / HELD_OUT_WINDOWS
 
 
-def main():
-    """Run the example; every rank takes part, rank 0 reports."""
-    args = parse_arguments()
+def run(args):
+    """Train; every rank takes part, rank 0 reports."""
     train_text, held_out_text = load_text()
     if len(held_out_text) <= args.sequence_length:
         raise SystemExit(f"--sequence-length {args.sequence_length} is more than the held-out text has")
@@ -126,6 +125,12 @@ def main():
 
     settings = {"sequence_length": args.sequence_length}
     training.report_steps("pytorch_transformer", "character transformer", rows, traffic, seconds, args, **settings)
+
+
+def main():
+    """Run the example on every rank."""
+    args = parse_arguments()
+    run(args)
     training.finish(args)
 
 

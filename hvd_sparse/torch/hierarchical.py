@@ -248,6 +248,7 @@ class HierarchicalStep:
         """End a complete step."""
         for collective in self._collectives:
             collective.wait()
+        self._collectives = []
         self._tokens.end()
         if self.inner is not None:
             self.inner.end()

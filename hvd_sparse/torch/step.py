@@ -204,6 +204,7 @@ class Step:
         """
         for collective in self._collectives:
             collective.wait()
+        self._collectives = []
         self._tokens.end()
         self.codec.end()
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)

@@ -1,6 +1,8 @@
 """Checkpoints under DistributedDataParallel, skipped steps, loss scales, 16-bit types."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -124,6 +126,26 @@ def test_steps_beyond_what_float64_adds_exactly():
     trainer.compression.load_state_dict({**trainer.compression.state_dict(), "step": 100_000_001})
     trainer.step(draw(SHAPES, 0, dist.get_rank()))
     assert trainer.compression.state_dict()["step"] == 100_000_002
+
+
+def test_a_step_leaves_no_messages_behind():
+    """At most those that gloo's threads may hold: the messages of all ranks are as large as a dense model."""
+    trainer, pending = Trainer(density=0.05, min_numel=0, dense_fallback=None), []
+    exchange = trainer.compression._exchange
+    allgather = exchange.allgather
+
+    def record(*arguments):
+        started = allgather(*arguments)
+        pending.append(weakref.ref(started))
+        return started
+
+    exchange.allgather = record
+    exchange.gather_small = lambda name, message: record(name, message)
+    for step in range(2):
+        trainer.step(draw(SHAPES, step, dist.get_rank()))
+    gc.collect()
+    assert len(pending) > 2
+    assert [one() for one in pending] == [None] * len(pending)
 
 
 def test_loss_scales_that_differ_are_refused():

@@ -9,8 +9,9 @@ collectives when it starts the next collective with unknown sizes or waits for a
 """
 
 import abc
-import ctypes
-from collections import deque
+import atexit
+import functools
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -23,15 +24,24 @@ from hvd_sparse.torch.collectives import Collectives, Handle
 
 NOT_INITIALISED = "hvd_sparse: torch.distributed is not initialised; call torch.distributed.init_process_group() first"
 PADDED = 1.25  # largest ratio of padded to unpadded bytes at which vectors are padded and gathered in one collective
-LAST = 16  # number of finished works that are kept
+EXIT_SECONDS = 0.1
+
+if dist.is_available():
+    # PyTorch imports this module when it builds the first DistributedDataParallel. Imported then, the default arguments
+    # of its functions keep the process group, and destroy_process_group never ends the threads of gloo.
+    import torch.distributed.nn
 
 _subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
 
-# If a gloo thread frees a tensor while Python exits, the process aborts. A thread may still hold one of the last works,
-# so these are kept, and the reference below keeps them until the process has ended. This makes the abort unlikely;
-# only destroy_process_group, which waits for the threads, excludes it.
-_last: deque[Any] = deque(maxlen=LAST)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last))
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Make the process wait a moment before it ends, once for all collectives.
+
+    The threads of gloo free the tensors of a collective after its result has arrived. If one of them does so while
+    Python ends, the process aborts: "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, EXIT_SECONDS)
 
 
 class WorkHandle:
@@ -50,7 +60,6 @@ class WorkHandle:
         """Wait for the result and return it."""
         for work in self._works:
             work.wait()
-            _last.append(work)
         self._works.clear()
         return self._result if self._origin is None else self._origin.copy_(self._result)
 
@@ -134,6 +143,7 @@ class DistributedCollectives(Collectives):
         self._group = group
         self.device: torch.device | None = None  # of the model; None: unknown
         self._postponed: list[Postponed] = []
+        wait_at_exit()
 
     @property
     def group(self) -> dist.ProcessGroup:
