@@ -9,7 +9,7 @@ Environment:
     HVD_SPARSE_TARGETS                                            what CMake builds, in place of all operators
     HVD_SPARSE_BUILD                                              where CMake builds, kept for the next time
     CUDAARCHS                                                     compute capabilities, such as 90 or "80;90"
-    MAKEFLAGS                                                     passed on, such as -j8
+    CMAKE_BUILD_PARALLEL_LEVEL                                    files compiled at once; else one on each processor
 """
 
 import importlib
@@ -154,15 +154,15 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         if not self.inplace:  # libraries of another build, for other frameworks or other versions of them
             shutil.rmtree(package / "lib", ignore_errors=True)
-        environment = dict(os.environ)
-        environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count()}")
         if shutil.which("cmake") is None:
             sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
         if subprocess.run(configure).returncode != 0:
             hint = ". If CUDA is at fault: HVD_SPARSE_WITHOUT_CUDA=1 leaves it out" if len(cuda) > 1 else ""
             sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}{hint}")
         compile_all = ["cmake", "--build", str(build), "--target", *targets]
-        if subprocess.run(compile_all, env=environment).returncode != 0:
+        if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
+            compile_all += ["--parallel", str(os.cpu_count())]
+        if subprocess.run(compile_all).returncode != 0:
             sys.exit(f"hvd_sparse: it did not compile; the first error above says why. {COMPILER_NEEDED}")
 
     def get_outputs(self):

@@ -68,8 +68,9 @@ def train(model, optimizer, compression, traffic, data, args):
         for epoch in range(len(rows), args.epochs):
             model.train()
             losses = 0.0
-            for batch in digits_data.epoch_batches(len(train_images), epoch, args):
-                training.set_learning_rate(optimizer, args.lr, traffic.steps, steps, args.warmup_steps)
+            begin = epoch * args.steps_per_epoch  # not traffic.steps, which counts steps with other world sizes, too
+            for step, batch in enumerate(digits_data.epoch_batches(len(train_images), epoch, args), begin):
+                training.set_learning_rate(optimizer, args.lr, step, steps, args.warmup_steps)
                 optimizer.zero_grad()
                 images = digits_data.shifted(train_images[batch], shifts)
                 images, labels = as_batch(images, train_labels[batch], args.device)

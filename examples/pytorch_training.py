@@ -97,6 +97,7 @@ def save(model, optimizer, compression, rows, steps, args):
     """
     model = getattr(model, "module", model)  # the model inside DistributedDataParallel
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rows": rows, "steps": steps}
+    state["method"] = args.method
     if reporting.compresses(args):
         state["compression"] = compression.state_dict(summed=True)
     if args.rank == 0:
@@ -109,8 +110,12 @@ def load(model, optimizer, compression, args):
     if not args.checkpoint or not os.path.exists(args.checkpoint):
         return [], 0
     state = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
+    reporting.check_method(state["method"], args)
     getattr(model, "module", model).load_state_dict(state["model"])
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)  # with one rank the optimizer has the momentum, not the compression
     if reporting.compresses(args) and "compression" in state:
         compression.load_state_dict(state["compression"])
     return state["rows"], state["steps"]

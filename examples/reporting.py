@@ -144,6 +144,12 @@ def compresses(args):
     return args.method not in DENSE_METHODS and args.size > 1
 
 
+def check_method(method, args):
+    """End the program if a checkpoint is of another method: its residuals would be lost, and its momentum."""
+    if method != args.method:
+        raise SystemExit(f"--method {args.method} cannot continue {args.checkpoint}, which is of --method {method}")
+
+
 def compresses_momentum(args):
     """Return whether the compressor applies momentum, weight decay and clipping."""
     return args.method in LOCAL_MOMENTUM and compresses(args)
@@ -287,7 +293,17 @@ def print_table(rows):
 
 
 def plot_curves(rows, x, panels, title, path):
-    """Draw one panel for each list of keys in `panels` against key `x` and save the figure to `path`."""
+    """Draw one panel for each list of keys in `panels` against key `x` and save the figure to `path`.
+
+    A figure that cannot be drawn or saved is no reason to lose the results of a run: the error is printed.
+    """
+    try:
+        _draw(rows, x, panels, title).savefig(path, dpi=120)
+    except (ImportError, OSError) as error:
+        print(f'no plot in {path}: {error}. --plot "" asks for none', file=sys.stderr)
+
+
+def _draw(rows, x, panels, title):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
@@ -301,7 +317,7 @@ def plot_curves(rows, x, panels, title, path):
             axis.set_yscale("log")
         axis.legend()
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def print_json(example, args, traffic, **results):

@@ -38,6 +38,7 @@ def train(model, optimizer, compression, traffic, data, args):
     train_images, test_images, train_labels, test_labels = data
     rows, done = training.load(model, optimizer, compression, args)
     traffic.resume(done)
+    optimizer.iterations.assign(len(rows) * args.steps_per_epoch)  # by which the learning rate falls
     step = training.make_step(model, optimizer, compression, args)
     shifts = np.random.default_rng([args.seed, args.rank, len(rows)])
     with reporting.Progress(args.epochs * args.steps_per_epoch, args) as bar:

@@ -96,7 +96,7 @@ def save(model, optimizer, compression, rows, steps, args):
     A job that is killed meanwhile leaves the previous epoch's file. A job with another world size can resume from it.
     """
     arrays = {f"variable/{i}": variable.numpy() for i, variable in enumerate([*model.variables, *optimizer.variables])}
-    told = {"rows": rows, "steps": steps}
+    told = {"rows": rows, "steps": steps, "method": args.method}
     if reporting.compresses(args):
         told["compression"] = compression.state_dict(summed=True)
         memory = told["compression"].pop("memory")
@@ -115,8 +115,10 @@ def load(model, optimizer, compression, args):
     optimizer.build(model.trainable_variables)
     with np.load(args.checkpoint) as file:
         told = json.loads(str(file["told"]))
+        reporting.check_method(told["method"], args)
         for i, variable in enumerate([*model.variables, *optimizer.variables]):
-            variable.assign(file[f"variable/{i}"])
+            if f"variable/{i}" in file:  # with one rank the optimizer has the momentum, not the compression
+                variable.assign(file[f"variable/{i}"])
         memory = {}
         for key in file.files:
             what, _, place = key.partition("/")

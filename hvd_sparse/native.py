@@ -15,6 +15,7 @@ from hvd_sparse.library import find_library
 from hvd_sparse.wire import CODINGS, LEVELS, VALUE_DTYPES, Segments, payload_size, resolve_coding
 
 MESSAGE_BYTES = 512
+OUT_OF_MEMORY = 3
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -67,8 +68,10 @@ def _function(name: str):
 
 def _call(name: str, *arguments) -> None:
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    if _function(name)(*arguments, message) != 0:
-        raise ValueError(f"hvd_sparse.{name}: {message.value.decode()}")
+    status = _function(name)(*arguments, message)
+    if status != 0:
+        error = MemoryError if status == OUT_OF_MEMORY else ValueError
+        raise error(f"hvd_sparse.{name}: {message.value.decode()}")
 
 
 def _checked(name: str, array: np.ndarray, dtype: type, size: int | None = None) -> np.ndarray:

@@ -20,7 +20,6 @@ stop() {
 "$PYTHON" -c 'import setuptools' 2>/dev/null || stop "$PYTHON has no setuptools" "install it: $PYTHON -m pip install setuptools"
 PATH="$PATH:$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
 export PATH CUDAARCHS
-unset MAKEFLAGS MFLAGS  # those of the make that runs this would build one file at a time
 command -v cmake >/dev/null || stop "there is no cmake" "install it: $PYTHON -m pip install cmake"
 CUDAARCHS=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 

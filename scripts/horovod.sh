@@ -21,7 +21,7 @@ tensorflow) with_torch=0 ;;
 esac
 command -v mpirun >/dev/null || fail "there is no mpirun on PATH" "load or install an MPI, or leave MPI=system out"
 # What its setup.py imports, and what it imports at run time: nothing is downloaded where all of it is there.
-step "packages that Horovod needs" pip install --disable-pip-version-check cloudpickle packaging psutil pyyaml setuptools wheel ||
+step "packages that Horovod needs" python -m pip install --disable-pip-version-check cloudpickle packaging psutil pyyaml setuptools wheel ||
     fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
 installed=$(python -c 'from importlib.util import find_spec as find; print(*filter(find, ("torch", "tensorflow")))')
 cache=$(wheel_cache $installed)/horovod-$VERSION-recipe$RECIPE
@@ -33,7 +33,7 @@ has_wheel() {  # DIRECTORY
 
 fetch() {  # one chain: `step` calls this in a condition, where set -e is without effect
     rm -rf "$source" && mkdir -p "$source" &&
-        pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION" &&
+        python -m pip download --no-deps --no-build-isolation --no-binary :all: -d "$source" "horovod==$VERSION" &&
         tar xf "$source/horovod-$VERSION.tar.gz" -C "$source" --strip-components=1 &&
         sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt &&
         sed -i '/xla_mpi_ops\.cc/d' "$source"/horovod/tensorflow/CMakeLists.txt &&
@@ -45,7 +45,7 @@ build() {  # the policy version: CMake 4 refuses the Gloo in it otherwise
     HOROVOD_WITH_PYTORCH=$with_torch HOROVOD_WITHOUT_PYTORCH=$((1 - with_torch)) \
         HOROVOD_WITH_TENSORFLOW=$with_tensorflow HOROVOD_WITHOUT_TENSORFLOW=$((1 - with_tensorflow)) \
         HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-        MAKEFLAGS=-j$(nproc) pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source" &&
+        MAKEFLAGS=-j$(nproc) python -m pip wheel --no-build-isolation --no-deps -w "$source/dist" "$source" &&
         mkdir -p "$wheels" && mv "$source"/dist/horovod-*.whl "$wheels/"
 }
 
@@ -59,4 +59,4 @@ if ! has_wheel "$wheels"; then
         fail "Horovod did not build" "read the log above$([ "$MPI" = system ] || echo "; MPI=system builds against the system's MPI instead")"
     [ "$frameworks" != all ] || rm -rf "$source"
 fi
-step "Horovod $VERSION: install" pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl
+step "Horovod $VERSION: install" python -m pip install --no-deps --force-reinstall "$wheels"/horovod-*.whl

@@ -38,11 +38,13 @@ step() {
 wheel_cache() {
     python - "$CACHE" "$MPI" "$(mpirun --version)" "${HOROVOD_GPU_OPERATIONS:-}" "$@" <<'PY'
 import re, sys, sysconfig
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 cache, mpi, mpirun, gpu, *packages = sys.argv[1:]
 mpi += "" if "Open MPI" in mpirun or "OpenRTE" in mpirun else ".other"
 parts = [sys.implementation.cache_tag, sysconfig.get_platform(), f"mpi.{mpi}.{re.search(r'[0-9][0-9.]*', mpirun)[0]}"]
 parts += [f"gpu.{gpu}"] if gpu else []
-print("/".join([cache, "-".join(parts + [package + version(package) for package in packages])]))
+providers = packages_distributions()  # of tensorflow: the package of that name, or tensorflow-cpu, for example
+versions = [name + version(providers.get(name, [name])[0]) for name in packages]
+print("/".join([cache, "-".join(parts + versions)]))
 PY
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "checksum.h"
 #include "elias_fano.h"
@@ -96,7 +97,29 @@ void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView
   ReadLowBit(view->values, indices.data(), view->entries, format.dtype, format.segments, view->low_bit.data());
 }
 
+// A damaged number of entries moves all payloads after it. Returns the error of the first located payload that is
+// damaged itself, else `status`.
+Status ErrorOfTheFirst(const std::vector<PayloadFormat>& members, const uint8_t* gathered, const int64_t* offsets,
+                       const int64_t* ks, int64_t located, const Status& status) {
+  const auto count = static_cast<int64_t>(members.size());
+  for (int64_t p = 0; p < located; ++p) {
+    PayloadFormat format = members[static_cast<size_t>(p % count)];
+    format.k = ks[p];
+    int64_t bytes = 0;
+    int64_t entries = 0;
+    Status own = PayloadSize(format, &bytes);
+    if (own.ok()) own = CheckBytes(format, gathered + offsets[p], bytes, &entries);
+    if (!own.ok()) return FromRank(p / count, own);
+  }
+  return status;
+}
+
 }  // namespace
+
+Status FromRank(int64_t rank, Status status) {
+  status.message = "from rank " + std::to_string(rank) + ": " + status.message;
+  return status;
+}
 
 int64_t ValuesAt(const PayloadFormat& format) {
   const int64_t alignment = IsLowBit(format.dtype) ? 4 : std::max<int64_t>(1, ItemSize(format.dtype));
@@ -177,6 +200,7 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
 Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
                       int64_t* offsets, int64_t* ks) {
   int64_t at = 0;
+  int64_t located = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     for (PayloadFormat& format : members) {
       Header header{};
@@ -187,16 +211,14 @@ Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const u
                           ? Status::CorruptPayload("payload entries exceed n")
                           : PayloadSize(format, &bytes);
       if (status.ok() && bytes > size - at) status = Status::CorruptPayload("payload is cut off");
-      if (!status.ok()) {
-        status.message = "from rank " + std::to_string(rank) + ": " + status.message;
-        return status;
-      }
-      *offsets++ = at;
-      *ks++ = format.k;
+      if (!status.ok()) return ErrorOfTheFirst(members, gathered, offsets, ks, located, FromRank(rank, status));
+      offsets[located] = at;
+      ks[located++] = format.k;
       at += bytes;
     }
   }
-  return Expect("messages' size in bytes", at, size);
+  const Status status = Expect("messages' size in bytes", at, size);
+  return status.ok() ? status : ErrorOfTheFirst(members, gathered, offsets, ks, located, status);
 }
 
 float ValueAt(const PayloadView& view, DType dtype, int64_t j) {

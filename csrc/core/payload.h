@@ -50,10 +50,14 @@ struct PayloadView {
 // Checks everything that decoding relies on: size, header against `format`, checksum, counts, runs.
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
 
+// Returns an error that names the rank whose payload is at fault.
+Status FromRank(int64_t rank, Status status);
+
 // Locates payloads whose number of entries differs between ranks. `gathered` has the concatenated messages of all
 // ranks. A message has a payload of members[0], members[1], ..., whose k may differ from the members' k. Sets
 // offsets[rank * members.size() + member] to the start of each payload, and its k to the number of entries, at least 1.
-// Checks only the fields that it reads, and that no bytes are left over.
+// Checks only the fields that it reads, and that no bytes are left over. A damaged number of entries moves all payloads
+// after it, so an error names the rank of the first payload that is damaged itself.
 Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
                       int64_t* offsets, int64_t* ks);
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "run_length.h"
@@ -115,10 +115,7 @@ Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, f
   for (size_t rank = 0; rank < sources.size(); ++rank) {
     format.k = sources[rank].k;
     Status status = Validate(format, sources[rank].payload, sources[rank].size, &addends[rank].view);
-    if (!status.ok()) {
-      status.message = "from rank " + std::to_string(rank) + ": " + status.message;
-      return status;
-    }
+    if (!status.ok()) return FromRank(static_cast<int64_t>(rank), std::move(status));
     addends[rank].starts = Starts(addends[rank].view);
   }
   parallel_for(0, BlockCount(format.n), 4,

@@ -11,7 +11,7 @@
 
 using hvd_sparse::DType;
 using hvd_sparse::FormatOf;
-using hvd_sparse::Report;
+using hvd_sparse::Guarded;
 using hvd_sparse::SerialFor;
 
 // `hvd_sparse.native` defines a structure with the same layout.
@@ -36,15 +36,6 @@ hvd_sparse::AccumulateParams ParamsOf(const HvdSparseRule& rule, const float* pa
   return params;
 }
 
-int Select(const hvd_sparse::Status& status, const hvd_sparse::Selection& selection, int64_t* indices, double* info,
-           char* message) {
-  if (!status.ok()) return Report(status, message);
-  std::copy(selection.indices.begin(), selection.indices.end(), indices);
-  info[0] = selection.threshold;
-  info[1] = static_cast<double>(selection.passed);
-  return 0;
-}
-
 }  // namespace
 
 // gradient, residual, and unless null velocity and parameter: n elements. finite: whether the gradient was finite.
@@ -62,58 +53,65 @@ HVD_SPARSE_API int hvd_sparse_accumulate_top_k(const float* gradient, int64_t n,
                                                const float* parameter, float* residual, float* velocity, int64_t k,
                                                uint64_t seed, double hint, int64_t* indices, double* info,
                                                int32_t* finite, char* message) {
-  hvd_sparse::Selection selection;
-  bool is_finite = true;
-  const hvd_sparse::Status status =
-      hvd_sparse::AccumulateTopK({gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity), {k, hint, seed},
-                                 SerialFor, {residual, velocity}, &is_finite, &selection);
-  *finite = is_finite;
-  return Select(status, selection, indices, info, message);
+  return Guarded(message, [&] {
+    hvd_sparse::Selection selection;
+    bool is_finite = true;
+    const hvd_sparse::Status status =
+        hvd_sparse::AccumulateTopK({gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity),
+                                   {k, hint, seed}, SerialFor, {residual, velocity}, &is_finite, &selection);
+    *finite = is_finite;
+    return hvd_sparse::CopySelection(status, selection, indices, info);
+  });
 }
 
 HVD_SPARSE_API int hvd_sparse_select_top_k(const float* values, int64_t n, int64_t k, uint64_t seed, double hint,
                                            int64_t* indices, double* info, char* message) {
-  hvd_sparse::Selection selection;
-  const hvd_sparse::Status status =
-      hvd_sparse::SelectTopK({values, n, DType::kFloat32}, {k, hint, seed}, SerialFor, &selection);
-  return Select(status, selection, indices, info, message);
+  return Guarded(message, [&] {
+    hvd_sparse::Selection selection;
+    const hvd_sparse::Status status =
+        hvd_sparse::SelectTopK({values, n, DType::kFloat32}, {k, hint, seed}, SerialFor, &selection);
+    return hvd_sparse::CopySelection(status, selection, indices, info);
+  });
 }
 
 // indices: room for n, of which `count` are set: the elements that reach the threshold.
 HVD_SPARSE_API int hvd_sparse_filter_threshold(const float* values, int64_t n, double threshold, int64_t* indices,
                                                int64_t* count, char* message) {
-  std::vector<int64_t> found;
-  const hvd_sparse::Status status =
-      hvd_sparse::FilterThreshold({values, n, DType::kFloat32}, threshold, SerialFor, &found);
-  if (!status.ok()) return Report(status, message);
-  std::copy(found.begin(), found.end(), indices);
-  *count = static_cast<int64_t>(found.size());
-  return 0;
+  return Guarded(message, [&] {
+    std::vector<int64_t> found;
+    hvd_sparse::Status status = hvd_sparse::FilterThreshold({values, n, DType::kFloat32}, threshold, SerialFor, &found);
+    if (!status.ok()) return status;
+    std::copy(found.begin(), found.end(), indices);
+    *count = static_cast<int64_t>(found.size());
+    return status;
+  });
 }
 
 // Sets result[form->k] to the values at the indices as the receiver will decode them.
 HVD_SPARSE_API int hvd_sparse_quantize(const HvdSparseForm* form, int32_t level, const float* values,
                                        const int64_t* indices, float* result, char* message) {
-  const hvd_sparse::PayloadFormat format = FormatOf(*form);
-  if (!hvd_sparse::IsLowBit(format.dtype)) {
-    hvd_sparse::Quantize(values, format.k, format.dtype, result);
-    return 0;
-  }
-  const auto kind = static_cast<hvd_sparse::Level>(level);
-  return Report(hvd_sparse::QuantizeLowBit(values, indices, format.k, format.dtype, kind, format.segments, result),
-                message);
+  return Guarded(message, [&] {
+    const hvd_sparse::PayloadFormat format = FormatOf(*form);
+    if (!hvd_sparse::IsLowBit(format.dtype)) {
+      hvd_sparse::Quantize(values, format.k, format.dtype, result);
+      return hvd_sparse::Status::Ok();
+    }
+    const auto kind = static_cast<hvd_sparse::Level>(level);
+    return hvd_sparse::QuantizeLowBit(values, indices, format.k, format.dtype, kind, format.segments, result);
+  });
 }
 
 // payload: `hvd_sparse.wire.payload_size` bytes.
 HVD_SPARSE_API int hvd_sparse_pack(const HvdSparseForm* form, const int64_t* indices, const void* values,
                                    int64_t entries, uint8_t* payload, char* message) {
-  return Report(hvd_sparse::Pack(FormatOf(*form), indices, values, entries, payload), message);
+  return Guarded(message, [&] { return hvd_sparse::Pack(FormatOf(*form), indices, values, entries, payload); });
 }
 
 // indices and values: room for form->k; entries: the number of entries in the payload.
 HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int64_t* indices,
                                      void* values, int64_t* entries, char* message) {
-  return Report(hvd_sparse::UnpackChecked(FormatOf(*form), payload, size, indices, values, entries), message);
+  return Guarded(message,
+                 [&] { return hvd_sparse::UnpackChecked(FormatOf(*form), payload, size, indices, values, entries); });
 }
 
 // Unpacks `count` consecutive payloads of float32 values, with n, k and coding of each. indices and values: room for
@@ -121,24 +119,26 @@ HVD_SPARSE_API int hvd_sparse_unpack(const HvdSparseForm* form, const uint8_t* p
 HVD_SPARSE_API int hvd_sparse_unpack_payloads(const uint8_t* payloads, int64_t size, const int64_t* ns,
                                               const int64_t* ks, const int32_t* codings, int64_t count,
                                               int64_t* indices, float* values, int64_t* entries, char* message) {
-  int64_t at = 0;
-  int64_t begin = 0;
-  *entries = 0;
-  for (int64_t p = 0; p < count; ++p) {
-    const hvd_sparse::PayloadFormat format{
-        ns[p], ks[p], static_cast<hvd_sparse::Coding>(codings[p]), DType::kFloat32, {}};
-    int64_t own = 0;
-    int64_t found = 0;
-    hvd_sparse::Status status = hvd_sparse::PayloadSize(format, &own);
-    if (status.ok()) {
-      status = hvd_sparse::UnpackChecked(format, payloads + at, std::min(own, size - at), indices + *entries,
-                                         values + *entries, &found);
+  return Guarded(message, [&] {
+    int64_t at = 0;
+    int64_t begin = 0;
+    *entries = 0;
+    for (int64_t p = 0; p < count; ++p) {
+      const hvd_sparse::PayloadFormat format{
+          ns[p], ks[p], static_cast<hvd_sparse::Coding>(codings[p]), DType::kFloat32, {}};
+      int64_t own = 0;
+      int64_t found = 0;
+      hvd_sparse::Status status = hvd_sparse::PayloadSize(format, &own);
+      if (status.ok()) {
+        status = hvd_sparse::UnpackChecked(format, payloads + at, std::min(own, size - at), indices + *entries,
+                                           values + *entries, &found);
+      }
+      if (!status.ok()) return status;
+      for (int64_t j = 0; j < found; ++j) indices[*entries + j] += begin;
+      *entries += found;
+      at += own;
+      begin += ns[p];
     }
-    if (!status.ok()) return Report(status, message);
-    for (int64_t j = 0; j < found; ++j) indices[*entries + j] += begin;
-    *entries += found;
-    at += own;
-    begin += ns[p];
-  }
-  return 0;
+    return hvd_sparse::Status::Ok();
+  });
 }

@@ -1,11 +1,13 @@
-// Error reporting of the C functions for NumPy. Each function returns 0 on success, 1 for a wrong argument and 2 for a
-// damaged payload. On an error it writes the reason to message[kMessageBytes].
+// Error reporting of the C functions for NumPy. Each function returns 0 on success, 1 for a wrong argument, 2 for a
+// damaged payload and 3 for want of memory. On an error it writes the reason to message[kMessageBytes].
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "../core/payload.h"
+#include "../core/select.h"
 
 #define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
 
@@ -23,12 +25,30 @@ namespace hvd_sparse {
 
 constexpr size_t kMessageBytes = 512;
 
-inline int Report(const Status& status, char* message) {
-  if (status.ok()) return 0;
-  const size_t length = std::min(status.message.size(), kMessageBytes - 1);
-  std::memcpy(message, status.message.data(), length);
-  message[length] = 0;
-  return status.kind == StatusKind::kCorruptPayload ? 2 : 1;
+// Returns what a C function returns, for a body that returns a Status. An exception must not leave the function.
+template <typename Body>
+int Guarded(char* message, const Body& body) noexcept {
+  try {
+    const Status status = body();
+    if (status.ok()) return 0;
+    const size_t length = std::min(status.message.size(), kMessageBytes - 1);
+    std::memcpy(message, status.message.data(), length);
+    message[length] = 0;
+    return status.kind == StatusKind::kCorruptPayload ? 2 : 1;
+  } catch (const std::bad_alloc&) {
+    std::strcpy(message, "out of memory");
+    return 3;
+  }
+}
+
+// Writes a selection, if there was no error. indices[k]; info[2]: the threshold, and the number of elements that
+// reached the hint.
+inline Status CopySelection(const Status& status, const Selection& selection, int64_t* indices, double* info) {
+  if (!status.ok()) return status;
+  std::copy(selection.indices.begin(), selection.indices.end(), indices);
+  info[0] = selection.threshold;
+  info[1] = static_cast<double>(selection.passed);
+  return Status::Ok();
 }
 
 inline PayloadFormat FormatOf(const HvdSparseForm& form) {

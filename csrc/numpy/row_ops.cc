@@ -4,7 +4,7 @@
 #include "../core/row_select.h"
 #include "report.h"
 
-using hvd_sparse::Report;
+using hvd_sparse::Guarded;
 using hvd_sparse::SerialFor;
 
 // `hvd_sparse.native_rows` defines a structure with the same layout.
@@ -26,18 +26,21 @@ hvd_sparse::Matrix MatrixOf(const HvdSparseMatrix& values) {
 // mask[rows * columns], thresholds[rows].
 HVD_SPARSE_API int hvd_sparse_select_top_k_rows(const HvdSparseMatrix* values, int64_t k, uint64_t seed, uint8_t* mask,
                                                 double* thresholds, char* message) {
-  return Report(hvd_sparse::SelectTopKRows(MatrixOf(*values), k, seed, SerialFor, mask, thresholds), message);
+  return Guarded(message,
+                 [&] { return hvd_sparse::SelectTopKRows(MatrixOf(*values), k, seed, SerialFor, mask, thresholds); });
 }
 
 HVD_SPARSE_API int hvd_sparse_laplace_threshold_rows(const HvdSparseMatrix* values, double density, double* thresholds,
                                                      char* message) {
-  return Report(hvd_sparse::LaplaceThresholdRows(MatrixOf(*values), density, SerialFor, thresholds), message);
+  return Guarded(message,
+                 [&] { return hvd_sparse::LaplaceThresholdRows(MatrixOf(*values), density, SerialFor, thresholds); });
 }
 
 // thresholds[count]: one for each row, or one for all rows.
 HVD_SPARSE_API int hvd_sparse_filter_threshold_rows(const HvdSparseMatrix* values, const double* thresholds,
                                                     int64_t count, uint8_t* mask, char* message) {
-  return Report(hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask), message);
+  return Guarded(
+      message, [&] { return hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask); });
 }
 
 HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t* kept, char* /*message*/) {
@@ -48,24 +51,30 @@ HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t
 // payload: `hvd_sparse.wire.payload_size` bytes for this form.
 HVD_SPARSE_API int hvd_sparse_pack_rows(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
                                         uint8_t* payload, char* message) {
-  return Report(hvd_sparse::PackRows(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
+  return Guarded(message, [&] {
+    return hvd_sparse::PackRows(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
+  });
 }
 
 HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
                                         uint8_t* payload, char* message) {
-  return Report(hvd_sparse::PackKept(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload), message);
+  return Guarded(message, [&] {
+    return hvd_sparse::PackKept(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
+  });
 }
 
 // values and mask: form->n elements. If `wide`, 16-bit values become float32.
 HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int32_t wide,
                                           void* values, uint8_t* mask, char* message) {
-  return Report(hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, wide != 0, values, mask), message);
+  return Guarded(message, [&] {
+    return hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, wide != 0, values, mask);
+  });
 }
 
 // mask and values: n elements.
 HVD_SPARSE_API int hvd_sparse_unpack_kept(int32_t dtype, const uint8_t* payload, int64_t size, const uint8_t* mask,
                                           int64_t n, int32_t wide, void* values, char* message) {
-  return Report(
-      hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, wide != 0, values),
-      message);
+  return Guarded(message, [&] {
+    return hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, wide != 0, values);
+  });
 }

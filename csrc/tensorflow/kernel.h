@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -156,10 +158,16 @@ class Call {
       if (begin >= end) return;
       const int64_t size = end - begin;
       const int64_t parts = std::clamp<int64_t>(size / grain, 1, workers->NumThreads());
+      std::atomic<bool> out_of_memory{false};
       tensorflow::Shard(workers->NumThreads(), workers, parts, kWorthAThread, [&](int64_t first, int64_t last) {
         const KeepDenormals keep;
-        body(begin + size * first / parts, begin + size * last / parts);
+        try {
+          body(begin + size * first / parts, begin + size * last / parts);
+        } catch (const std::bad_alloc&) {
+          out_of_memory = true;
+        }
       });
+      if (out_of_memory) throw std::bad_alloc();
     };
   }
 
@@ -178,7 +186,11 @@ class Kernel : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) final {
     const KeepDenormals keep;
-    OP_REQUIRES_OK(context, Run(Call(context, verb_, copy_)));
+    try {
+      OP_REQUIRES_OK(context, Run(Call(context, verb_, copy_)));
+    } catch (const std::bad_alloc&) {  // TensorFlow knows no exceptions: the process would end
+      OP_REQUIRES(context, false, absl::ResourceExhaustedError(absl::StrCat("hvd_sparse.", verb_, ": out of memory")));
+    }
   }
 
  protected:

@@ -174,13 +174,19 @@ TEST(ADamagedMessageIsNotSummed) {
                   cut);
     EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
   }
-  Bytes bytes = whole;
-  bytes[starts[3] + 40] ^= 1;  // the first member of rank 1
-  std::vector<std::vector<float>> sums{std::vector<float>(70000, 7.0f), {}, {}};
-  const Status status = ReduceSome(form, bytes, SerialFor, &sums);
-  EXPECT_STATUS(StatusKind::kCorruptPayload, status, "a flipped bit");
-  EXPECT(status.message.find("from rank 1") != std::string::npos, status.message);
-  EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
+  for (const size_t payload : {size_t{0}, size_t{3}, size_t{6}}) {  // the first member of ranks 0, 1 and 2
+    for (const size_t place : {0, 5, 16, 17, 18, 40}) {             // 16 to 23: the number of entries
+      Bytes bytes = whole;
+      bytes[starts[payload] + place] ^= 1;
+      std::vector<std::vector<float>> sums{std::vector<float>(70000, 7.0f), {}, {}};
+      const Status status = ReduceSome(form, bytes, SerialFor, &sums);
+      EXPECT_STATUS(StatusKind::kCorruptPayload, status, "a flipped bit");
+      const std::string rank = "from rank " + std::to_string(payload / 3);
+      EXPECT(status.message.find(rank) != std::string::npos,
+             status.message << ", payload " << payload << ", " << place);
+      EXPECT_EQ(std::vector<float>(70000, 7.0f), sums[0], "nothing was added");
+    }
+  }
 }
 
 TEST(OtherChannelsAreNotFound) {

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -21,8 +22,8 @@ TRANSFORMER = [*FEW_STEPS, "--width", "64", "--layers", "2", "--heads", "2", "--
 METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_threshold", "micro"]
 
 
-def run(example, options):
-    code, output = launch([*mpirun(2), sys.executable, str(EXAMPLES / example), *options, "--quiet"])
+def run(example, options, ranks=2):
+    code, output = launch([*mpirun(ranks), sys.executable, str(EXAMPLES / example), *options, "--quiet"])
     assert code == 0, output
     return json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
 
@@ -64,6 +65,42 @@ def test_a_checkpoint_is_gone_on_from(framework, example, tmp_path):
     second = run(example, ["--epochs", "2", *options])
     assert second["steps"] == 2 * first["steps"] and second["loss"] < first["loss"]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_is_gone_on_from_with_another_number_of_ranks(ranks, tmp_path):
+    path = tmp_path / "checkpoint"
+    options = ["--warmup-epochs", "0", "--batch-size", "32", "--method", "dgc", "--plot", "", "--checkpoint", str(path)]
+    first = run("pytorch_digits.py", ["--epochs", "1", *options])
+    second = run("pytorch_digits.py", ["--epochs", "2", *options], ranks)
+    assert second["loss"] < first["loss"]
+    group = torch.load(path, weights_only=True)["optimizer"]["param_groups"][0]
+    steps = 2 * (second["steps"] - first["steps"])
+    assert group["lr"] == pytest.approx(0.01 * (1 + math.cos(math.pi * (steps - 1) / steps)))  # of the last step
+    assert group["momentum"] == (0.9 if ranks == 1 else 0.0)
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_is_gone_on_from_with_another_number_of_ranks_in_tensorflow(tmp_path):
+    path = tmp_path / "checkpoint"
+    options = ["--warmup-epochs", "0", "--batch-size", "32", "--method", "dgc", "--plot", "", "--checkpoint", str(path)]
+    first = run("tensorflow2_digits.py", ["--epochs", "1", *options])
+    for ranks in (3, 1):
+        epochs = 2 if ranks == 3 else 3
+        last = run("tensorflow2_digits.py", ["--epochs", str(epochs), *options], ranks)
+        with np.load(path) as file:
+            iterations = [int(file[key]) for key in file.files if key.startswith("variable/") and not file[key].shape]
+        assert epochs * (1437 // (32 * ranks)) in iterations
+    assert last["loss"] < first["loss"]
+
+
+def test_a_checkpoint_of_another_method_is_refused(tmp_path):
+    options = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "64", "--plot", "", "--quiet"]
+    command = [*mpirun(2), sys.executable, str(EXAMPLES / "pytorch_digits.py"), *options]
+    command += ["--checkpoint", str(tmp_path / "checkpoint"), "--method"]
+    assert launch([*command, "dgc"])[0] == 0
+    code, output = launch([*command, "none"])
+    assert code != 0 and "--method none cannot continue" in output and "which is of --method dgc" in output
 
 
 def waiting_in(framework, path):

@@ -129,10 +129,10 @@ class SharedIndices(Codec):
         coding, ranks = self.algorithm.coding, self.exchange.size()
         offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
         ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
-        parts = [
-            ops.unpack(gathered[offsets[rank] : ends[rank]], n, counts[rank], coding, "none")[0]
-            for rank in range(ranks)
-        ]
+        parts = []
+        for rank in range(ranks):
+            with tf.name_scope(f"from_rank_{rank}"):  # part of the error for a damaged payload
+                parts.append(ops.unpack(gathered[offsets[rank] : ends[rank]], n, counts[rank], coding, "none")[0])
         return tf.sort(tf.concat(parts, 0))
 
 

@@ -149,10 +149,13 @@ class SharedIndices(Codec):
         """Return the indices that all ranks selected, ascending."""
         coding = self.algorithm.coding
         located = ops.locate_payloads(gathered, [n], self.now.world_size, coding, "none")
-        parts = [
-            ops.unpack(gathered.narrow(0, offset, payload_size(n, k, coding, "none")), n, k, coding, "none")[0]
-            for offset, k in zip(*located.flatten(1).tolist(), strict=True)
-        ]
+        parts = []
+        for rank, (offset, k) in enumerate(zip(*located.flatten(1).tolist(), strict=True)):
+            payload = gathered.narrow(0, offset, payload_size(n, k, coding, "none"))
+            try:
+                parts.append(ops.unpack(payload, n, k, coding, "none")[0])
+            except ValueError as error:
+                raise ValueError(f"hvd_sparse: from rank {rank}: {error}") from error
         return torch.cat(parts).sort().values
 
     def _hold(self, frozen: Sequence[str]) -> None:
