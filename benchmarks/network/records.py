@@ -15,8 +15,11 @@ def load(path: Path) -> list[dict]:
 def without_limit(run: dict, runs: list[dict]) -> dict | None:
     """Return the run of the same job without a limit, measured in the same session; None if there is none.
 
-    Two sessions may have had machines of different speeds, so their runs say nothing about the network.
+    Two sessions may have had machines of different speeds, so their runs say nothing about the network. A run without
+    a session has none in common with another one.
     """
+    if not run.get("session"):
+        return None
     free = (one for one in runs if one["rate"] == UNLIMITED)
     return next((one for one in free if all(one.get(key) == run.get(key) for key in SAME)), None)
 

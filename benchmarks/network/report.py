@@ -16,6 +16,11 @@ MODEL_NAMES = {
     "lstm": "LSTM\n19.8 M",
     "resnet50": "ResNet-50's shapes\n25.6 M",
 }
+NOTE = (
+    "Samples per second of one rank; in brackets, the share of the same job's speed without a limit, where both were",
+    "measured in one session. Columns of a table may be of different sessions; the machine's speed may have changed",
+    "between them.",
+)
 GROUP = ("framework", "model", "hosts", "batch_size")  # the runs of a table
 UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s")}
 
@@ -26,7 +31,7 @@ def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
     Returns the rows of the chosen runs, each with its share of the speed without a limit.
     """
     rows = [with_share(one, results) for one in chosen]
-    text = ["# Training on slow networks", ""]
+    text = ["# Training on slow networks", "", *NOTE, ""]
     groups = dict.fromkeys(tuple(one[key] for key in GROUP) for one in results)
     for group in groups:
         text += table(group, results)
@@ -147,7 +152,9 @@ def plot_speedups(results: list[dict], path: Path) -> None:
     """Plot the speed-up of the methods over Horovod's dense training: a group of bars for each model."""
     from matplotlib.figure import Figure
 
-    speeds = {point_of(one, "method"): one["samples_per_second"] for one in results}
+    dense = {point_of(one): one.get("session") for one in results if one["method"] == "dense"}
+    alike = [one for one in results if point_of(one) in dense and one.get("session") == dense[point_of(one)]]
+    speeds = {point_of(one, "method"): one["samples_per_second"] for one in alike}
     wanted = [("pytorch", model, SHOWN_HOSTS, SHOWN_RATE) for model in MODEL_NAMES]
     points = [point for point in wanted if (*point, "dense") in speeds]
     if not points:

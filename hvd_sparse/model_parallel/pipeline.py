@@ -28,6 +28,7 @@ class Pass:
         self.outputs: list = []
         self.passed_on: list[Tensor] = []  # as they went to the next stage
         self.loss = None
+        self.added = None  # the sum of the losses that layers of this stage add, such as of a regularizer
         self.tape = None  # the framework's data for backward
 
 

@@ -34,6 +34,7 @@ class Call:
     optimizer: object  # the calling Keras or v1 optimizer, None under a tape
     passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
     scaler: Any  # Keras' loss scaler, which unscales the result; None without one, or under a tape
+    sums_passes: bool  # whether Horovod's Keras optimizer sums several backward passes before
 
     def positions(self, tensor) -> list[int]:
         """Return the positions of a gradient in the list."""
@@ -55,7 +56,7 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    frame, known, optimizer, lists, passes, scaler = sys._getframe(1), {}, None, None, 1, None
+    frame, known, optimizer, lists, helper, scaler = sys._getframe(1), {}, None, None, None, None
     for _ in range(deepest):
         if frame is None:
             break
@@ -68,7 +69,6 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
                 in_order = not isinstance(local.get("groups"), list)
         elif hasattr(local.get("self"), "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
             helper = local["self"]
-            passes = helper.backward_passes_per_step if helper.average_aggregated_gradients else 1
         elif hasattr(local.get("self"), "get_unscaled_gradients"):  # around Horovod's optimizer
             scaler = local["self"]
         elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
@@ -76,7 +76,10 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
         frame = frame.f_back
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
-    return Call(*lists, in_order, known["reduction"], known["process_set"], optimizer, passes, scaler)
+    averages = helper is not None and helper.average_aggregated_gradients
+    passes = helper.backward_passes_per_step if averages else 1
+    reduction, process_set = known["reduction"], known["process_set"]
+    return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None)
 
 
 def _holds(gradients, tensor) -> bool:
@@ -125,6 +128,11 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
     if call.reduction not in (hvd.Average, hvd.Sum):
         raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
     exchange.check_process_set(call.process_set)
+    if call.sums_passes and getattr(call.scaler, "dynamic", False):
+        raise ValueError(
+            "hvd_sparse: a LossScaleOptimizer changes its scale where a single rank's pass overflows, if Horovod sums "
+            "several passes: use backward_passes_per_step=1, or LossScaleOptimizer(..., dynamic=False, initial_scale=S)"
+        )
     outer = getattr(call.optimizer, "momentum", getattr(call.optimizer, "beta_1", 0.0))
     if algorithm.local_momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
         warnings.warn(two_momenta(outer, algorithm.name, algorithm.local_momentum), stacklevel=5)
@@ -140,7 +148,7 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
 
     def kinds(names: set[str]) -> Counter:
         """Count the variables of each shape and type."""
-        return Counter((tuple(variables[name].shape), variables[name].dtype) for name in names)
+        return Counter((tuple(variables[name].shape.as_list()), variables[name].dtype.base_dtype) for name in names)
 
     if own and kinds(own) <= kinds(set(variables) - own):
         warnings.warn(

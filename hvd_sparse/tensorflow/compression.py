@@ -40,7 +40,7 @@ untraced = tf.autograph.experimental.do_not_convert
 _optimizers = itertools.count(1)
 
 
-class SparseCompressor(tf.Module):
+class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model collects the variables of a tf.Module
     """A compressor with error feedback, for one optimizer or tape; made by the methods of `Compression`.
 
     Build it once, outside the training step. Its variables (step, residuals, velocities) are tracked:
@@ -61,7 +61,6 @@ class SparseCompressor(tf.Module):
     """
 
     def __init__(self, algorithm: Algorithm, variables, process_set=None):
-        super().__init__(name="hvd_sparse")
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.feedback: dict[str, ErrorFeedback] = {}
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
@@ -260,10 +259,11 @@ class SparseCompressor(tf.Module):
             name: make_error_feedback(own if name in shards else dense, shards.get(name, variable), name, decays[name])
             for name, variable in variables.items()
         }
-        self.feedback = feedback
+        self.feedback.update(feedback)  # a checkpoint that was restored before has its values in this object
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic, hosts)
         self.hosts = hosts
-        self.thresholds, parts.threshold_rows = parts.step.codec.thresholds, parts.step.codec.threshold_rows
+        self.thresholds.extend(parts.step.codec.thresholds)
+        parts.threshold_rows = parts.step.codec.threshold_rows
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:

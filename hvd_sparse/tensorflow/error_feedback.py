@@ -16,7 +16,7 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.units import Units
 
 
-class ErrorFeedback(tf.Module):
+class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
     """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3).
 
     Buffers are flat float32. A variable that is always sent dense has no residual.
@@ -26,10 +26,9 @@ class ErrorFeedback(tf.Module):
     retained = 0.0  # fraction of a sent value that stays in the residual
 
     def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float):
-        super().__init__()
         self.algorithm = algorithm
         self.weight_decay = weight_decay
-        # In an object that tf.Module does not look into: a checkpoint of error feedback must not restore the weights.
+        # In an object that TensorFlow does not look into: a checkpoint of error feedback must not restore the weights.
         self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
         self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.schedule)
@@ -181,7 +180,7 @@ class MomentumCorrection(ErrorFeedback):
 
     def may_be_cut(self) -> bool:
         """Return whether the velocity may exceed the range of the variable's type."""
-        return self.variable.dtype == tf.float16
+        return self.variable.dtype.base_dtype == tf.float16
 
     def take_all(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, most: float = math.inf

@@ -150,7 +150,7 @@ class Hosts:
             return held, buffers["residual"] + excess
 
         result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))
-        sent = tf.where(now.is_dense, self._length(entry.name), 0)
+        sent = tf.cast(now.is_dense, tf.int64) * self._length(entry.name)
         now.counted.add(payload_bytes=4 * sent, sent=sent)
         return tf.ensure_shape(result, [self._length(entry.name)])
 

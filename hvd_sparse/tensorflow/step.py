@@ -76,7 +76,7 @@ class Step:
         size = exchange.size()
         if self._fallback is None or self._fallback.world_size != size:
             waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
-            tensors = {name: Tensor(tuple(one.shape), one.dtype.size) for name, one in waiting.items()}
+            tensors = {name: Tensor(tuple(one.shape.as_list()), one.dtype.size) for name, one in waiting.items()}
             self._fallback, self._timings = DenseFallback(algorithm, tensors, size), 0
         return self._fallback
 
@@ -346,12 +346,12 @@ class Step:
             entry.carried = now.token
             now.counted.add(payload_bytes=8)
             return
-        sent, size = entry.taken[0], entry.feedback.size
+        sent, size = entry.taken[0], tf.constant(entry.feedback.size, tf.int64)
         entry.carried = once(now.present, tf.reshape(sent, [-1]) if entry.is_sparse else sent)
         # Not tf.size: TensorFlow's graph optimizer assumes the shape of one branch for both.
-        elements = tf.where(now.is_dense, size, TOKEN_ELEMENTS) if entry.is_sparse else size
+        elements = tf.where(now.is_dense, size, tf.constant(TOKEN_ELEMENTS, tf.int64)) if entry.is_sparse else size
         now.counted.add(payload_bytes=elements * sent.dtype.size)
-        now.counted.add(sent=tf.where(now.is_dense, size, 0) if entry.is_sparse else size)
+        now.counted.add(sent=tf.where(now.is_dense, size, tf.zeros_like(size)) if entry.is_sparse else size)
 
     def _commit(self, entries: list[Entry], counts: tf.Tensor, before: list[tf.Operation]) -> list[tf.Tensor]:
         """Update the error feedback of dense entries if `counts` is true; return tensors that depend on the update.

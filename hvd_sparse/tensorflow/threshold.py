@@ -191,9 +191,9 @@ class ScaledThreshold:
         k = tf.cast(k, tf.float64)
         return tf.where(tf.equal(known, k), value, 0.5 / tf.sqrt(k)), tf.constant(-1.0, tf.float64)
 
-    def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
-        """Scale the threshold by the number of elements that all ranks sent, unless the step is skipped."""
-        value, wanted = self.plan(k, now.units.world_size)[0], tf.cast(k, tf.float64)
+    def learn(self, k: tf.Tensor, count: tf.Tensor, value: tf.Tensor, now) -> list[tf.Operation]:
+        """Scale a step's threshold by the number of elements that all ranks sent, unless the step is skipped."""
+        wanted = tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
         changes = ((self._value, value * tf.ensure_shape(scale, [])), (self._k, wanted))

@@ -149,7 +149,7 @@ def unwrapped(variable):
 def is_frozen_for_ever(variable) -> bool:
     """Return whether a variable can never be trained, such as one of integers; such variables are ignored."""
     inner = unwrapped(variable)
-    return isinstance(inner, tf.Variable) and not inner.trainable and inner.dtype not in DTYPES
+    return isinstance(inner, tf.Variable) and not inner.trainable and inner.dtype.base_dtype not in DTYPES
 
 
 def plain_name(variable: tf.Variable) -> str:
@@ -162,7 +162,7 @@ def checked(variable) -> tf.Variable:
     variable = unwrapped(variable)
     if not isinstance(variable, tf.Variable):
         raise TypeError(f"variables must be tf.Variable, got {type(variable).__name__}")
-    if variable.dtype not in DTYPES:
+    if variable.dtype.base_dtype not in DTYPES:  # of a RefVariable of TensorFlow 1 it is another one
         raise TypeError(
             f"{variable.name}: gradients must be float32, float64, float16 or bfloat16, got {variable.dtype.name}"
         )

@@ -169,7 +169,7 @@ class DDPCompressor(Compressor):
         return self._is_static() or (model is not None and bool(model.find_unused_parameters))
 
     def _open_step(self) -> None:
-        """Begin a step. If the previous backward pass ended early, its step is dropped."""
+        """Begin a step."""
         if self._agreed_in is not self._collectives.incarnation():
             self._agree()
         self._arrived, self._arrived_names = [], set()

@@ -55,6 +55,15 @@ def test_a_model_with_another_hook_is_refused():
         Compression.dgc(wrapped.module.named_parameters()).register(wrapped)
 
 
+@pytest.mark.parametrize("option", ["mixed_precision", "skip_all_reduce_unused_params"])
+def test_options_that_keep_gradients_from_the_hook_are_refused(option):
+    wrapped = DistributedDataParallel(linear())
+    assert hasattr(wrapped, option), "PyTorch has renamed it"
+    setattr(wrapped, option, True)
+    with pytest.raises(ValueError, match=f"hvd_sparse does not work with {option} of DistributedDataParallel"):
+        Compression.dgc(wrapped.module.named_parameters()).register(wrapped)
+
+
 def test_parameters_of_another_model_are_refused():
     model, other = linear(), linear()
     wrapped = DistributedDataParallel(model)

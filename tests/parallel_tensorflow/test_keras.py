@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
@@ -177,6 +178,23 @@ def test_a_loss_scaler_changes_nothing():
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 0.0
+
+
+@needs_two
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_loss_scaler_around_several_passes_must_not_change(dynamic):
+    model = make_model()
+    compression = Compression.gradient_dropping(model.trainable_variables, density=0.05)
+
+    def wrap(optimizer):
+        return tf.keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic=dynamic, initial_scale=64.0)
+
+    compile_with(model, compression, wrap=wrap, backward_passes_per_step=2)
+    x, y = samples()
+    with pytest.raises(ValueError, match="backward_passes_per_step=1") if dynamic else nullcontext():
+        for _ in range(2):
+            model.train_on_batch(x[:8], y[:8])
+        assert_alike(model)
 
 
 @needs_two

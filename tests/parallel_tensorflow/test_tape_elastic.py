@@ -114,6 +114,24 @@ def test_a_replaced_rank_sends_dense_when_the_others_do(monkeypatch):
 
 
 @several
+def test_a_rank_that_joins_takes_the_scaled_threshold_of_the_others():
+    """A threshold far below theirs would make it send nearly everything, for all following steps."""
+    variables = make_variables()
+    settings = {"density": 0.05, "controller": "scaling", "dense_fallback": None}
+    compression = Compression.micro(list(variables.values()), min_numel=0, **settings)
+    reduce = Reducer(variables, compression)
+    for step in range(3):
+        reduce(draw(SHAPES, step, hvd.rank()))
+    threshold, _ = compression.thresholds
+    theirs = threshold.numpy()
+    if hvd.rank() == hvd.size() - 1:
+        threshold.assign([1e-6])
+    reduce(draw(SHAPES, 3, hvd.rank()))
+    assert_ranks_agree({"threshold": threshold.numpy()})
+    np.testing.assert_allclose(threshold.numpy(), theirs, rtol=0.006)
+
+
+@several
 @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
 def test_horovod_recognises_a_failure_of_each_collective(exchange):
     """hvd.elastic.run looks for these words in the error, which names the operation; others would end the training."""

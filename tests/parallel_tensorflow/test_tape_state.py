@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import draw, whole_numbers
-from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, several, total
+from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, residual_of, several, total
 
 from hvd_sparse import wire
 from hvd_sparse.schedule import WarmUp
@@ -96,13 +96,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, method, scope, tmp_path):
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_checkpoint_of_a_compression_has_no_model_variables(is_built, tmp_path):
-    """A restore must not overwrite the weights, and an optimizer that collects variables must not find them here."""
+    """A restore must not overwrite the weights."""
     value = tf.Variable(tf.ones([200]), name="value")
     settings = {"density": 0.05, "min_numel": 100, "weight_decay": 0.1}
     compression = Compression.dgc([value] if is_built else lambda: [value], **settings)
     Reducer({"value": value}, compression)({"value": np.ones(200)})
-    assert compression.trainable_variables == ()
-    assert all(variable is not value for variable in compression.variables)
     path = tf.train.Checkpoint(compression=compression).save(str(tmp_path / "checkpoint"))
     velocity = memory_of(compression, "value", "velocity")
     value.assign(tf.fill([200], 5.0))
@@ -111,6 +109,37 @@ def test_a_checkpoint_of_a_compression_has_no_model_variables(is_built, tmp_path
     np.testing.assert_array_equal(value.numpy(), 5.0)
     np.testing.assert_array_equal(memory_of(compression, "value", "velocity"), velocity)
     assert velocity.any()
+
+
+def test_a_model_does_not_take_the_buffers_of_its_compression_for_its_own():
+    """Horovod's callback broadcasts the variables of a model: all ranks would have the residuals of rank 0."""
+    model = tf.Module()
+    model.kernel = tf.Variable(tf.ones([200]))
+    model.compression = Compression.dgc([model.kernel], density=0.05, min_numel=100)
+    assert [variable is model.kernel for variable in model.variables] == [True]
+
+
+@pytest.mark.parametrize("method", ["dct", "dgc"])
+def test_a_checkpoint_that_is_restored_before_the_model_is_built(method, tmp_path):
+    def make(variables):
+        settings = {"lifespan": 100} if method == "dct" else {"momentum": 0.9}
+        return getattr(Compression, method)(lambda: variables, density=0.05, min_numel=100, **settings)
+
+    def everything_of(compression):
+        state = compression.state_dict()
+        return {"step": state["step"], **state["thresholds"], **state["memory"]["value"]}
+
+    value, later = tf.Variable(tf.zeros([2000]), name="value"), []
+    compression = make([value])
+    gradients = {"value": np.random.default_rng(hvd.rank()).standard_normal(2000)}
+    Reducer({"value": value}, compression)(gradients)
+    path = tf.train.Checkpoint(compression=compression).save(str(tmp_path / "checkpoint"))
+    resumed = make(later)
+    restored = tf.train.Checkpoint(compression=resumed).restore(path)
+    later.append(value)
+    assert_same(everything_of(resumed), everything_of(compression))
+    restored.assert_consumed()
+    assert residual_of(compression, "value").any()
 
 
 def test_the_step_matters_to_a_resumed_run():

@@ -37,13 +37,9 @@ class MicroOracle:
         """
         accumulated = self.errors + gradients.astype(np.float32)
         sent = reduced != 0
-        np.testing.assert_allclose(
-            reduced[sent],
-            accumulated.astype(np.float64).sum(0)[sent],
-            rtol=1e-5,
-            atol=1e-4,
-            err_msg=f"step {self.step}",
-        )
+        wide = accumulated.astype(np.float64)
+        rounding = self.ranks * 2.0**-24 * np.abs(wide).sum(0)  # of sums in float32, whatever cancels in them
+        assert (np.abs(reduced - wide.sum(0))[sent] <= rounding[sent]).all(), f"step {self.step}"
         self.errors = np.where(sent, np.float32(0.0), accumulated)
         self.step += 1
         return int(sent.sum())

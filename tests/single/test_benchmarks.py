@@ -92,9 +92,11 @@ def test_a_share_is_of_a_run_without_a_limit_of_the_same_session(monkeypatch, tm
         run("dense", "100mbit", "Tuesday", 1.0),
         run("fp16", "none", "Tuesday", 80.0, batch=16),
         run("fp16", "1gbit", "Tuesday", 20.0),
+        run("dgc", "none", None, 60.0),
+        run("dgc", "1gbit", None, 30.0),
     ]
     rows = report.write(results, results, tmp_path)
-    assert [one["share"] for one in rows] == [1.0, 0.25, None, 1.0, None]
+    assert [one["share"] for one in rows] == [1.0, 0.25, None, 1.0, None, None, None]
     text = (tmp_path / "network.md").read_text()
     assert "| Horovod | 1.0 | 10.0 (25 %) | 40.0 |" in text
     assert "| Horovod, fp16 |  | 20.0 |  |" in text and "| Horovod, fp16 | 80.0 |" in text

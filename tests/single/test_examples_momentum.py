@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 IN_THE_COMPRESSOR = {"dgc", "samomentum"}
@@ -50,3 +51,20 @@ def test_the_training_examples_give_one_momentum(load):
         in_the_compressor = method in IN_THE_COMPRESSOR
         assert reporting.compresses_momentum(args) == in_the_compressor
         assert settings.get("momentum") == (0.8 if in_the_compressor else None), method
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_optimizers_of_the_training_examples_have_the_other_one(framework, load):
+    reporting, training = (
+        load("reporting"),
+        load({"torch": "pytorch", "tensorflow": "tensorflow2"}[framework] + "_training"),
+    )
+    for method, size in [*((method, 2) for method in reporting.METHODS), ("dgc", 1)]:
+        args = SimpleNamespace(method=method, size=size, momentum=0.8, nesterov=True, weight_decay=0.01, lr=0.1)
+        if framework == "torch":
+            (group,) = training.make_sgd(torch.nn.Linear(2, 2), args).param_groups
+        else:
+            group = training.make_sgd(args, 0.1).get_config()
+        found = float(group["momentum"]), bool(group["nesterov"]), float(group["weight_decay"] or 0.0)
+        in_the_compressor = method in IN_THE_COMPRESSOR and size > 1  # a single process calls no compressor
+        assert found == ((0.0, False, 0.0) if in_the_compressor else (0.8, True, 0.01)), (method, size)

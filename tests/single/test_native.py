@@ -346,3 +346,37 @@ print("worked", [name for name in ("torch", "tensorflow", "horovod", "mpi4py") i
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "worked []" in done.stdout, done.stderr
+
+
+LITTLE_MEMORY = """
+import resource, sys
+import numpy as np
+if sys.argv[1] == "numpy":
+    from hvd_sparse import native
+    def pack(n):
+        return native.pack(np.array([5]), np.ones(1, np.float32), n, 1, "elias_fano")
+    Refused = MemoryError
+else:
+    import tensorflow as tf
+    from hvd_sparse.tensorflow import ops
+    def pack(n):
+        return ops.pack(tf.constant([5], tf.int64), tf.ones([1]), n, 1, "elias_fano", "float32")
+    Refused = tf.errors.ResourceExhaustedError
+pack(2**20)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, resource.RLIM_INFINITY))
+try:
+    pack(2**46)  # counts of its blocks take 4 GiB
+except Refused as error:
+    assert "pack: out of memory" in str(error), error
+else:
+    sys.exit("not refused")
+pack(2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize("framework", ["numpy", "tensorflow"])
+def test_want_of_memory_does_not_end_the_process(framework):
+    done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, framework], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

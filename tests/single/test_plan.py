@@ -1,7 +1,9 @@
 """`python -m hvd_sparse.plan`: its arguments, its table equals the model's, and the recommended call works."""
 
+import itertools
 import re
 import sys
+from types import SimpleNamespace
 
 import launching
 import pytest
@@ -13,6 +15,7 @@ from hvd_sparse.performance_model import Network
 from hvd_sparse.torch import Compression
 
 FLAGS = ["--parameters", "1e6", "--compute-ms", "10", "--bandwidth", "1gbit", "--ranks", "4"]
+METHODS = [("DGC ", ""), ("DGC ", ", reduce-scatter"), ("MiCRO ", "")]
 JOB = ["-m", "hvd_sparse.plan", "--measure", "--parameters", "1e5", "--compute-ms", "5"]
 
 
@@ -30,7 +33,7 @@ def own_work(monkeypatch):
 
 def rows(output):
     """{method: [step in ms, gain over dense, speed-up over one rank]} of a table."""
-    found = re.findall(r"^(\S+(?: 0\.\d+)?) +([\d.]+) +([\d.]+)x +([\d.]+)x", output, re.MULTILINE)
+    found = re.findall(r"^(\S+(?: 0\.\d+)?(?:, reduce-scatter)?) +([\d.]+) +([\d.]+)x +([\d.]+)x", output, re.MULTILINE)
     return {name: [float(number) for number in numbers] for name, *numbers in found}
 
 
@@ -39,7 +42,8 @@ def test_the_table_is_what_the_model_says(own_work, capsys):
     plan.main(FLAGS)
     output = capsys.readouterr().out
     table = rows(output)
-    assert list(table) == ["dense", "fp16", "DGC 0.001", "MiCRO 0.001", "DGC 0.01", "MiCRO 0.01"]
+    ours = [f"{name}{density}{more}" for density in (0.001, 0.01) for name, more in METHODS]
+    assert list(table) == ["dense", "fp16", *ours]
     dense = 10 + 48 + 0.3 - 5
     assert table["dense"] == [pytest.approx(dense, abs=0.05), 1.0, pytest.approx(40 / dense, abs=0.05)]
     assert table["fp16"][0] == pytest.approx(10 + 24 + 0.3 - 5, abs=0.05)
@@ -55,6 +59,16 @@ def test_the_recommended_call_can_be_pasted(own_work, capsys):
     eval(value, {"Compression": Compression, "model": torch.nn.Linear(3, 2)})
 
 
+def test_a_reduce_scatter_is_recommended_to_many_ranks(own_work, capsys):
+    plan.main([*FLAGS[:-1], "16"])
+    output = capsys.readouterr().out
+    table = rows(output)
+    assert min(table, key=lambda name: table[name][0]) == "DGC 0.001, reduce-scatter"
+    value = output.splitlines()[-1].strip().partition("=")[2]
+    model = torch.nn.Linear(3, 2)
+    assert eval(value, {"Compression": Compression, "model": model}).algorithm.exchange == "reduce_scatter"
+
+
 def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
     plan.main([*FLAGS[:4], "--bandwidth", "100gbit", "--ranks", "64", "--latency-us", "1"])
     output = capsys.readouterr().out
@@ -66,12 +80,14 @@ def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
 def test_own_work_is_measured():
     compress, decode = plan.own_work(200_000, 0.01)
     assert 0.0 < compress < 1.0 and 0.0 < decode < 1.0
-    plan.MOST_MEASURED, most = 50_000, plan.MOST_MEASURED
-    try:
-        scaled, _ = plan.own_work(5_000_000, 0.01)
-    finally:
-        plan.MOST_MEASURED = most
-    assert scaled > 0.0
+
+
+def test_own_work_of_a_large_model_is_that_of_a_part_times_its_size(monkeypatch):
+    """The clock advances by a second each time it is read, so that a round of compressing or decoding takes one."""
+    monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 1.0).__next__))
+    monkeypatch.setattr(plan, "MOST_MEASURED", 50_000)
+    assert plan.own_work(50_000, 0.01) == (1.0, 1.0)
+    assert plan.own_work(5_000_000, 0.01) == (100.0, 100.0)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("100mbit", 1e8), ("8kbit", 8e3)])
@@ -118,7 +134,7 @@ def test_a_job_measures_its_network_and_one_rank_prints(framework):
     code, output = launch([*mpirun(2), sys.executable, *JOB, "--framework", framework])
     assert code == 0, output
     assert output.count("100,000 parameters, 5 ms of compute, 2 ranks") == 1, output
-    assert output.count("Fastest: ") == 1 and len(rows(output)) == 6
+    assert output.count("Fastest: ") == 1 and len(rows(output)) == 8
 
 
 @job

@@ -37,6 +37,55 @@ def test_both_frameworks_send_the_same_bytes(folder, case):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
 
 
+WITHOUT_V2 = """
+import sys
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow.compat.v1 as tf
+from hvd_sparse.tensorflow import Compression
+
+tf.disable_v2_behavior()  # shapes are made of Dimension, variables are RefVariables
+hvd.init()
+method, options, resource = sys.argv[1], eval(sys.argv[2]), sys.argv[3] == "resource"
+w = tf.get_variable("w", [40, 50], initializer=tf.zeros_initializer(), use_resource=resource)
+b = tf.get_variable("b", [50], initializer=tf.zeros_initializer(), use_resource=resource)
+fed = {"w": tf.placeholder(tf.float32, [40, 50]), "b": tf.placeholder(tf.float32, [50])}
+compression = getattr(Compression, method)([w, b], density=0.05, min_numel=100, dense_fallback=None, **options)
+optimizer = hvd.DistributedOptimizer(tf.train.GradientDescentOptimizer(1.0), compression=compression)
+step = optimizer.minimize(tf.reduce_sum(w * fed["w"]) + tf.reduce_sum(b * fed["b"]))
+total = {"w": 0.0, "b": 0.0}
+with tf.Session() as session:
+    session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+    for number in range(4):
+        own = np.random.default_rng([number, hvd.rank()])
+        own = {"w": own.standard_normal((40, 50)), "b": own.standard_normal(50)}
+        session.run(step, {fed[name]: own[name] for name in fed})
+        total = {name: total[name] + own[name] for name in fed}
+    found = {"w": session.run(w), "b": session.run(b)}
+    memory = compression.state_dict(session=session)["memory"]
+sent = np.concatenate([total["w"].ravel() - memory["w"]["residual"], total["b"]])
+np.save(sys.argv[4] + str(hvd.rank()), np.stack([sent, np.concatenate([found["w"].ravel(), found["b"]])]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "variables"),
+    [
+        ("gradient_dropping", {}, "ref"),
+        pytest.param("gradient_dropping", {}, "resource", marks=pytest.mark.exhaustive),
+        pytest.param("micro", {"values": "float16"}, "ref", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nothing_is_lost_without_the_behaviour_of_tensorflow_2(method, options, variables, tmp_path):
+    """The weights are minus the mean of what the ranks' gradients have beyond their residuals."""
+    arguments = [method, repr(options), variables, str(tmp_path / "rank")]
+    code, output = launch([*mpirun(2), sys.executable, "-c", WITHOUT_V2, *arguments], QUIET)
+    assert code == 0, output
+    (one, weights), (other, same) = (np.load(tmp_path / f"rank{rank}.npy") for rank in range(2))
+    np.testing.assert_array_equal(weights, same)
+    np.testing.assert_allclose(weights, -(one + other) / 2, rtol=0, atol=1e-5)
+
+
 TIMELINE = """
 import time
 import horovod.tensorflow as hvd

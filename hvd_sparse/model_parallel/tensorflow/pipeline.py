@@ -33,7 +33,8 @@ class Pipeline(stages.Pipeline):
             its call a `tf.function`. It gets `training=` if it has this argument. A returned tuple becomes the
             arguments of the next stage, a dict its keyword arguments; but a stage with a single argument, such as a
             functional model of several inputs, gets the tuple or dict itself. Tensors of integers and bool are sent
-            without a gradient.
+            without a gradient. The losses that its layers add (`stage.losses`, as of a regularizer) are trained, too;
+            their mean over micro-batches is not part of the loss that `step` returns.
         boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
             for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
         micro_batches: Number of micro-batches per batch, at most its number of samples.
@@ -160,6 +161,9 @@ class Pipeline(stages.Pipeline):
             outputs = self._call(tree.unflatten(run.inputs, run.structure), True)
             if targets is not None:
                 run.loss = self._compared(outputs, targets) * weight
+            added = [loss for loss in getattr(self.stage, "losses", ()) if tf.is_tensor(loss)]
+            if added:
+                run.added = tf.add_n(added) * (run.head.rows / run.head.total_rows)  # once for the whole batch
         run.tape = tape
         return outputs
 
@@ -168,6 +172,8 @@ class Pipeline(stages.Pipeline):
         if gradients is not None:
             roots = [leaf for leaf, sent in zip(run.outputs, run.passed_on, strict=True) if sent.gradient]
             seeds = [self._from_wire(gradient) for gradient in gradients]
+        if run.added is not None:
+            roots, seeds = [*roots, run.added], [*(seeds or [tf.ones_like(run.loss)]), tf.ones_like(run.added)]
         variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
         found = run.tape.gradient(roots, [*variables, *_wanted(run)], seeds, tf.UnconnectedGradients.ZERO)
         dense = [tf.convert_to_tensor(gradient) for gradient in found]

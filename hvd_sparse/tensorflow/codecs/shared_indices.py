@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from hvd_sparse.granularity import by_group
+from hvd_sparse.members import is_elastic
 from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
@@ -25,6 +26,7 @@ class Named(Bucket):
 
     indices: tf.Tensor | None = None
     sketch: tf.Tensor | None = None  # of the partition, float32[65]: exchanged with the values
+    threshold: tf.Tensor | None = None  # of the selection, a float64 scalar
 
 
 class SharedIndices(Codec):
@@ -115,7 +117,7 @@ class SharedIndices(Codec):
         own = tf.reshape(rows, [ranks, -1])[self.exchange.rank()]
         own = tf.pad(own, [[0, own.shape[0] % 2]])  # a multiple of 8 bytes
         size, told = tf.size(payload), tf.reshape(tf.bitcast(own, tf.uint8), [-1])
-        most_bytes = largest_payload(n, n, "dense", dtype, layout) + told.shape[0]
+        most_bytes = largest_payload(n, n, "dense", dtype, layout) + int(told.shape[0])
         gathered = gather(self.exchange, "values", tf.concat([payload, told], 0), most_bytes, now)
         gathered = tf.reshape(gathered, [ranks, -1])
         total = ops.reduce_payloads(gathered, 0, k, k, now.units.outgoing(), *form)[:count]
@@ -203,6 +205,10 @@ class Partition(Selection):
         number = (now.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
         begin, end = number * n // ranks, (number + 1) * n // ranks
         threshold, share = self._threshold.plan(k, ranks)
+        if is_elastic() and not self._predicts:  # a new rank has another one, which equal scaling would leave different
+            bits = once(now.present, tf.bitcast(threshold, tf.int64))  # of numbers above 0: in their order
+            threshold = tf.bitcast(self._codec.exchange.furthest(f"threshold{now.suffix}", bits), tf.float64)
+        named.threshold = threshold
         named.indices, sketch, finite = ops.accumulate_partition(
             [entry.gradient for entry in entries],
             [entry.feedback.residual for entry in entries],
@@ -220,6 +226,8 @@ class Partition(Selection):
 
     def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Update the threshold: from the sketches, or by scaling it."""
+        if isinstance(self._threshold, ScaledThreshold):
+            return self._threshold.learn(named.ks[0], count, named.threshold, now)
         return self._threshold.learn(named.ks[0], count, sketches, self._codec.exchange.rank(), now)
 
 
