@@ -36,6 +36,9 @@ void MarkReaching(const double* data, int64_t n, uint64_t threshold, uint8_t* ma
 void MarkReaching(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks);
 void MarkReaching(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks);
 
+// Returns the number of elements that reach the threshold.
+int64_t NumberReaching(const float* data, int64_t n, uint32_t threshold);
+
 // Calls function(i) in ascending order for each i in [begin, end), at most one chunk, whose element reaches the
 // threshold.
 template <typename T, typename Function>

@@ -129,17 +129,6 @@ HVD_SPARSE_MULTIVERSION int64_t Keep(const float* values, int64_t n, uint32_t ba
   return count;
 }
 
-HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, uint32_t bar) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < n;) {
-    const int64_t end = i + kSmallestSample < n ? i + kSmallestSample : n;
-    int32_t count = 0;
-    for (; i < end; ++i) count += Reaches<float>(MagnitudeBits(values[i]), bar) ? 1 : 0;
-    total += count;
-  }
-  return total;
-}
-
 // The quantile of a gamma distribution: Minka's closed form of the shape, and the first term of the tail
 // (Corollary 1.2).
 double GammaQuantile(double mean, double mean_log, double density) {
@@ -217,7 +206,7 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
   }
   Fit fit;
   fit.threshold = std::max(threshold, kSmallestFloat);
-  const int64_t reached = CountReaching(left, count, SmallestReaching<float>(fit.threshold));
+  const int64_t reached = NumberReaching(left, count, SmallestReaching<float>(fit.threshold));
   const double wanted = density * static_cast<double>(n);
   fit.ratio = static_cast<double>(reached) / wanted;
   fit.is_misfit = reached > 0 ? static_cast<double>(reached) > static_cast<double>(kMost) * wanted && 2 * reached > n

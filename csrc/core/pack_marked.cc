@@ -64,9 +64,8 @@ uint32_t SealedCrc(const uint8_t* payload, int64_t size) {
   static constexpr CrcPowers kPowers = MakeCrcPowers();
   uint32_t checksum;
   std::memcpy(&checksum, payload + kChecksumAt, sizeof checksum);
-  uint32_t remainder = checksum;  // CRC of the checksum field, which was zero when the checksum was computed
-  for (int bit = 0; bit < 32; ++bit) remainder = (remainder >> 1) ^ ((remainder & 1u) != 0 ? kCrcPolynomial : 0u);
-  return checksum ^ CrcShift(remainder, static_cast<uint64_t>(size - kChecksumAt) - sizeof checksum, kPowers);
+  // The checksum was computed with zeros in its field: what the field adds is its bits, shifted to the end.
+  return checksum ^ CrcShift(checksum, static_cast<uint64_t>(size - kChecksumAt), kPowers);
 }
 
 }  // namespace hvd_sparse

@@ -49,12 +49,6 @@ HVD_SPARSE_MULTIVERSION void FindBins(const float* values, int64_t n, uint32_t l
   }
 }
 
-HVD_SPARSE_MULTIVERSION int64_t CountReaching(const float* values, int64_t n, uint32_t bar) {
-  uint32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += Reaches<float>(MagnitudeBits(values[i]), bar) ? 1 : 0;
-  return count;
-}
-
 // Counts magnitudes in bins around a threshold (`bar`), and the elements that reach this threshold.
 class Sketcher {
  public:
@@ -69,7 +63,7 @@ class Sketcher {
       const int64_t size = std::min(kChunk, n - i);
       FindBins(values + i, size, lowest_, static_cast<uint32_t>(base_), bins.data());
       for (int64_t j = 0; j < size; ++j) ++counts_[static_cast<size_t>(j % 2)][bins[static_cast<size_t>(j)]];
-      reached_ += CountReaching(values + i, size, bar_);
+      reached_ += NumberReaching(values + i, size, bar_);
     }
   }
 

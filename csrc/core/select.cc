@@ -123,6 +123,18 @@ HVD_SPARSE_MULTIVERSION void MarkReaching(const BFloat16* data, int64_t n, uint1
   Mark(data, n, threshold, marks);
 }
 
+HVD_SPARSE_MULTIVERSION int64_t NumberReaching(const float* data, int64_t n, uint32_t threshold) {
+  constexpr int64_t kPart = 1 << 16;  // counted in 32 bits, of which a vector has twice as many as of 64
+  int64_t total = 0;
+  for (int64_t i = 0; i < n;) {
+    const int64_t end = i + kPart < n ? i + kPart : n;
+    int32_t count = 0;
+    for (; i < end; ++i) count += Reaches<float>(MagnitudeBits(data[i]), threshold) ? 1 : 0;
+    total += count;
+  }
+  return total;
+}
+
 Status SelectTopK(const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                   Selection* selection) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckCount(params.k, values.size));
