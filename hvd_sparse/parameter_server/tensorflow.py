@@ -247,7 +247,7 @@ class WorkerMemory(tf.train.experimental.PythonState):
         self.load(arrays)
 
 
-class AsynchronousOptimizer(tf.Module):
+class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     """Pushes an update in `apply_gradients`, and takes the servers' answer; made by `TensorFlowSession.optimizer`.
 
     Momentum is the method's. `iterations`, int64, counts the steps of this worker; the density's schedule goes by it.
@@ -264,7 +264,6 @@ class AsynchronousOptimizer(tf.Module):
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
-        super().__init__(name="asynchronous_optimizer")
         self.session, self.memory = session, WorkerMemory(session)
         self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
         self.learning_rate, self.weight_decay = learning_rate, weight_decay

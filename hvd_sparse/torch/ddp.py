@@ -158,15 +158,18 @@ class DDPCompressor(Compressor):
             return bucket.index() == 0
         return not self._is_static() or not self._arrived_names.isdisjoint(names)
 
+    def _is_set(self, option: str) -> bool:
+        """Return whether an option of the model is set."""
+        model = None if self._model is None else self._model()
+        return model is not None and bool(getattr(model, option))
+
     def _is_static(self) -> bool:
         """Return whether the model has a static graph, which a user may also set after `register`."""
-        model = None if self._model is None else self._model()
-        return model is not None and bool(model.static_graph)
+        return self._is_set("static_graph")
 
     def _leaves_out(self) -> bool:
         """Return whether a step may leave out parameters."""
-        model = None if self._model is None else self._model()
-        return self._is_static() or (model is not None and bool(model.find_unused_parameters))
+        return self._is_static() or self._is_set("find_unused_parameters")
 
     def _open_step(self) -> None:
         """Begin a step."""
