@@ -19,14 +19,19 @@ TREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINKED = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
+COMMAND = re.compile(r"(?:make|python|mpirun|horovodrun|torchrun|pip) |(?:[A-Z_]+=\S+ )*scripts/\S+\.sh")
+
+
 def commands():
-    """Return [(page, command)] of all blocks without a language, comments and output left out."""
+    """Return [(page, command)] of all blocks without a language, comments and output left out, and of all code in text."""
+    more = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks").glob("results/*.md")]
     found = []
-    for page in PAGES:
-        for line in "".join(fenced(page, "")).splitlines():
-            command = line.split(" #")[0].strip()
-            if re.match(r"(make|python|mpirun|horovodrun|torchrun|pip) |([A-Z]+=\S+ )*scripts/", command):
-                found.append((page.name, re.sub(r"^([A-Z]+=\S+ )*", "", command)))
+    for page in dict.fromkeys([*PAGES, *more]):
+        lines = [line.split(" #")[0].strip() for line in "".join(fenced(page, "")).splitlines()]
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+        for command in filter(COMMAND.match, dict.fromkeys(lines)):
+            found.append((page.name, re.sub(r"^([A-Z_]+=\S+ )*", "", command)))
     return found
 
 
