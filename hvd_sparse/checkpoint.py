@@ -1,7 +1,10 @@
 """Checkpoints of a compressor: their layout, the same for both frameworks, and their validation.
 
-{"version": int, "step": int, "ranks": int, "summed": bool, "memory": {parameter: {buffer: float32[n]}},
- "thresholds": {name: float64[numbers]}, "regions": [(parameters of a message, bounds), ...]}
+{"version": int, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool,
+ "memory": {parameter: {buffer: float32[n]}}, "thresholds": {name: float64[numbers]},
+ "regions": [(parameters of a message, bounds), ...]}
+
+Rank and shard, of a hierarchical exchange, tell whose state it is; older states lack them.
 
 Thresholds are those that persist across steps, one per parameter or one for the "model". A summed state has none, as a
 threshold belongs to one rank's residual; it is computed again for a share of the sum. The same holds for the regions of
@@ -30,11 +33,11 @@ def check_state(
     sizes: Mapping[str, int],
     kinds: Mapping[str, tuple[str, ...]],
     thresholds: Mapping[str, int],
-    ranks: int,
+    place: Mapping[str, int | None],
 ) -> None:
-    """Raise ValueError unless a state fits parameters of these sizes and buffers, and this world size.
+    """Raise ValueError unless a state fits parameters of these sizes and buffers, and unless summed, this rank.
 
-    thresholds: the count of numbers of each threshold.
+    thresholds: the count of numbers of each threshold. place: this process's "ranks", "rank" and "shard".
     """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
@@ -63,11 +66,19 @@ def check_state(
     for name, numbers in found.items():
         if not np.isfinite(numbers).all():
             raise ValueError(f"{name}: the state's threshold must be finite, got {numbers.tolist()}")
-    if not state["summed"] and state["ranks"] != ranks:
+    if state["summed"]:
+        return
+    if state["ranks"] != place["ranks"]:
         raise ValueError(
-            f"the state is that of one of {state['ranks']} ranks, and there are {ranks} now: save "
+            f"the state is that of one of {state['ranks']} ranks, and there are {place['ranks']} now: save "
             "state_dict(summed=True) instead, and every rank takes its share of it"
         )
+    for key in ("rank", "shard"):
+        if state.get(key, place[key]) != place[key]:
+            raise ValueError(
+                f"the state is that of {key} {state[key]}, and this is {key} {place[key]}: every rank loads what it "
+                "saved itself, or all ranks load one state_dict(summed=True)"
+            )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvd_sparse.algorithms import Algorithm, Scoped
+from hvd_sparse.algorithms.base import AtDensity
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
 from hvd_sparse.trials import Trials
@@ -48,7 +49,7 @@ class DenseFallback:
         self._numels = [tensor.numel for tensor in self._tensors.values()]
         self._settled = algorithm.schedule.settled
         self._decided: dict[float, bool] = {}
-        self._trials, self._tried_density = Trials(), self._settled
+        self._trials, self._tried_density = Trials(), algorithm.schedule.planned
         self._chosen: dict[int, bool] = {}  # by step, for the last two: was it sent dense?
 
     def density(self, density: float) -> float:
@@ -86,18 +87,21 @@ class DenseFallback:
     @functools.cached_property
     def always(self) -> frozenset[str]:
         """The tensors that are sent dense in every step: their payloads cost more even at the final density."""
-        if not self.is_on:
+        if not self.is_on or self._settled is None:
             return frozenset()
         if isinstance(self.algorithm.schedule, Constant) and self.density(self._settled) >= 1.0:
             return frozenset(self._tensors)
         if self.algorithm.layout not in ("tensor", "threshold"):  # they share a payload
             return frozenset()
-        return frozenset(name for name in self._tensors if self._costs_more((name,), self._settled))
+        settled = self._settled
+        return frozenset(name for name in self._tensors if self._costs_more((name,), settled))
 
     @property
     def is_on(self) -> bool:
-        """Whether the rule applies: it is enabled, and there are several ranks and any tensors."""
-        return self.algorithm.dense_fallback is not None and self.world_size > 1 and bool(self._tensors)
+        """Whether the rule applies: it is enabled, the method has a density, and there are ranks and tensors."""
+        if self.algorithm.dense_fallback is None or not isinstance(self.algorithm, AtDensity):
+            return False
+        return self.world_size > 1 and bool(self._tensors)
 
     def explain(self, number: int, density: float) -> dict:
         """Return the entry of `stats` for a step at the schedule's density: the choice, and the cost of both ways."""

@@ -18,7 +18,10 @@ STAGE_TOLERANCE = 0.05  # a stage this close to the final density is not worth h
 
 
 class Schedule(abc.ABC):
-    """A density for every optimizer step. For another schedule, derive a class and implement both methods."""
+    """A density for every optimizer step. For another schedule, derive a class and implement both methods.
+
+    If the density of nearly all steps is known, define `settled`, too: what has to be decided once is decided by it.
+    """
 
     @abc.abstractmethod
     def density(self, step: int) -> float:
@@ -34,9 +37,14 @@ class Schedule(abc.ABC):
         return 1.0
 
     @property
-    def settled(self) -> float:
-        """The density of late steps, and therefore of nearly all steps."""
-        return self.density(10**9)
+    def settled(self) -> float | None:
+        """The density of nearly all steps; None if it is not known."""
+        return None
+
+    @property
+    def planned(self) -> float:
+        """The density for what is decided once, such as an exchange: `settled`, or that of the first step."""
+        return self.density(0) if self.settled is None else self.settled
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,11 @@ class Constant(Schedule):
 
     @property
     def highest(self) -> float:
+        """The density."""
+        return self.value
+
+    @property
+    def settled(self) -> float:
         """The density."""
         return self.value
 
@@ -122,6 +135,11 @@ class WarmUp(Schedule):
         """The density of the first stage."""
         return max((self.final, *self.stages))
 
+    @property
+    def settled(self) -> float:
+        """The density after the warm-up."""
+        return self.final
+
     def density(self, step: int) -> float:
         """Return the density of the stage that holds this step; ValueError for a negative step."""
         step = checked_step(step)
@@ -133,6 +151,15 @@ class WarmUp(Schedule):
     def describe(self) -> str:
         """Return the settings as a plain string."""
         return f"warm_up(final={self.final!r}, steps={self.steps}, initial={self.initial!r}, factor={self.factor!r})"
+
+
+def check_one_density(density, warmup, default) -> None:
+    """Raise ValueError if a `density` other than a method's default contradicts a Schedule given as `warmup`."""
+    if isinstance(warmup, Schedule) and not isinstance(density, Schedule) and density not in (default, warmup.settled):
+        raise ValueError(
+            f"density must be left out when warmup is a Schedule, which ends at a density of its own; got density="
+            f"{density!r} and warmup={warmup.describe()}"
+        )
 
 
 def make_schedule(density, warmup=None) -> Schedule:

@@ -6,7 +6,8 @@ from collections import deque
 
 SETTLE = 3  # warm-up steps without timing: buffers are allocated, and Horovod negotiates the names
 TIMED = 5  # timed steps of a trial
-CLEARLY = 2.0  # a trial ends at once if a step is more than this factor slower
+CLEARLY = 2.0  # a trial ends early if all of its steps, at least FEWEST, are slower by more than this factor
+FEWEST = 2
 SHARE = 0.01  # fraction of the training time for trials, once both ways have been timed
 LEAST_BETWEEN = 200  # minimum number of steps between two trials
 
@@ -50,14 +51,14 @@ class Trials:
         self._to_skip, self._noted = 1, 0
 
     def _note_of_trial(self, seconds: float) -> None:
-        way, other = self._tried, self.seconds(not self._tried)
+        own, other = self._seconds[self._tried], self.seconds(not self._tried)
         self._noted += 1
-        has_lost = other is not None and seconds > CLEARLY * other
-        if self._to_skip > 0 and not has_lost:
+        if self._to_skip > 0:
             self._to_skip -= 1
             return
-        self._seconds[way].append(seconds)
-        if has_lost or len(self._seconds[way]) == TIMED:
+        own.append(seconds)
+        has_lost = other is not None and len(own) >= FEWEST and min(own) > CLEARLY * other
+        if has_lost or len(own) == TIMED:
             self._conclude()
 
     def _conclude(self) -> None:

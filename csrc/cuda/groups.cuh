@@ -20,6 +20,7 @@ struct GroupRow {
 
 __device__ inline int64_t GroupOf(const DevicePlan& plan, int64_t index) {
   if (plan.segments == nullptr) return 0;
+  if (index < 0) index = 0;  // an invalid index must not become an address
   const int64_t last = LastFrom(plan.segment_count, index, [&](int64_t i) { return plan.segments[i].begin; });
   const Channels segment = plan.segments[last];
   return segment.first + (index - segment.begin) % segment.channels;

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
-from hvd_sparse.schedule import Schedule, make_schedule
+from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
 from hvd_sparse.wire import LEVELS, checked_integer
 
 SCOPES = ("tensor", "model")
@@ -94,14 +94,15 @@ def documented(method: Signature) -> Signature:
     return method
 
 
-def check_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> None:
-    """Raise ValueError unless `ranks_per_host` fits the exchange."""
+def checked_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    """Return `ranks_per_host` with Python's integers; ValueError unless it fits the exchange."""
     if ranks_per_host is None:
-        return
+        return None
     if exchange != "hierarchical":
         raise ValueError(f'ranks_per_host is for exchange="hierarchical", got exchange={exchange!r}')
-    for number in [ranks_per_host] if isinstance(ranks_per_host, int) else ranks_per_host:
-        checked_integer("ranks_per_host", number, 1)
+    if isinstance(ranks_per_host, Iterable) and not isinstance(ranks_per_host, str):
+        return tuple(checked_integer("ranks_per_host", number, 1) for number in ranks_per_host)
+    return checked_integer("ranks_per_host", ranks_per_host, 1)
 
 
 class Methods(Generic[Parameters, Compressor]):
@@ -116,6 +117,9 @@ class Methods(Generic[Parameters, Compressor]):
     def _from(cls, algorithm: "type[Algorithm]", arguments: dict[str, Any]) -> Compressor:
         """Return the compressor of a method, from its arguments (`locals()`)."""
         settings = {field.name: arguments[field.name] for field in fields(algorithm)}
+        if "warmup" in settings:
+            default = inspect.signature(getattr(cls, algorithm.name)).parameters["density"].default
+            check_one_density(settings["density"], settings["warmup"], default)
         return cls._build(algorithm(**settings), arguments["parameters"], arguments["process_set"])
 
 
@@ -139,11 +143,10 @@ class Algorithm(abc.ABC):
         check_choice("values", self.values, WIRE_VALUES)
         check_choice("level", self.level, LEVELS)
         check_choice("granularity", self.granularity, GRANULARITIES)
-        checked_integer("min_numel", self.min_numel, 0)
-        checked_integer("bucket_bytes", self.bucket_bytes, 1)
+        for number, least in (("min_numel", 0), ("bucket_bytes", 1), ("seed", 0)):  # stored as Python's int
+            object.__setattr__(self, number, checked_integer(number, getattr(self, number), least))
         if self.dense_fallback is not None:
             check_choice("dense_fallback", self.dense_fallback, DENSE_FALLBACKS)
-        checked_integer("seed", self.seed, 0)
 
     @property
     def depends_on_reduction(self) -> bool:

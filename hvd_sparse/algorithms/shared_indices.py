@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, check_hosts, documented
+from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, checked_hosts, documented
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule
 
@@ -137,7 +137,7 @@ class SharedIndices(AtDensity):
     def __post_init__(self):
         super().__post_init__()
         check_choice("exchange", self.exchange, EXCHANGES)
-        check_hosts(self.exchange, self.ranks_per_host)
+        object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ class SIDCo(AtDensity):
 
     def __post_init__(self):
         super().__post_init__()
-        checked_integer("stages", self.stages, 1)
+        object.__setattr__(self, "stages", checked_integer("stages", self.stages, 1))
         check_choice("distribution", self.distribution, DISTRIBUTIONS)
 
 

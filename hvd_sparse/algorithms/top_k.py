@@ -13,7 +13,7 @@ from hvd_sparse.algorithms.base import (
     Compressor,
     Methods,
     Parameters,
-    check_hosts,
+    checked_hosts,
     documented,
 )
 from hvd_sparse.checks import check_choice, check_number
@@ -208,7 +208,7 @@ class Scoped(AtDensity):
         super().__post_init__()
         check_choice("scope", self.scope, SCOPES)
         check_choice("exchange", self.exchange, EXCHANGES)
-        check_hosts(self.exchange, self.ranks_per_host)
+        object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
         check_choice("between_hosts", self.between_hosts, BETWEEN_HOSTS)
         if self.between_hosts != "auto" and self.exchange != "hierarchical":
             raise ValueError(f'between_hosts is for exchange="hierarchical", got exchange={self.exchange!r}')
@@ -231,7 +231,7 @@ class Scoped(AtDensity):
         large = [n for n in numels if n >= max(1, self.min_numel)]
         selections = (sum(large),) if self.layout == "model" and large else tuple(large)
         form = (self.coding, self.values, self.complete)
-        return favours_scattered(selections, self.schedule.settled, world_size, *form)
+        return favours_scattered(selections, self.schedule.planned, world_size, *form)
 
     @property
     def layout(self) -> str:

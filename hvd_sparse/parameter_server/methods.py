@@ -12,7 +12,7 @@ from typing import ClassVar
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
 from hvd_sparse.algorithms.threshold import check_kept
 from hvd_sparse.checks import check_choice, check_number
-from hvd_sparse.schedule import Schedule, make_schedule
+from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
 from hvd_sparse.wire import LEVELS, checked_density, checked_integer
 
 
@@ -56,16 +56,18 @@ class Method:
     most_workers: ClassVar[int | None] = None
 
     def __post_init__(self):
+        default = next(field.default for field in fields(self) if field.name == "density")
+        check_one_density(self.density, self.warmup, default)
         _ = self.schedule  # checks density and warmup
         if self.pull_density is not None:
             checked_density("pull_density", self.pull_density)
         check_choice("scope", self.scope, SCOPES)
-        checked_integer("min_numel", self.min_numel, 0)
+        for number in ("min_numel", "seed"):  # stored as Python's int
+            object.__setattr__(self, number, checked_integer(number, getattr(self, number), 0))
         check_choice("coding", self.coding, CODINGS)
         check_choice("values", self.values, WIRE_VALUES)
         check_choice("pull_values", self.pull_values, WIRE_VALUES)
         check_choice("level", self.level, LEVELS)
-        checked_integer("seed", self.seed, 0)
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
 
     @property

@@ -30,7 +30,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
-    state = {"version": VERSION, "step": int(step), "ranks": exchange.size(), "summed": summed}
+    state = {"version": VERSION, "step": int(step), "summed": summed, **_place(compressor, exchange)}
     regions = [] if summed else state_of(compressor.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
@@ -39,7 +39,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     """Restore the buffers and the step. The state is checked on all ranks before any change."""
     feedback = compressor.feedback
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
-    check = refused(lambda: _check(compressor, thresholds, state, exchange.size()))
+    check = refused(lambda: _check(compressor, thresholds, state, exchange))
     exchange.refuse_together(check, session)
     hosts, summed = compressor.hosts, state["summed"]
     changes = [compressor.step.assign(state["step"])]
@@ -63,6 +63,12 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
 
 
+def _place(compressor, exchange) -> dict[str, int | None]:
+    """Return the entries of a state that tell whose it is."""
+    shard = None if compressor.hosts is None else compressor.hosts.shard_number
+    return {"ranks": exchange.size(), "rank": exchange.rank(), "shard": shard}
+
+
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
     """Return the sum over all ranks, computed in float64 and rounded once."""
     return tf.cast(exchange.allreduce(name, tf.cast(buffer, tf.float64)), tf.float32)
@@ -76,13 +82,13 @@ def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
     return tf.pad(shard, [[begin, int(hosts.cuts[name][-1]) - end]])
 
 
-def _check(compressor, thresholds: Mapping[str, int], state: dict, ranks: int) -> None:
+def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> None:
     """Raise ValueError unless a state fits the error feedback and the thresholds."""
     feedback, hosts = compressor.feedback, compressor.hosts
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     if hosts is not None and isinstance(state, dict) and state.get("summed"):
         sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
-    check_state(state, sizes, kinds, thresholds, ranks)
+    check_state(state, sizes, kinds, thresholds, _place(compressor, exchange))
     for name, memory in feedback.items():
         for kind, saved in state["memory"][name].items():
             if kind not in memory.buffers and np.any(on_host(saved)):

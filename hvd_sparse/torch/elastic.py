@@ -19,8 +19,10 @@ class CompressionStateHandler(StateHandler):
         self._saved = self.value.state_dict()
 
     def restore(self) -> None:
-        """Go back to the copy. The number of ranks may have changed since: it is this rank's own state."""
-        self.value.load_state_dict({**self._saved, "ranks": self.value._exchange.size()})
+        """Go back to the copy. Ranks and shards may have other numbers since: it is this process's own state."""
+        exchange = self.value._exchange
+        own = {key: value for key, value in self._saved.items() if key != "shard"}
+        self.value.load_state_dict({**own, "ranks": exchange.size(), "rank": exchange.rank()})
 
     def sync(self) -> None:
         """Keep the current state. In the first step after a reset, the ranks agree on the number of the step."""

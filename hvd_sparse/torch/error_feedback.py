@@ -103,7 +103,8 @@ class ErrorFeedback:
         most = torch.finfo(dtype).max
         total = total.view(-1)
         held = total.clamp(-most, most).to(dtype)
-        self.residual.add_((total - held).mul_(part))
+        excess = (total - held).mul_(part)
+        self.residual.add_(excess.nan_to_num_(0.0, 0.0, 0.0))  # on CUDA the sum of a damaged payload is NaN
         return held
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:

@@ -38,6 +38,7 @@ class HierarchicalStep:
         self.device = torch.device("cpu")
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self._laid_out_in: object | None = None
+        self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
         self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank may own now
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
@@ -85,7 +86,7 @@ class HierarchicalStep:
             }
         buffers = make_error_feedback(self.algorithm, torch.empty(0), self.device).BUFFERS
         for name, cut in self.cuts.items():
-            begin = 0 if self._shard is None else int(cut[self._shard])
+            begin = 0 if self.shard is None else int(cut[self.shard])
             found[name] = Kept(shards.get(name), buffers, int(cut[-1]), begin, host, hosts)
         return found
 
@@ -98,9 +99,9 @@ class HierarchicalStep:
         hierarchy = find_hierarchy(self.algorithm.ranks_per_host, ranks, collectives.everywhere)
         subsets = collectives.subsets(hierarchy)
         self._hand_over()
-        self.hierarchy, self._shard = hierarchy, hierarchy.shard_of(rank)
+        self.hierarchy, self.shard = hierarchy, hierarchy.shard_of(rank)
         least = max(self.algorithm.min_numel, hierarchy.shards)
-        large = [name for name in self.parameters if self.parameters[name].numel() >= least]
+        large = [name for name in sorted(self.parameters) if self.parameters[name].numel() >= least]
         for name in self.parameters:
             if name not in large and name not in self.small:
                 tensor, decay = self.parameters[name], self._decays[name]
@@ -109,9 +110,9 @@ class HierarchicalStep:
         own = hierarchy.host_of(rank)
         self._host = Host(own, Exchange(subsets[own], self.traffic), hierarchy.shards)
         self.inner = None
-        if self._shard is not None:
+        if self.shard is not None:
             traffic = PartOfStep(self.traffic)
-            column = Exchange(subsets[hierarchy.columns[self._shard]], traffic)
+            column = Exchange(subsets[hierarchy.columns[self.shard]], traffic)
             shards = Shards({name: self._part(name) for name in large})
             inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
             self.inner = Step(inner, shards, column, traffic)
@@ -121,7 +122,7 @@ class HierarchicalStep:
         return row_of(self.parameters[name].shape, self.algorithm.granularity)
 
     def _part(self, name: str) -> Shard:
-        begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+        begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
         return Shard(self.parameters[name], begin, end, self._row(name))
 
     def _hand_over(self) -> None:
@@ -131,7 +132,7 @@ class HierarchicalStep:
         for name, feedback in self.inner.feedback.items():
             if "residual" in feedback.buffers:
                 whole = self._handed_over.setdefault(name, torch.zeros(self.parameters[name].numel()))
-                begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+                begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
                 whole[begin:end] += feedback.residual
 
     def forget(self) -> None:
@@ -329,10 +330,10 @@ class HierarchicalStep:
     def _shards_of(self, names: list[str], total: torch.Tensor, counts: dict[str, list[float]]) -> dict[str, Entry]:
         """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""
         entries, at = {}, 0
-        if self._shard is None:
+        if self.shard is None:
             return entries
         for name in names:
-            begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+            begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
             came, trains = counts[name]
             if came > 0:
                 entries[name] = Entry(name, total[at : at + end - begin], frozen=trains == 0)
@@ -353,7 +354,7 @@ class HierarchicalStep:
         """Return, for each tensor, its shards: the gathered part of each, and the tensor's start in this part."""
         started = []
         for title, (names, _) in self._groups.items():
-            own = [self._result_of(name, scale) for name in names] if self._shard is not None else []
+            own = [self._result_of(name, scale) for name in names] if self.shard is not None else []
             sizes = [
                 sum(int(self.cuts[name][j + 1] - self.cuts[name][j]) for name in names)
                 for j in range(self._host.shards)
@@ -372,7 +373,7 @@ class HierarchicalStep:
     def _result_of(self, name: str, scale: float) -> torch.Tensor:
         """Return the reduced gradient of this rank's shard, float32; zeros if no rank of the host has a gradient."""
         if name not in self._within:
-            begin, end = self.cuts[name][self._shard : self._shard + 2].tolist()
+            begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
             return torch.zeros(end - begin)
         entry, pending = self._within[name]
         reduced = None

@@ -22,8 +22,13 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
-    state = {"version": VERSION, "step": number, "ranks": exchange.size(), "summed": summed}
+    state = {"version": VERSION, "step": number, "summed": summed, **_place(step, exchange)}
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
+
+
+def _place(step: Step | HierarchicalStep, exchange: Exchange) -> dict[str, int | None]:
+    """Return the entries of a state that tell whose it is."""
+    return {"ranks": exchange.size(), "rank": exchange.rank(), "shard": step.shard}
 
 
 def _copies(kept: Kept, every: bool) -> dict[str, torch.Tensor]:
@@ -41,7 +46,7 @@ def _copies(kept: Kept, every: bool) -> dict[str, torch.Tensor]:
 
 def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> int:
     """Restore the error feedback and return the step. The state is checked on all ranks before any change."""
-    exchange.refuse_together(refused(lambda: _check(step, state, exchange.size())))
+    exchange.refuse_together(refused(lambda: _check(step, state, exchange)))
     for name, kept in step.kept(state["summed"]).items():
         if kept.feedback is not None:
             _fill(kept, state["memory"][name], state["summed"])
@@ -66,9 +71,9 @@ def _fill(kept: Kept, saved: dict[str, torch.Tensor], summed: bool) -> None:
             feedback.buffers[kind].zero_()
 
 
-def _check(step: Step | HierarchicalStep, state: dict, ranks: int) -> None:
+def _check(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> None:
     kept = step.kept(bool(state.get("summed")) if isinstance(state, dict) else False)
     sizes = {name: one.n for name, one in kept.items()}
     kinds = {name: one.buffers for name, one in kept.items()}
     counts = {name: len(threshold.numbers()) for name, threshold in step.thresholds.items() if threshold.numbers()}
-    check_state(state, sizes, kinds, counts, ranks)
+    check_state(state, sizes, kinds, counts, _place(step, exchange))

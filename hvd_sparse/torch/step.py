@@ -35,6 +35,8 @@ from hvd_sparse.units import Units
 class Step:
     """Runs the optimizer steps of one compressor, one at a time."""
 
+    shard: int | None = None  # this rank has whole parameters
+
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm = algorithm
         self.parameters = parameters
@@ -95,8 +97,10 @@ class Step:
         self.restart()
 
     def restart(self) -> None:
-        """Reset the thresholds and the timings of the dense fallback, which persist across steps."""
+        """Reset what persists across steps: thresholds, timings of the dense fallback, the record of damage."""
         self._began, self._plan_key = 0.0, None
+        if is_asynchronous(self.device):
+            ops.take_decode_status(torch.empty(0, device=self.device))
         if self._fallback is not None:
             self._fallback.forget()
         for threshold in self.codec.thresholds.values():

@@ -3,6 +3,7 @@
 import io
 
 import horovod.torch as hvd
+import leftover_sets
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
@@ -17,6 +18,12 @@ MAKERS = {
         named, 0.02, warmup=WarmUp(0.02, steps=8), nesterov=True, scope=scope, min_numel=100, seed=9
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_sets_left():
+    yield
+    leftover_sets.remove(hvd)
 
 
 def through_a_file(state):
@@ -166,6 +173,8 @@ def wrong_states():
         "another shape": ({**state, "memory": short}, "body.weight.*600 elements"),
         "another method": ({**state, "memory": velocity}, "another method.*velocity"),
         "another number of ranks": ({**state, "ranks": hvd.size() + 3}, f"{hvd.size() + 3} ranks"),
+        "another rank": ({**state, "rank": 7}, f"that of rank 7, and this is rank {hvd.rank()}"),
+        "another shard": ({**state, "shard": 1}, "that of shard 1, and this is shard None"),
     }
 
 

@@ -228,6 +228,8 @@ def wrong_states(state):
         "another method": ({**state, "memory": velocity}, "another method.*velocity"),
         "a residual of what now travels dense": ({**state, "memory": never_sent}, "bias.*min_numel"),
         "another number of ranks": ({**state, "ranks": hvd.size() + 3}, f"{hvd.size() + 3} ranks"),
+        "another rank": ({**state, "rank": 7}, f"that of rank 7, and this is rank {hvd.rank()}"),
+        "another shard": ({**state, "shard": 1}, "that of shard 1, and this is shard None"),
         "a negative step": ({**state, "step": -1}, "step"),
         **{f"no {key}": ({k: v for k, v in state.items() if k != key}, key) for key in ("memory", "summed", "step")},
     }

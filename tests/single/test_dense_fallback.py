@@ -6,7 +6,7 @@ import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
-from hvd_sparse.schedule import Constant, WarmUp
+from hvd_sparse.schedule import Constant, Schedule, WarmUp
 from hvd_sparse.wire import payload_size
 
 N = 1_000_000
@@ -27,7 +27,7 @@ def received(world_size, payload):
 @pytest.mark.parametrize("density", [0.001, 0.0625, 0.2, 0.25, 0.4, 0.7])
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_the_cheaper_of_both_is_taken(world_size, density, scope):
-    chosen = rule(world_size, density=density, warmup=WarmUp(0.001, 100), scope=scope)
+    chosen = rule(world_size, warmup=WarmUp(0.001, 100), scope=scope)
     gathered, reduced = received(world_size, payload_size(N, round(density * N)))
     assert chosen.density(density) == (1.0 if gathered > reduced else density)
     told = chosen.explain(0, density)
@@ -79,7 +79,7 @@ def test_values_of_another_type_count_as_they_are_sent():
     """float16 runs of 25 % take 1 byte an element: 8 ranks' are as many as an all-reduce of float32."""
     cases = ((8, "float32", True), (7, "float16", False), (9, "float16", True), (14, "int1", False))
     for world_size, values, dense in cases:
-        chosen = rule(world_size, density=0.25, values=values, warmup=WarmUp(0.001, 9))
+        chosen = rule(world_size, values=values, warmup=WarmUp(0.001, 9))
         assert (chosen.density(0.25) == 1.0) == dense
 
 
@@ -93,3 +93,33 @@ def test_gradients_of_16_bits_are_sent_as_float32_and_those_of_64_as_they_are():
 def test_wrong_rules_are_refused():
     with pytest.raises(ValueError, match="dense_fallback must be one of 'bytes', 'measured'; got 'always'"):
         Settings.dgc(None, dense_fallback="always")
+
+
+class Periodic(Schedule):
+    """A step of 25 % among sparse ones, at times that `settled` could be taken for."""
+
+    def density(self, step):
+        return 0.25 if step % 1000 == 0 else 0.001
+
+    def describe(self):
+        return "periodic"
+
+
+class Falling(Periodic):
+    def density(self, step):
+        return [0.25, 0.05, 0.01][step]  # for a run of three steps
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_a_schedule_of_the_users_own_is_asked_for_its_steps_alone(scope):
+    tensors = {f"w{i}": Tensor((1000, 1000), 4) for i in range(3)}
+    fallback = rule(8, "dgc", tensors, density=Periodic(), scope=scope)
+    assert fallback.always == frozenset()
+    assert fallback.choose(0, 0.25) == 1.0 and fallback.choose(1, 0.001) == 0.001
+    rule(8, "dgc", tensors, density=Falling(), exchange="auto", scope=scope).choose(2, 0.01)
+
+
+def test_a_method_without_a_density_is_never_sent_dense():
+    """A threshold may keep any number of elements: its messages are laid out by a density that it does not have."""
+    fallback = rule(1000, "hard_threshold", value=0.1)
+    assert fallback.always == frozenset() and fallback.choose(0, 0.01) == 0.01

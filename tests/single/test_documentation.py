@@ -23,7 +23,7 @@ COMMAND = re.compile(r"(?:make|python|mpirun|horovodrun|torchrun|pip) |(?:[A-Z_]
 
 
 def commands():
-    """Return [(page, command)] of all blocks without a language, comments and output left out, and of all code in text."""
+    """Return [(page, command)] of all blocks without a language, without comments and output, and of code in text."""
     more = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks").glob("results/*.md")]
     found = []
     for page in dict.fromkeys([*PAGES, *more]):

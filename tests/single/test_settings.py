@@ -1,12 +1,15 @@
 """Arguments of the methods, buckets, threshold hints, traffic counters, and the configuration check across ranks."""
 
 import itertools
+from functools import partial
 
+import numpy as np
 import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.configuration_check import digest, explain_difference
+from hvd_sparse.parameter_server import DGS
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.traffic import Traffic
@@ -137,3 +140,24 @@ def test_traffic_adds_up_and_nested_time_counts_once(monkeypatch):
     traffic.drop_step()
     traffic.end_step()
     assert traffic.summary()["total"]["dense_bytes"] == 4000
+
+
+@pytest.mark.parametrize("number", [np.int64(7), np.int32(7), np.uint32(7)])
+def test_numbers_of_numpy_are_those_of_python(number):
+    """A seed is shifted and added to the step, beyond what NumPy's types hold."""
+    settings = Settings.dgc(None, seed=number, min_numel=number, bucket_bytes=number)
+    assert [type(one) for one in (settings.seed, settings.min_numel, settings.bucket_bytes)] == [int] * 3
+    hosts = Settings.dgc(None, exchange="hierarchical", ranks_per_host=number).ranks_per_host
+    assert (hosts, type(hosts)) == (7, int)
+    assert Settings.micro(None, exchange="hierarchical", ranks_per_host=np.array([2, 3])).ranks_per_host == (2, 3)
+    assert type(DGS(seed=number).seed) is int
+    with pytest.raises(ValueError, match=r"ranks_per_host must be an integer of at least 1, got 2\.0"):
+        Settings.dgc(None, exchange="hierarchical", ranks_per_host=2.0)
+
+
+@pytest.mark.parametrize("make", [partial(Settings.dgc, None), partial(Settings.micro, None), DGS])
+def test_a_density_that_contradicts_the_warm_up_is_refused(make):
+    warmup = WarmUp(0.002, 100)
+    assert make(warmup=warmup).schedule == make(density=0.002, warmup=warmup).schedule == warmup
+    with pytest.raises(ValueError, match=r"density must be left out when warmup is a Schedule.*got density=0.05"):
+        make(density=0.05, warmup=warmup)

@@ -41,10 +41,20 @@ def test_the_faster_way_is_taken(slower, dense_wins):
 
 
 @pytest.mark.parametrize("slower", [2.5, 30.0])
-def test_a_way_that_loses_clearly_is_given_up_at_once(slower):
-    """The step that loses, and the one that had begun when that was told."""
+def test_a_way_that_loses_clearly_is_given_up_early(slower):
+    """A step that is not counted, two that lose, and the one that had begun when that was told."""
     steps = list(play(Trials(), 49, lambda _: 1.0, lambda _: slower))
-    assert sum(is_dense for is_dense, _ in steps) == 2
+    assert sum(is_dense for is_dense, _ in steps) == 4
+
+
+@pytest.mark.parametrize("outlier", [1.0, 5.0, 50.0, 10_000.0])
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+def test_one_slow_step_decides_no_trial(place, outlier):
+    """The first dense step allocates buffers, and validation may come in between: dense steps are twice as fast."""
+    seen, durations = [], iter([0.5] * place + [outlier] + [0.5] * 500)
+    for is_dense, _ in play(Trials(), 400, lambda _: 1.0, lambda _: next(durations)):
+        seen.append(is_dense)
+    assert all(seen[30:200]), seen[:60]
 
 
 def test_a_trial_of_ways_that_are_close_has_as_many_steps_of_both():

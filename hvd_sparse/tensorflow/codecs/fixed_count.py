@@ -92,7 +92,7 @@ class FixedCount(Codec):
 
     def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
         """Return the payloads' sizes at the final density, as a graph's buckets always have the same members."""
-        density = self.algorithm.schedule.settled
+        density = self.algorithm.schedule.planned
         form, sizes = (self.algorithm.coding, self.algorithm.values), {}
         for entry in entries:
             n = entry.feedback.size
