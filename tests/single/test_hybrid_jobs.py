@@ -52,8 +52,9 @@ def test_sparse_on_every_link_learns_and_replicas_agree(compression):
         assert len({one["parameters"] for one in of_stage}) == 1
         losses = np.mean([one["losses"] for one in of_stage], axis=0)
         assert losses[-5:].mean() < 0.9 * losses[:5].mean()
-        # DGC's payloads of so small a stage are rows of an all-reduce: those of both replicas count
-        assert of_stage[0]["dp_ratio"] > (1.4 if compression == "dgc" else 2.0)
+        # DGC's payloads of so small a stage are rows of an all-reduce: those of both replicas count. With the presence
+        # sum and the vote, 32 and 48 bytes, a step sends 1514 bytes for the first stage, whose gradients have 2072.
+        assert of_stage[0]["dp_ratio"] > (1.35 if compression == "dgc" else 2.0)
 
 
 def test_the_layout_is_described():
