@@ -212,18 +212,6 @@ def test_complex_tensors_have_gradients():
     np.testing.assert_allclose(pipeline.gradients()[0], expected, rtol=1e-5)
 
 
-def test_losses_that_layers_add_count_once_for_a_batch():
-    """An L2 regularizer of each stage, whose gradient is twice the weights; samples do not change it."""
-    keras = tf.keras
-    kernel = {"kernel_initializer": "ones", "kernel_regularizer": keras.regularizers.L2(1.0)}
-    for reduction in ("mean", "sum"):
-        stage = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, use_bias=False, **kernel)])
-        loss = {"loss": lambda outputs, _: 0.0 * tf.reduce_sum(outputs), "reduction": reduction}
-        with Pipeline(stage, micro_batches=3, timeout=60.0, **loss) as pipeline:
-            assert pipeline.step(np.ones((7, 3), np.float32), np.zeros(7, np.float32)) == 0.0
-            np.testing.assert_allclose(pipeline.gradients()[0], np.full((3, 3), 2.0), rtol=1e-6)
-
-
 @several
 def test_outputs_that_share_a_boundary_have_thresholds_of_their_own_that_are_restored(tmp_path):
     class Scaled(tf.Module):

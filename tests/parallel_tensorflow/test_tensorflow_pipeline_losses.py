@@ -1,0 +1,18 @@
+"""What a pipeline trains beside the loss of its last stage: the losses that layers add."""
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_sparse.tensorflow.model_parallel import Pipeline
+
+
+def test_losses_that_layers_add_count_once_for_a_batch():
+    """An L2 regularizer of each stage, whose gradient is twice the weights; samples do not change it."""
+    keras = tf.keras
+    kernel = {"kernel_initializer": "ones", "kernel_regularizer": keras.regularizers.L2(1.0)}
+    for reduction in ("mean", "sum"):
+        stage = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, use_bias=False, **kernel)])
+        loss = {"loss": lambda outputs, _: 0.0 * tf.reduce_sum(outputs), "reduction": reduction}
+        with Pipeline(stage, micro_batches=3, timeout=60.0, **loss) as pipeline:
+            assert pipeline.step(np.ones((7, 3), np.float32), np.zeros(7, np.float32)) == 0.0
+            np.testing.assert_allclose(pipeline.gradients()[0], np.full((3, 3), 2.0), rtol=1e-6)
