@@ -14,10 +14,10 @@ import reporting
 from mpi4py import MPI
 
 from hvd_sparse.parameter_server import METHODS
-from hvd_sparse.parameter_server.session import place
+from hvd_sparse.parameter_server.placement import MOST_THREADS, place
 
 TASKS = ("digits", "char_lstm")
-SETTINGS = "method task density pull_density momentum lifespan servers overlap steps batch_size lr seed"
+SETTINGS = "method task density pull_density momentum lifespan servers threads overlap steps batch_size lr seed"
 
 
 def servers(text):
@@ -41,6 +41,12 @@ def parse_arguments(description):
         "--lifespan", type=reporting.positive_integer, default=1000, help="of dct_async (default: %(default)s)"
     )
     group.add_argument("--servers", type=servers, default=1, help='ranks, or "colocated" (default: %(default)s)')
+    group.add_argument(
+        "--threads",
+        type=reporting.positive_integer,
+        default=1,
+        help=f"of each rank that serves, up to {MOST_THREADS} (default: %(default)s)",
+    )
     group.add_argument("--workers", type=reporting.positive_integer, help="to check: so many ranks must be left")
     group.add_argument("--overlap", action="store_true", help="compute while an answer is on its way")
     group = parser.add_argument_group("training")
@@ -69,7 +75,7 @@ def parse_arguments(description):
 def start(args, tasks):
     """Find this rank's place among the workers, and fill in what depends on it; return the task of that name."""
     try:
-        workers = place(MPI.COMM_WORLD.Get_size(), args.servers).workers
+        workers = place(MPI.COMM_WORLD.Get_size(), args.servers, args.threads).workers
     except ValueError as error:
         raise SystemExit(str(error)) from None
     if args.workers not in (None, len(workers)):
@@ -170,7 +176,7 @@ def run(example, description, tasks, prepare, connect, learn):
     prepare(args)
     task = start(args, tasks)
     model = task.make_model()
-    session = connect(model, make_method(args), servers=args.servers, overlap=args.overlap)
+    session = connect(model, make_method(args), servers=args.servers, threads=args.threads, overlap=args.overlap)
     if not session.is_worker:
         session.serve()
         return

@@ -57,12 +57,11 @@ def serve(
 
 
 class Connection:
-    """A worker and its end of the wire. ranks: those of the servers. timeout: seconds to wait for an answer."""
+    """A worker and its end of the wire. ranks: those that serve. timeout: seconds to wait for an answer."""
 
     def __init__(self, worker: Worker, end: Endpoint, ranks: list[int], timeout: float):
         self.worker, self.waited = worker, 0.0
         self._end, self._ranks, self._timeout = end, ranks, timeout
-        self._server_of = {rank: server for server, rank in enumerate(ranks)}
 
     def join(self) -> None:
         """Say hello, and wait for the parameters."""
@@ -89,7 +88,7 @@ class Connection:
         self.wait()
         self._send(self.worker.ask(what))
         self.wait()
-        return [self.worker.answers[server] for server in range(len(self._ranks))]
+        return [self.worker.answers[server] for server in range(len(self.worker.shards))]
 
     def share(self, buffers: np.ndarray) -> None:
         """Send buffers, float32, to the server that averages them."""
@@ -104,7 +103,7 @@ class Connection:
 
     def _send(self, messages) -> None:
         for server, data in messages.items():
-            self._end.send(self._ranks[server], data)
+            self._end.send(server, data)
 
     def _receive(self, start: float) -> tuple[int, np.ndarray]:
         item = self._end.receive(max(0.0, start + self._timeout - time.monotonic()))
@@ -113,15 +112,14 @@ class Connection:
                 f"no answer from the servers, ranks {self._ranks}, within {self._timeout:g} seconds: have they "
                 "stopped, or not called serve()? To wait longer: connect(timeout=...)"
             )
-        rank, data = item
-        return self._server_of[rank], data
+        return item
 
 
 class Heartbeat:
     """A thread that says every `seconds` that this worker lives, while it computes."""
 
-    def __init__(self, worker: Worker, end: Endpoint, ranks: list[int], seconds: float):
-        self._worker, self._end, self._ranks, self._seconds = worker, end, ranks, seconds
+    def __init__(self, worker: Worker, end: Endpoint, seconds: float):
+        self._worker, self._end, self._seconds = worker, end, seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hvd_sparse heartbeat", daemon=True)
         self._thread.start()
@@ -134,7 +132,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stopped.wait(self._seconds):
             for server, data in self._worker.alive().items():
-                self._end.send(self._ranks[server], data)
+                self._end.send(server, data)
         self._end.close(TICK)
 
 

@@ -50,7 +50,8 @@ class Server:
 
     shard: begin and end. workers: their number; `is_finished` is true when all have joined and left. silence: seconds
     without a message after which a worker counts as dead; None: never. others: the number of servers that will request
-    `parameters` as their initial ones; they are stored until then. now: returns the time.
+    `parameters` as their initial ones; they are stored until then. servers: the number of all shards. now: returns the
+    time.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Server:
         workers: int,
         silence: float | None = None,
         others: int = 0,
+        servers: int = 1,
         now=time.monotonic,
     ):
         self.layout, self.shard, self.method = layout, shard, method
@@ -74,6 +76,7 @@ class Server:
         self._records: dict[int, Record] = {}
         self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers without a record
         self._others, self._start = others, parameters if others else None
+        self._introduction = introduction(layout, method, servers)
         pieces = layout.pieces(*shard)
         self._segments = segments_of(pieces, shard[0])
         if method.is_mirrored:
@@ -145,7 +148,7 @@ class Server:
         last = (known.incarnation, known.sequence) if known else self._last.get(message.worker, (0, 0))
         if last[0] == message.incarnation and last[1] > 0:
             return None  # a repeated HELLO
-        differences = differing(message.text.split("\n"), introduction(self.layout, self.method))
+        differences = differing(message.text.split("\n"), self._introduction)
         if not 0 <= message.worker < self._workers:
             return self._refusal(Reason.WRONG, message, f"there are {self._workers} workers, not {message.worker}")
         if differences:
@@ -283,9 +286,14 @@ class Server:
         return description, {"parameters": self.parameters, "buffers": self.buffers}
 
 
-def introduction(layout: ParameterLayout, method: Method) -> list[str]:
-    """Return one line for each setting that must be equal on a worker and its servers."""
-    model = [f"tensors = {len(layout.names)}", f"elements = {layout.numel}", f"layout = {layout.digest()}"]
+def introduction(layout: ParameterLayout, method: Method, servers: int = 1) -> list[str]:
+    """Return one line for each setting that must be equal on a worker and its servers; `servers` is their number."""
+    model = [
+        f"servers times threads = {servers}",
+        f"tensors = {len(layout.names)}",
+        f"elements = {layout.numel}",
+        f"layout = {layout.digest()}",
+    ]
     return [f"hvd_sparse = {__version__}", *model, *method.describe()]
 
 

@@ -6,8 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -17,38 +16,16 @@ from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, interrupted_by_sigterm, serve
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
+from hvd_sparse.parameter_server.placement import place
 from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.summary import summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session
 from hvd_sparse.parameter_server.worker import Worker
 
-COLOCATED = "colocated"
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
-
-
-class Placement(NamedTuple):
-    """The ranks of the workers and of the servers. A rank may be in both lists."""
-
-    workers: list[int]
-    servers: list[int]
-
-
-def place(ranks: int, servers: int | str) -> Placement:
-    """Assign roles to ranks. The last `servers` ranks are servers; with "colocated", every rank is worker and server.
-
-    Raises:
-        ValueError: No rank would train, or none would serve.
-    """
-    if servers == COLOCATED:
-        return Placement(list(range(ranks)), list(range(ranks)))
-    if isinstance(servers, bool) or not isinstance(servers, int) or not 1 <= servers < ranks:
-        raise ValueError(
-            f"servers must be {COLOCATED!r} or a number from 1 to one less than the {ranks} ranks, got {servers!r}: "
-            "with one server and two workers start three ranks, mpirun -np 3"
-        )
-    return Placement(list(range(ranks - servers)), list(range(ranks - servers, ranks)))
 
 
 class Session:
@@ -58,7 +35,8 @@ class Session:
         parameters: {name: float32 array}.
         method: The settings of a method, such as `DGS()`.
         buffers: {name: float32 array} of tensors that are not trained, such as batch statistics.
-        servers: Number of servers, which are the last ranks; or "colocated": every rank trains and serves.
+        servers: Number of ranks that serve, the last ones; or "colocated": every rank trains and serves.
+        threads: Number of threads in which each of these ranks serves, each with its own shard.
         overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
         restore: Path of a file written by `save`, whose parameters and buffers replace those of the first server.
         timeout: Seconds to wait for an answer, or for a worker to join.
@@ -67,7 +45,7 @@ class Session:
 
     Raises:
         TypeError: `method` is not a method.
-        ValueError: `servers`, the number of workers, or the model in `restore` is wrong.
+        ValueError: `servers`, `threads`, the number of workers, or the model in `restore` is wrong.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
     """
 
@@ -78,6 +56,7 @@ class Session:
         buffers: Mapping[str, np.ndarray] | None = None,
         *,
         servers: int | str = 1,
+        threads: int = 1,
         overlap: bool = False,
         restore: str | None = None,
         timeout: float = TIMEOUT,
@@ -88,14 +67,14 @@ class Session:
             raise TypeError(f"method must be one of {', '.join(sorted(METHODS))}, such as DGS(); got {method!r}")
         self.communicator = communicator or mpi().COMM_WORLD
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
-        self.placement = place(self.communicator.Get_size(), servers)
+        self.placement = place(self.communicator.Get_size(), servers, threads)
         self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
-        self._server: Server | None = None
+        self._servers: dict[int, Server] = {}  # those on this rank, by number
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None  # raised by the server's thread
+        self._threads: list[threading.Thread] = []  # of the servers
+        self._failure: BaseException | None = None  # raised by a server
         self._failed = ""  # the error, if this rank failed to join
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
@@ -105,12 +84,12 @@ class Session:
         self._number = next_session(self.communicator)
         if self.is_server:
             try:
-                self._server = self._make_server(parameters, flattened(buffers), restore)
+                self._servers = self._make_servers(parameters, flattened(buffers), restore)
             except BaseException:
                 self._release()
                 raise
             if self.is_worker:
-                self._start_thread()
+                self._start(self._servers)
 
     @property
     def is_server(self) -> bool:
@@ -138,32 +117,36 @@ class Session:
         Raises:
             RuntimeError: This rank is not a server.
         """
-        if self._server is None:
-            raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.servers} serve")
-        if self._thread is None:
+        if not self._servers:
+            raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self._serving_ranks} serve")
+        if not self.is_worker:
+            first, *others = self._servers
             try:
                 with interrupted_by_sigterm():
-                    serve(self._server, self._endpoint(True), self.placement.workers, self._timeout)
+                    self._start(others)
+                    self._serve(first)
+                    self._join_threads()
             finally:
                 self._release()
+            if self._failure is not None:
+                raise self._failure
             self._report()
-        return dict(self._server.departures)
+        return self._departures()
 
     def join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
-        connection = Connection(worker, self._endpoint(False), self.placement.servers, self._timeout)
+        connection = Connection(worker, self._endpoint(), self._serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
-            self._heartbeat = Heartbeat(worker, self._endpoint(False), self.placement.servers, self._silence / 4.0)
+            self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
         try:
             connection.join()
         except BaseException as error:
             self._stop_heartbeat()
             self._failed = f"{type(error).__name__}: {error}"
             connection.leave(self._failed)  # some servers may have accepted this worker
-            if self._thread is not None:
-                self._thread.join()
+            self._join_threads()
             self._release()
             raise
         self._connection = connection
@@ -249,8 +232,8 @@ class Session:
         if connection is not None:
             connection.leave(f"{type(error).__name__}: {error}" if error else "")
         atexit.unregister(self.close)
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join()
+        if any(thread.is_alive() for thread in self._threads):
+            self._join_threads()
             self._report()
         self._release()
         if last is not None:
@@ -272,8 +255,16 @@ class Session:
         if _open.get(self.communicator.py2f()) is self:
             del _open[self.communicator.py2f()]
 
+    def _departures(self) -> dict[int, str]:
+        """Return the workers that left the servers on this rank, and the first reason that one of them has."""
+        found: dict[int, str] = {}
+        for server in self._servers.values():
+            for worker, why in server.departures.items():
+                found[worker] = found.get(worker) or why
+        return found
+
     def _report(self) -> None:
-        for worker, why in self._server.departures.items():
+        for worker, why in self._departures().items():
             if why:
                 print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
 
@@ -298,23 +289,31 @@ class Session:
                 "connect before other libraries start MPI, or pass silence=None and servers=1"
             )
 
-    def _endpoint(self, is_server: bool) -> MPIEndpoint:
-        return MPIEndpoint(self.communicator, is_server, self._number)
+    @property
+    def _serving_ranks(self) -> list[int]:
+        return sorted(set(self.placement.servers))
 
-    def _make_server(self, parameters, buffers: np.ndarray, restore: str | None) -> Server:
-        number = self.placement.servers.index(self.rank)
+    def _endpoint(self, number: int | None = None) -> MPIEndpoint:
+        return MPIEndpoint(self.communicator, self.placement, self._number, number)
+
+    def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
+        """Return the servers on this rank; the first server of all has the buffers."""
+        numbers = self.placement.on(self.rank)
         if restore is not None:
             flat, buffers = restored(restore, self.layout)
         else:
             flat = self.layout.flatten(parameters)
-            flat = flat if number == 0 else self._first_parameters(flat)
-        shard = self.layout.shards(len(self.placement.servers))[number]
-        others = len(self.placement.servers) - 1 if number == 0 and restore is None else 0
-        workers = len(self.placement.workers)
-        server = Server(self.layout, shard, self.method, flat, workers, self._silence, others)
-        if number == 0:
-            server.buffers = buffers
-        return server
+            flat = flat if 0 in numbers else self._first_parameters(flat)
+        workers, count = len(self.placement.workers), len(self.placement.servers)
+        shards, others = self.layout.shards(count), len(self._serving_ranks) - 1 if restore is None else 0
+        options = {"workers": workers, "silence": self._silence, "servers": count}
+        made = {
+            number: Server(self.layout, shards[number], self.method, flat, others=0 if number else others, **options)
+            for number in numbers
+        }
+        if 0 in made:
+            made[0].buffers = buffers
+        return made
 
     def _first_parameters(self, ours: np.ndarray) -> np.ndarray:
         """Return the first server's initial parameters. Users load a pretrained model there.
@@ -322,8 +321,8 @@ class Session:
         If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
         reason.
         """
-        first, end = self.placement.servers[0], self._endpoint(False)
-        end.send(first, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
+        first, end = self.placement.servers[0], self._endpoint()
+        end.send(0, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
         item = end.receive(self._timeout)
         if item is None:
             raise TimeoutError(f"rank {first} has not sent its parameters within {self._timeout:g} seconds")
@@ -335,16 +334,34 @@ class Session:
         description, arrays = protocol.decode_state(message.body)
         return arrays["parameters"] if description["layout"] == self.layout.digest() else ours
 
-    def _start_thread(self) -> None:
-        def run() -> None:
-            """Serve; store an exception for the main thread."""
-            try:
-                serve(self._server, self._endpoint(True), self.placement.workers, self._timeout, lambda: self._failed)
-            except BaseException as error:
-                self._failure = error
+    def _start(self, numbers: Iterable[int]) -> None:
+        """Start a thread for each of these servers."""
+        for number in numbers:
+            thread = threading.Thread(target=self._serve, args=(number,), name="hvd_sparse server", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-        self._thread = threading.Thread(target=run, name="hvd_sparse server", daemon=True)
-        self._thread.start()
+    def _serve(self, number: int) -> None:
+        """Run a server. Store an exception for the main thread; it ends the other servers on this rank."""
+        try:
+            serve(
+                self._servers[number],
+                self._endpoint(number),
+                self.placement.workers,
+                self._timeout,
+                lambda: self._failed or (self._failure and f"{type(self._failure).__name__}: {self._failure}") or "",
+            )
+        except BaseException as error:
+            self._failure = self._failure or error
+
+    def _join_threads(self) -> None:
+        """Wait for the servers' threads; on Ctrl-C, they tell the workers and stop."""
+        try:
+            for thread in self._threads:
+                thread.join()
+        except KeyboardInterrupt as error:
+            self._failure = self._failure or error
+            self._join_threads()
 
 
 def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
@@ -360,36 +377,3 @@ def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray
         if differing:
             raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
         return layout.flatten(arrays), file["buffers"]
-
-
-def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) -> dict:
-    """Combine a worker's traffic with the statistics of all servers."""
-    traffic, staleness = worker.traffic, {}
-    for server in servers[:1]:  # all servers receive the same pushes
-        staleness = {int(stale): count for stale, count in server["staleness"].items()}
-    dense = traffic.pushes * worker.dense_bytes
-    longest = max(server["seconds"] for server in servers)
-    return {
-        "pushes": traffic.pushes,
-        "bytes_up": traffic.bytes_up,
-        "bytes_down": traffic.bytes_down,
-        "ratio_up": dense / max(1, traffic.bytes_up),
-        "ratio_down": dense / max(1, traffic.bytes_down - worker.dense_bytes),
-        "density_up": traffic.entries_up / max(1, traffic.pushes * worker.layout.numel),
-        "density_down": traffic.entries_down / max(1, traffic.pushes * worker.layout.numel),
-        "repeated": traffic.repeated,
-        "non_finite": traffic.non_finite,
-        "seconds": seconds,
-        "seconds_waiting": waited,
-        "all": {
-            "pushes": servers[0]["pushes"],
-            "updates_per_second": servers[0]["pushes"] / longest,
-            "staleness": staleness,
-            "server_bytes": sum(server["memory_bytes"] for server in servers),
-            "bytes_in": sum(server["bytes_in"] for server in servers),
-            "bytes_out": sum(server["bytes_out"] for server in servers),
-            "refused": sum(server["refused"] for server in servers),
-            "repeated": sum(server["repeated"] for server in servers),
-            "departures": {int(k): v for server in servers for k, v in server["departures"].items()},
-        },
-    }

@@ -57,7 +57,7 @@ class Simulation:
         self._server_ends = [self.network.endpoint(rank, is_server=True) for rank in range(servers)]
         self._worker_ends = [self.network.endpoint(rank, is_server=False) for rank in range(workers)]
         self.servers = [
-            Server(self.layout, shard, method, self._flat, workers, **server_options)
+            Server(self.layout, shard, method, self._flat, workers, servers=servers, **server_options)
             for shard in self.layout.shards(servers)
         ]
         self.workers: list[Worker | None] = [None] * workers

@@ -64,6 +64,7 @@ def connect(
     method: Method,
     *,
     servers: int | str = 1,
+    threads: int = 1,
     overlap: bool = False,
     restore: str | None = None,
     timeout: float = TIMEOUT,
@@ -82,6 +83,7 @@ def connect(
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
             serves a part of the model.
+        threads: Number of threads of each rank that serves, up to 16. Each thread serves an equal part of the elements.
         overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
             staler.
         restore: A file that `save` wrote; the servers start from its parameters.
@@ -97,16 +99,8 @@ def connect(
         TypeError: `method` is none of these, or a variable is not floating-point.
         TimeoutError: The servers do not answer.
     """
-    return TensorFlowSession(
-        model,
-        method,
-        servers=servers,
-        overlap=overlap,
-        restore=restore,
-        timeout=timeout,
-        silence=silence,
-        communicator=communicator,
-    )
+    options = {"servers": servers, "threads": threads, "overlap": overlap, "restore": restore}
+    return TensorFlowSession(model, method, timeout=timeout, silence=silence, communicator=communicator, **options)
 
 
 class TensorFlowSession(Session):

@@ -11,21 +11,22 @@ import numpy as np
 
 from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import Mailbox, poll
+from hvd_sparse.parameter_server.placement import MOST_THREADS, Placement
 
-TO_SERVERS, TO_WORKERS = 7311, 7312  # tags of the first session: a rank may be both
-MOST_SESSIONS = 10000  # then tags repeat; MPI promises tags up to 32767
+TO_SERVERS, TO_WORKERS = 7311, 7312  # tags of the first thread in the first session: a rank may be both
+MOST_SESSIONS = 750  # then tags repeat; MPI promises tags up to 32767
 
 
 class Endpoint(abc.ABC):
-    """One end of the wire: of a server or of a worker."""
+    """One end of the wire: of a server, which talks to workers by their ranks, or of a worker, to servers by number."""
 
     @abc.abstractmethod
-    def send(self, rank: int, data: np.ndarray) -> None:
-        """Send bytes, uint8, to a rank's other kind of end, without waiting; they must not change any more."""
+    def send(self, peer: int, data: np.ndarray) -> None:
+        """Send bytes, uint8, to a worker or a server, without waiting; they must not change any more."""
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
-        """Return the rank that a message is of, and its bytes; None if none comes within `timeout` seconds."""
+        """Return the worker or server that a message is of, and its bytes; None if none comes in `timeout` seconds."""
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
@@ -35,22 +36,37 @@ class Endpoint(abc.ABC):
 class MPIEndpoint(Endpoint):
     """An end on an mpi4py communicator.
 
-    is_server: messages to servers and to workers have different tags. session: the number of the session, see
-    `next_session`; messages of different sessions have different tags, too.
+    session: the number of the session, see `next_session`. number: the server that this is an end of; None: a worker.
+    Messages to and from different servers on a rank, and of different sessions, have different tags.
     """
 
-    def __init__(self, communicator, is_server: bool, session: int):
-        self._mailbox = Mailbox(communicator)
-        to_servers, to_workers = (tag + 2 * (session % MOST_SESSIONS) for tag in (TO_SERVERS, TO_WORKERS))
-        self._listens, self._sends = (to_servers, to_workers) if is_server else (to_workers, to_servers)
+    def __init__(self, communicator, placement: Placement, session: int, number: int | None = None):
+        self._mailbox, self._servers, self._number = Mailbox(communicator), placement.servers, number
+        self._threads = [placement.thread_of(server) for server in range(len(placement.servers))]
+        self._shift = 2 * MOST_THREADS * (session % MOST_SESSIONS)
 
-    def send(self, rank: int, data: np.ndarray) -> None:
+    def send(self, peer: int, data: np.ndarray) -> None:
         """Send without waiting."""
-        self._mailbox.post(rank, self._sends, data)
+        if self._number is not None:
+            self._mailbox.post(peer, self._tag(TO_WORKERS, self._threads[self._number]), data)
+        else:
+            self._mailbox.post(self._servers[peer], self._tag(TO_SERVERS, self._threads[peer]), data)
 
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Look for a message now and then."""
-        return poll(lambda: self._mailbox.look(self._listens), timeout)
+        return poll(self._look, timeout)
+
+    def _look(self) -> tuple[int, np.ndarray] | None:
+        if self._number is not None:
+            return self._mailbox.look(self._tag(TO_SERVERS, self._threads[self._number]))
+        for thread in range(max(self._threads) + 1):
+            if item := self._mailbox.look(self._tag(TO_WORKERS, thread)):
+                rank, data = item
+                return self._servers.index(rank) + thread, data
+        return None
+
+    def _tag(self, first: int, thread: int) -> int:
+        return first + self._shift + 2 * thread
 
     def close(self, timeout: float) -> None:
         """Wait for what was sent; what nobody takes any more is given up."""

@@ -126,7 +126,7 @@ class Worker:
 
     def hello(self) -> Messages:
         """Return the first message to each server, which answers with the parameters."""
-        body = protocol.as_body("\n".join(introduction(self.layout, self.method)))
+        body = protocol.as_body("\n".join(introduction(self.layout, self.method, len(self.shards))))
         self._joined.clear()
         self._unknown_to.clear()
         self._clocks = [0] * len(self.shards)

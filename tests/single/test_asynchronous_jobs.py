@@ -49,6 +49,9 @@ def expected_loss():
         pytest.param(5, "servers=2", marks=pytest.mark.exhaustive),
         (5, "servers=2, overlap=True, method=dgs(pull_density=0.2, values='int2')"),
         pytest.param(5, "servers='colocated', overlap=True", marks=pytest.mark.exhaustive),
+        (3, "servers=1, threads=2"),
+        pytest.param(2, "servers='colocated', threads=3", marks=pytest.mark.exhaustive),
+        pytest.param(4, "servers=2, threads=2, overlap=True", marks=pytest.mark.exhaustive),
     ],
 )
 def test_quality_is_that_of_a_deterministic_run(run_job, expected_loss, ranks, options):
@@ -60,18 +63,22 @@ def test_quality_is_that_of_a_deterministic_run(run_job, expected_loss, ranks, o
     assert min(found) < expected_loss + 0.1, output  # the last one's, when all have been heard; it began at 40
 
 
-def test_one_worker_is_the_simulation_bit_for_bit(run_job):
-    """Also where a message of MPI's holds no more than a part of the worker's and the server's."""
+@pytest.mark.parametrize("threads", [1, 3])
+def test_one_worker_is_the_simulation_bit_for_bit(run_job, threads):
+    """Also where a message of MPI's holds no more than a part of the worker's and the server's.
+
+    Several threads of a server are several servers.
+    """
     code, output = run_job(
-        """
+        f"""
         from hvd_sparse import mailbox
         mailbox.MOST_BYTES = 100
-        session = Job(dgs(pull_density=0.3))
+        session = Job(dgs(pull_density=0.3), threads={threads})
         if session.is_server:
             session.serve()
         else:
             from hvd_sparse.parameter_server import Simulation
-            twin, random = Simulation(session.method, numbers(1), 1), np.random.default_rng(100)
+            twin, random = Simulation(session.method, numbers(1), 1, {threads}), np.random.default_rng(100)
             session.train(60)
             for _ in range(60):
                 twin.step(0, lambda worker, theta: gradients(theta, random), LR)
@@ -115,6 +122,23 @@ def test_a_worker_that_raises_does_not_stop_the_others(run_job):
     assert code != 0
     assert "ArithmeticError: what went wrong" in output and "worker 1 left early: ArithmeticError: what" in output
     assert len(losses(output)) == 1 and "ended 2" in output, output
+
+
+def test_a_thread_that_fails_ends_the_others(run_job):
+    """The workers hear of it from both; `serve` raises what was raised in the thread."""
+    code, output = run_job(
+        """
+        session = Job(threads=2)
+        if session.is_server:
+            def fail(message, record):
+                raise ArithmeticError("what went wrong")
+            session._servers[1]._push = fail
+            session.serve()
+        session.train(5)
+        """
+    )
+    assert code != 0 and output.count("ServerRefused: server") == 2, output
+    assert re.search(r"^ArithmeticError: what went wrong", output, re.M), output
 
 
 @pytest.mark.exhaustive
@@ -201,6 +225,8 @@ DIFFERING = {  # ranks, script, what is said
     "model": (3, WIDER % 2, "elements = 120 here"),
     "co-located": (3, "run(method=dgs(density=0.1 + 0.1 * RANK), servers='colocated')", "density = "),
     "second server": (4, WIDER.replace("})", "}, servers=2)") % 3, "elements = 120 here"),
+    "threads": (3, "run(threads=1 + RANK // 2)", "servers times threads = 1 there; servers times threads = 2 here"),
+    "threads of a worker": (3, "run(threads=2 - RANK // 2)", "servers times threads = 2 there"),
     "first server": (4, WIDER.replace("RANK // %d", "RANK %% 3 // %d").replace("})", "}, servers=2)") % 2, "120 here"),
 }
 

@@ -58,9 +58,10 @@ def main() -> None:
     session = Session(parameters, method, servers=servers, timeout=TIMEOUT, silence=SILENCE)
     if session.is_worker:
         return work(session, parameters, injector)
-    begin, end = session.layout.shards(servers)[session.placement.servers.index(rank)]
+    [(number, server)] = session._servers.items()
+    begin, end = session.layout.shards(servers)[number]
     departures = session.serve()
-    write_down(moved=-session._server.parameters, begin=begin, end=end)
+    write_down(moved=-server.parameters, begin=begin, end=end)
     (folder / f"{rank}.departures").write_text(json.dumps({str(worker): why for worker, why in departures.items()}))
 
 

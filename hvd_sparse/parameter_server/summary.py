@@ -1,0 +1,36 @@
+"""The statistics of an asynchronous run, as a session returns them."""
+
+from hvd_sparse.parameter_server.worker import Worker
+
+
+def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) -> dict:
+    """Combine a worker's traffic with the statistics of all servers."""
+    traffic, staleness = worker.traffic, {}
+    for server in servers[:1]:  # all servers receive the same pushes
+        staleness = {int(stale): count for stale, count in server["staleness"].items()}
+    dense = traffic.pushes * worker.dense_bytes
+    longest = max(server["seconds"] for server in servers)
+    return {
+        "pushes": traffic.pushes,
+        "bytes_up": traffic.bytes_up,
+        "bytes_down": traffic.bytes_down,
+        "ratio_up": dense / max(1, traffic.bytes_up),
+        "ratio_down": dense / max(1, traffic.bytes_down - worker.dense_bytes),
+        "density_up": traffic.entries_up / max(1, traffic.pushes * worker.layout.numel),
+        "density_down": traffic.entries_down / max(1, traffic.pushes * worker.layout.numel),
+        "repeated": traffic.repeated,
+        "non_finite": traffic.non_finite,
+        "seconds": seconds,
+        "seconds_waiting": waited,
+        "all": {
+            "pushes": servers[0]["pushes"],
+            "updates_per_second": servers[0]["pushes"] / longest,
+            "staleness": staleness,
+            "server_bytes": sum(server["memory_bytes"] for server in servers),
+            "bytes_in": sum(server["bytes_in"] for server in servers),
+            "bytes_out": sum(server["bytes_out"] for server in servers),
+            "refused": sum(server["refused"] for server in servers),
+            "repeated": sum(server["repeated"] for server in servers),
+            "departures": {int(k): v for server in servers for k, v in server["departures"].items()},
+        },
+    }
