@@ -179,9 +179,10 @@ def test_with_enable_recovery_the_others_outlive_a_killed_worker(run_job, expect
     assert "departures [(0, ''), (1, 'no sign of life for 1 seconds')]" in output and "ended 2" in output, output
 
 
-def test_interrupting_mpirun_ends_all_ranks(tmp_path):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_interrupting_mpirun_ends_all_ranks(tmp_path, threads):
     script = "import time\nfrom asynchronous_job import *\n"
-    script += "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
+    script += f"print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01), threads={threads})"
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "JOB_OUTPUT": str(tmp_path)}
     job = subprocess.Popen(
         [*mpirun(3), sys.executable, "-c", script],
