@@ -110,6 +110,11 @@ def cuda_options(with_torch: bool) -> list[str]:
     return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={found}"]
 
 
+NO_FRAMEWORK = (
+    "hvd_sparse: {} has neither PyTorch nor TensorFlow. Install one first, and build with: pip install "
+    "--no-build-isolation . (without that option, pip builds where none can be seen). For servers of asynchronous "
+    "training alone: HVD_SPARSE_WITHOUT_TORCH=1 HVD_SPARSE_WITHOUT_TENSORFLOW=1"
+)
 COMPILER_NEEDED = "A C++17 compiler is needed, such as GCC 9 or Clang 10 or newer"
 
 
@@ -141,6 +146,9 @@ class CMakeBuild(build_ext):
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
         targets = ["hvd_sparse_numpy"]
         built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
+        without = [module for module in FRAMEWORKS if os.environ.get(f"HVD_SPARSE_WITHOUT_{module.upper()}") == "1"]
+        if not built and len(without) < len(FRAMEWORKS) and not os.environ.get("HVD_SPARSE_TARGETS"):
+            sys.exit(NO_FRAMEWORK.format(sys.executable))
         configure += (cuda := cuda_options("torch" in built))
         for module, (title, options) in FRAMEWORKS.items():
             if module in built:
@@ -187,7 +195,11 @@ setup(
     package_data={"hvd_sparse": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["numpy"],
-    extras_require={"test": ["pytest", "hypothesis", "mpi4py"], "examples": ["scikit-learn", "matplotlib", "tqdm"]},
+    extras_require={
+        "test": ["pytest", "hypothesis", "mpi4py"],
+        "examples": ["scikit-learn", "matplotlib", "tqdm", "mpi4py", "tensorboard"],
+    },
+    entry_points={"console_scripts": ["hvd_sparse = hvd_sparse.__main__:main"]},
     ext_modules=[Extension("hvd_sparse.lib", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     zip_safe=False,

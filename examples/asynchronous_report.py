@@ -37,8 +37,8 @@ def histogram(stats):
     return lines
 
 
-def plot(stats, path):
-    """Draw the histogram of staleness, and save it to `path`."""
+def draw(stats):
+    """Draw the histogram of staleness; return the figure."""
     from matplotlib.figure import Figure
 
     pairs = staleness(stats)
@@ -53,7 +53,7 @@ def plot(stats, path):
     axis.grid(axis="y", alpha=0.3)
     axis.legend()
     figure.suptitle(f"Staleness of {total} updates")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def staleness(stats):

@@ -221,7 +221,7 @@ def report(example, rows, stats, seconds, task, args):
     if args.verbose:
         print(asynchronous_report.report(stats))
     if args.plot:
-        asynchronous_report.plot(stats, args.plot)
+        reporting.save_plot(lambda: asynchronous_report.draw(stats), args.plot)
     settings = {name: getattr(args, name) for name in SETTINGS.split()}
     results = {"loss": rows[-1]["loss"], task.METRIC: rows[-1][task.METRIC], "seconds": seconds, "workers": args.size}
     print(json.dumps({"example": example, **settings, **results, "stats": stats}), flush=True)

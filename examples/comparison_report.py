@@ -5,6 +5,7 @@ import os
 import platform
 
 import numpy as np
+import reporting
 
 COLUMNS = {  # columns of the table: heading and format
     "accuracy": ("accuracy, %", "{:.2f}"),
@@ -77,13 +78,13 @@ def write(results, args):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    plot(results, args)
     if args.verbose:
-        print(f"\n{title(args)}\n\n{text}\n\nwritten: {args.out}/comparison.md, steps.csv, comparison.png")
+        print(f"\n{title(args)}\n\n{text}\n\nwritten: {args.out}/comparison.md, steps.csv")
+    reporting.save_plot(lambda: draw(results, args), args.out / "comparison.png")
 
 
-def plot(results, args):
-    """Draw accuracy, density, build-up, local error, bytes and time."""
+def draw(results, args):
+    """Draw accuracy, density, build-up, local error, bytes and time; return the figure."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -113,7 +114,7 @@ def plot(results, args):
     draw_bars(axes[1, 2], results, split, "time a step, ms", stacked=True)
     axes[0, 0].legend(fontsize=7, ncols=2)
     figure.suptitle(title(args))
-    figure.savefig(args.out / "comparison.png", dpi=110)
+    return figure
 
 
 def smooth(values, parts=150):

@@ -293,14 +293,19 @@ def print_table(rows):
 
 
 def plot_curves(rows, x, panels, title, path):
-    """Draw one panel for each list of keys in `panels` against key `x` and save the figure to `path`.
+    """Draw one panel for each list of keys in `panels` against key `x` and save the figure to `path`."""
+    save_plot(lambda: _draw(rows, x, panels, title), path)
+
+
+def save_plot(draw, path):
+    """Save the figure that `draw()` returns.
 
     A figure that cannot be drawn or saved is no reason to lose the results of a run: the error is printed.
     """
     try:
-        _draw(rows, x, panels, title).savefig(path, dpi=120)
+        draw().savefig(path, dpi=120)
     except (ImportError, OSError) as error:
-        print(f'no plot in {path}: {error}. --plot "" asks for none', file=sys.stderr)
+        print(f"no plot in {path}: {error}", file=sys.stderr)
 
 
 def _draw(rows, x, panels, title):

@@ -1,11 +1,11 @@
-"""`python -m hvd_sparse --check-build`: list what was built, like `horovodrun --check-build`."""
+"""`hvd_sparse --check-build`: list what was built, like `horovodrun --check-build`."""
 
 import argparse
 import importlib.util
 
 from hvd_sparse import __version__
 from hvd_sparse.algorithms import CODINGS
-from hvd_sparse.library import FRAMEWORKS, has_cuda, is_built
+from hvd_sparse.library import FRAMEWORKS, find_library, has_cuda, is_built
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -27,12 +27,17 @@ def check_build() -> str:
         for module in ("horovod", *FRAMEWORKS, "mpi4py")
     ]
     lines += ["", "Codings:"] + [f"    [X] {coding}" for coding in CODINGS]
+    if not is_built("numpy"):
+        try:
+            find_library("numpy")
+        except ImportError as error:
+            lines += ["", str(error)]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m hvd_sparse", description="Sparse gradient compression for Horovod")
+    parser = argparse.ArgumentParser(prog="hvd_sparse", description="Sparse gradient compression for Horovod")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--check-build", action="store_true", help="show what was built")
     if parser.parse_args().check_build:

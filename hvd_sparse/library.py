@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
+SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
 CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
 
@@ -22,6 +23,12 @@ def has_cuda(framework: str) -> bool:
 def find_library(framework: str) -> str:
     """Return the path of a framework's operators; ImportError says how to build them."""
     path = _path(framework)
+    if not LIBRARY_DIRECTORY.exists() and (SOURCE / "setup.py").exists():
+        raise ImportError(
+            f"this is the source tree of hvd_sparse, {SOURCE}, where nothing is built: Python imports it from the "
+            "current directory. Run from another one to use the installed package, or build here: pip install "
+            "--no-build-isolation -e ."
+        )
     if not path.exists() and framework not in FRAMEWORKS:
         raise ImportError(f"hvd_sparse is not built: {path} is missing. {_build('')}")
     if not path.exists():

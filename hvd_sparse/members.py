@@ -68,6 +68,15 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def passes_by(gradient: str, algorithm) -> str:
+    """Return the warning for a gradient that Horovod does not pass to a compressor whose settings change training."""
+    return (
+        f"Horovod reduces {gradient} without its compression: it is not compressed, and the momentum, weight_decay and "
+        f"clip_norm of Compression.{algorithm.name} are not applied to it. sparse_as_dense=True of Horovod's optimizer "
+        "or tape compresses it"
+    )
+
+
 def two_momenta(outer: float, name: str, inner: float) -> str:
     """Return the warning for an optimizer with a momentum around a compression with one."""
     return (

@@ -168,6 +168,11 @@ class Algorithm(abc.ABC):
         """The momentum that each rank applies before the selection."""
         return 0.0
 
+    @property
+    def replaces_optimizer(self) -> bool:
+        """Return whether it applies a momentum, weight decay or clip_norm, which the optimizer then must not."""
+        return self.local_momentum > 0.0 or self.depends_on_reduction
+
     def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
         """Return {name: weight decay} of (name, parameter) pairs; 0.0 if the optimizer applies it."""
         return {name: 0.0 for name, _ in parameters}

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.log import Log
-from hvd_sparse.members import NOT_COPIED, is_elastic
+from hvd_sparse.members import NOT_COPIED, is_elastic, passes_by
 from hvd_sparse.tensorflow.calls import (
     Call,
     Traced,
@@ -69,8 +69,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
-        loses = algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction
-        if loses and hvd.is_initialized() and (exchange.is_alone() or not exchange.is_used()):
+        if algorithm.replaces_optimizer and hvd.is_initialized() and (exchange.is_alone() or not exchange.is_used()):
             warnings.warn(
                 "Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
                 f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
@@ -277,20 +276,22 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _begin(self, call: Call) -> TracedCall:
         """Lay out a step for all gradients of the call that is being traced."""
-        parts = self._parts
-        check_call(call, parts.algorithm, parts.exchange)
+        parts, exchange = self._parts, self._parts.exchange
+        check_call(call, parts.algorithm, exchange)
         self._load()
         warn_of_twins(call, parts.variables)
-        description = [parts.exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
+        description = [exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
-            parts.exchange.agree(description)
+            exchange.agree(description)
             parts.agreed = True
         gradients, positions = {}, {}
         for position, (gradient, variable) in enumerate(zip(call.gradients, call.variables, strict=True)):
             if isinstance(gradient, tf.Tensor):
                 name = parts.variables.name_of(variable)
                 gradients[name], positions[position] = gradient, name
+            elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
+                warnings.warn(passes_by(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
         graph = tf.compat.v1.get_default_graph()
         outer = getattr(graph, "outer_graph", graph)
         number = parts.calls_in.get(outer, 0)

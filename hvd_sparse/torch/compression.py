@@ -14,7 +14,7 @@ import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
-from hvd_sparse.members import two_momenta
+from hvd_sparse.members import passes_by, two_momenta
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, scaler_steps
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
@@ -26,7 +26,8 @@ from hvd_sparse.units import REDUCTION_UNKNOWN, Units, reduction_differs
 
 REDUCE_FIRST = (
     "Reduce first, then change gradients: optimizer.synchronize(); scaler.unscale_(optimizer), or clip; with "
-    "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step()"
+    "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step(). With a scaler, also set "
+    "compression.loss_scale = scaler.get_scale() before each backward"
 )
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -62,7 +63,8 @@ class SparseCompressor(Compressor):
         self._is_shared = False  # several optimizers call in turn
         _compressors.add(self)
         self._start_check()
-        if (algorithm.local_momentum > 0.0 or algorithm.depends_on_reduction) and self._collectives.is_alone():
+        self._has_warned_of_sparse = False
+        if algorithm.replaces_optimizer and self._collectives.is_alone():
             warnings.warn(
                 "Horovod calls no compressor with one process: nothing is compressed, and momentum, weight_decay and "
                 f"clip_norm of Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
@@ -95,6 +97,7 @@ class SparseCompressor(Compressor):
     def decompress(self, tensor: torch.Tensor, ctx: Entry | None) -> torch.Tensor:
         """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
         if ctx is None:
+            self._warn_of_sparse()
             return tensor
         with self._lock:
             if self._step.entries.get(ctx.name) is not ctx:
@@ -113,6 +116,13 @@ class SparseCompressor(Compressor):
             if not self._open:
                 self._end()
             return result
+
+    def register(self, model: object) -> None:
+        """Raise TypeError: this is the compressor for Horovod, where DistributedDataParallel needs its own."""
+        raise TypeError(
+            "this Compression is for hvd.DistributedOptimizer. For DistributedDataParallel: from hvd_sparse.torch.ddp "
+            "import Compression"
+        )
 
     def _start_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
@@ -140,10 +150,10 @@ class SparseCompressor(Compressor):
                 "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
             )
         for entry in self._step.entries.values():
-            if entry.carries_token and entry.passed._version != entry.version and self._has_changed(entry):
+            if entry.passed._version != entry.version and self._has_changed(entry):
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
-                    f"after it had been compressed: the change would be lost. {REDUCE_FIRST}"
+                    f"after it had been taken: the change would be lost. {REDUCE_FIRST}"
                 )
 
     def _has_changed(self, entry: Entry) -> bool:
@@ -160,6 +170,12 @@ class SparseCompressor(Compressor):
         for one in sharing:
             one.version = one.passed._version
         return False
+
+    def _warn_of_sparse(self) -> None:
+        """Warn once of a sparse gradient, which Horovod does not give to `compress`, if that changes the training."""
+        if self.algorithm.replaces_optimizer and not self._has_warned_of_sparse and self._collectives.is_first():
+            warnings.warn(passes_by("a sparse gradient, as of Embedding(sparse=True),", self.algorithm), stacklevel=4)
+        self._has_warned_of_sparse = True
 
     def _drop(self) -> None:
         """Give up the step under way."""

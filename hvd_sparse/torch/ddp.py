@@ -101,6 +101,13 @@ class DDPCompressor(Compressor):
         model.register_comm_hook(None, self._reduce)
         self._model = weakref.ref(model)
 
+    def compress(self, tensor: object) -> None:
+        """Raise TypeError: this is the compressor for DistributedDataParallel, where Horovod needs its own."""
+        raise TypeError(
+            "this Compression is for DistributedDataParallel: compression.register(model). For "
+            "hvd.DistributedOptimizer: from hvd_sparse.torch import Compression"
+        )
+
     def _check_group(self, model: DistributedDataParallel) -> None:
         group = self._collectives.group
         if model.process_group is not group:

@@ -1,6 +1,7 @@
 """Real models: sparse embeddings; frozen, tied and unused weights; unusual shapes and layouts; GANs."""
 
 import gc
+import warnings
 import weakref
 
 import horovod.torch as hvd
@@ -43,6 +44,15 @@ def test_sparse_gradients_pass_through(scope):
     torch.testing.assert_close(ours["ours.table.weight"], plain["plain.table.weight"], rtol=1e-5, atol=1e-6)
     assert compression.state_dict()["memory"]["ours.table.weight"] == {}
     assert_ranks_agree(ours)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_sparse_gradient_that_gets_no_momentum_is_warned_of_once(momentum):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        embedding_pair(False, lambda named: Compression.dgc(named, density=0.05, momentum=momentum, min_numel=10))
+    told = [one for one in caught if "sparse_as_dense=True" in str(one.message)]
+    assert len(told) == (1 if momentum and hvd.rank() == 0 else 0)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -53,6 +53,20 @@ def test_a_gradient_changed_before_it_is_reduced_is_an_error(scope, steps, finis
     assert_alive()
 
 
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc", "dct"])
+def test_a_gradient_changed_before_a_dense_step_reduces_it_is_an_error(method):
+    """As in the first stages of a warm-up on many ranks: the message is a copy, and the clipped gradient is lost."""
+    parameters = make_parameters()
+    compression = getattr(Compression, method)(parameters.items(), density=1.0, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+    backward(parameters, draw(SHAPES, 1, hvd.rank()))
+    with pytest.raises(RuntimeError, match=r"was changed between backward\(\) and optimizer\.step\(\)"):
+        clip_and_step(optimizer, parameters)
+    optimizer._handles.clear()
+    assert_alive()
+
+
 @pytest.mark.parametrize("finish", [scaler_step, clip_and_step])
 def test_a_gradient_changed_once_it_is_reduced_is_what_the_optimizer_takes(finish):
     parameters = make_parameters()
@@ -125,6 +139,12 @@ def test_a_closure_that_reduces_by_itself_is_plain_training():
                 optimizer.step(closure if closes else None)
         weights.append(torch.cat([one.detach().reshape(-1) for one in parameters.values()]))
     assert torch.equal(*weights)
+
+
+def test_a_compression_for_the_other_host_says_so():
+    parameters = make_parameters()
+    with pytest.raises(TypeError, match="from hvd_sparse.torch.ddp import Compression"):
+        sparse(parameters).register(torch.nn.Linear(2, 2))
 
 
 def test_a_closure_is_an_error():

@@ -1,5 +1,7 @@
 """Gradient tapes of real models: missing and sparse gradients, groups, retracing, several steps in one graph."""
 
+import warnings
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -53,6 +55,21 @@ def test_sparse_and_missing_gradients(sparse_as_dense):
     for i, name in enumerate(list(compression.feedback)[:2]):
         left = total(residual_of(compression, name)).reshape(out[i].shape)
         np.testing.assert_array_equal(out[i] + left, fed[i])
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_sparse_gradient_that_gets_no_momentum_is_warned_of(sparse_as_dense, momentum):
+    tables, loss = embedding_model()
+    compression = Compression.dgc(tables, density=0.05, momentum=momentum, min_numel=50)
+    with tf.GradientTape() as tape:
+        value = loss(rows_of(tables[0], hvd.rank()))
+    tape = hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense, compression=compression)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tape.gradient(value, tables)
+    told = [one for one in caught if f"sparse gradient of {tables[0].name}" in str(one.message)]
+    assert len(told) == (1 if momentum and not sparse_as_dense and hvd.rank() == 0 else 0)
 
 
 @pytest.mark.parametrize("groups", [None, 1, 5, "lists"])

@@ -1,12 +1,16 @@
 """The parts that are built or omitted, and the messages about them."""
 
+import importlib.util
+import os
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from setuptools import Distribution
 
 from hvd_sparse import library
+from hvd_sparse.__main__ import check_build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +22,38 @@ def test_missing_operators_say_how_to_get_them(monkeypatch, tmp_path):
         library.find_library("torch")
     with pytest.raises(ImportError, match=r"source tree of hvd_sparse: pip install .* --no-deps \.$"):
         library.find_library("numpy")
+
+
+def test_a_source_tree_where_nothing_is_built_says_so(monkeypatch, tmp_path):
+    """Its directory comes first for `python -m`, before the installed package."""
+    monkeypatch.setattr(library, "LIBRARY_DIRECTORY", tmp_path / "lib")
+    monkeypatch.setattr(library, "SOURCE", tmp_path)
+    (tmp_path / "setup.py").touch()
+    for framework in ("numpy", "torch"):
+        with pytest.raises(ImportError, match=f"source tree of hvd_sparse, {tmp_path}.*Run from another"):
+            library.find_library(framework)
+    assert check_build().endswith("pip install --no-build-isolation -e .")
+
+
+def test_a_build_without_any_framework_must_be_asked_for(monkeypatch, tmp_path):
+    """As in pip's isolated environment, where it would install a package that no framework can use."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for name in ("HVD_SPARSE_TARGETS", "HVD_SPARSE_WITHOUT_TORCH", "HVD_SPARSE_WITHOUT_TENSORFLOW"):
+        monkeypatch.delenv(name, raising=False)
+    build = runpy.run_path(str(ROOT / "setup.py"))["CMakeBuild"](Distribution())
+    build.inplace, build.build_temp = 1, str(tmp_path)
+    find = importlib.util.find_spec
+    absent = ("torch", "tensorflow")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    with pytest.raises(SystemExit, match="neither PyTorch nor TensorFlow.*--no-build-isolation"):
+        build.run()
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TORCH", "1")
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TENSORFLOW", "1")
+    commands = []
+    monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    build.run()
+    assert "hvd_sparse_numpy" in commands[-1] and "hvd_sparse_torch" not in commands[-1], commands
 
 
 def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
