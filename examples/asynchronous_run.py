@@ -47,7 +47,7 @@ def parse_arguments(description):
         default=1,
         help=f"of each rank that serves, up to {MOST_THREADS} (default: %(default)s)",
     )
-    group.add_argument("--workers", type=reporting.positive_integer, help="to check: so many ranks must be left")
+    group.add_argument("--workers", type=reporting.positive_integer, help="expected number of workers, checked")
     group.add_argument("--overlap", action="store_true", help="compute while an answer is on its way")
     group = parser.add_argument_group("training")
     group.add_argument("--task", choices=TASKS, default="digits", help="(default: %(default)s)")

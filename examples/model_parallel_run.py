@@ -38,7 +38,7 @@ def parse_arguments(description, add_arguments=None):
     group.add_argument(
         "--boundaries",
         type=reporting.whole_number,
-        help="cut the network so often (default: a stage a rank); on one rank, to study sparsity without a network",
+        help="number of cuts (default: one stage per rank); on one rank, to study sparsity without a network",
     )
     group.add_argument(
         "--density", type=reporting.density, default=0.1, help="of what crosses a boundary (default: %(default)s)"

@@ -95,7 +95,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
         default="gather",
         help="how selections become one sum; micro, cltk, random_k: gather or hierarchical (default: %(default)s)",
     )
-    group.add_argument("--ranks-per-host", type=positive_integer, help="of hierarchical (default: as hosts are named)")
+    group.add_argument("--ranks-per-host", type=positive_integer, help="for hierarchical (default: by host name)")
     group.add_argument(
         "--between-hosts",
         choices=("gather", "reduce_scatter", "auto"),
@@ -128,9 +128,9 @@ def parse_arguments(parser, hvd):
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
     if args.exchange != "gather" and args.method not in HOSTED:
-        parser.error(f"--exchange {args.exchange} is none of {args.method}'s: it gathers")
+        parser.error(f"{args.method} always gathers: leave out --exchange {args.exchange}")
     if args.nesterov and args.method == "samomentum":
-        parser.error("--nesterov is none of samomentum's: use dgc")
+        parser.error("samomentum has no --nesterov: use dgc")
     if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
         args.density = DEFAULT_DENSITY[args.method]
     hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))

@@ -127,9 +127,11 @@ def largest_payload(
 ) -> int:
     """Return an upper bound in bytes, a multiple of 8, for payloads of up to k of n elements.
 
-    A payload grows with its entries, except for the padding of its sections.
+    A payload grows with its entries, except for the padding of its sections, and except that with "auto" a payload of
+    all elements has no positions: with fewer, they take up to a bit for each element.
     """
-    return payload_size(n, k, coding, value_dtype, segments) + 8 * PAYLOAD_ALIGNMENT
+    bitmap = round_up(-(-n // 8), PAYLOAD_ALIGNMENT) if coding == "auto" and k == n else 0
+    return payload_size(n, k, coding, value_dtype, segments) + bitmap + 8 * PAYLOAD_ALIGNMENT
 
 
 def positions_size(coding: str, n: int, k: int) -> int:

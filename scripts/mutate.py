@@ -3,8 +3,8 @@
     scripts/run.sh python scripts/mutate.py [--only WORD] [--list]
 
 Each fault is a change of a line. It is made in the working tree, the test that should find it runs, and the line is
-put back. Needs `make setup`; a file with changes that are not committed is refused. Fails if a fault
-was not found, or no longer fits the code.
+put back. Before the first fault, each test runs once without any, and must pass. Needs `make setup`; a file with
+changes that are not committed is refused. Fails if a fault was not found, or no longer fits the code.
 """
 
 import argparse
@@ -91,6 +91,9 @@ def main() -> None:
     if changed := changed_files() & {one.file for one in chosen}:
         sys.exit(f"commit or stash first, a fault might stay behind: {', '.join(sorted(changed))}")
     os.environ.pop("HVD_SPARSE_TESTS", None)
+    for test in dict.fromkeys(one.test for one in chosen):
+        if not passes(test):
+            sys.exit(f"this test fails without any fault, so that it finds none: {test}")
     rows = []
     for one in chosen:
         start = time.monotonic()

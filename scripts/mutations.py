@@ -109,8 +109,8 @@ CORE = [
     (
         "a byte after the last payload accepted",
         "payload.cc",
-        'return Expect("messages\' size in bytes", at, size);',
-        "return Status::Ok();",
+        'const Status status = Expect("messages\' size in bytes", at, size);',
+        "const Status status = Status::Ok();",
         "locate",
     ),
     (
@@ -153,8 +153,8 @@ CORE = [
     (
         "what equals the mean is small",
         "low_bit.cc",
-        "MagnitudeBits(values[j])) >= split[slot]",
-        "MagnitudeBits(values[j])) > split[slot]",
+        "MagnitudeBits(values[j])) >= split[group_of(j)]",
+        "MagnitudeBits(values[j])) > split[group_of(j)]",
         "low_bit",
     ),
 ]
@@ -275,8 +275,8 @@ PYTHON = [
     (
         "clipped by the tensor's norm where the model's was asked for, PyTorch",
         "hvd_sparse/torch/step.py",
-        "entry.factor = self._whole_factor if self._clips_model() else feedback",
-        "entry.factor = feedback",
+        "self._whole_factor if self._clips_model else feedback.factor",
+        "feedback.factor",
         "torch test_oracle",
     ),
     (
@@ -303,8 +303,8 @@ PYTHON = [
     (
         "server adds where it should subtract",
         "hvd_sparse/parameter_server/tracker.py",
-        "self._parameters, self._changed, update.indices, update.values, clock",
-        "self._parameters, self._changed, update.indices, -update.values, clock",
+        "update.indices, update.values)\n            self._log.append(changed, clock)\n            self._shorten()",
+        "update.indices, -update.values)\n            self._log.append(changed, clock)\n            self._shorten()",
         "single test_parameter_server_exact",
     ),
     (

@@ -33,9 +33,10 @@ SHARED_ARGUMENTS = {
     weight_decay: Coefficient of weight decay, which is added to the gradient before the momentum, independent of `op`
         and loss scale. A number; {name: number}, 0 for other parameters; or a function of name and parameter that
         returns a number.
-    clip_norm: Largest L2 norm of the reduced gradient if the ranks' gradients are independent, for every `op` and loss
-        scale: each of N ranks clips its gradient before the momentum, to a norm at which N independent gradients sum up
-        to `clip_norm` (Deep Gradient Compression, section 3.2 and Appendix C). None: no clipping.
+    clip_norm: Largest L2 norm of a tensor's reduced gradient (`clip_scope="model"`: of the whole gradient) if the
+        ranks' gradients are independent, for every `op` and loss scale: each of N ranks clips its gradient before the
+        momentum, to a norm at which N independent gradients sum up to `clip_norm` (Deep Gradient Compression, section
+        3.2 and Appendix C). None: no clipping.
     clip_scope: "tensor" clips each tensor by its norm, "model" all tensors by the norm of the rank's whole gradient,
         and needs `scope="model"`.""",
     "EXCHANGE": """\
@@ -71,7 +72,7 @@ SHARED_ARGUMENTS = {
     dense_fallback: "bytes" sends dense gradients in a step whose payloads cost more bytes than an all-reduce, as in a
         warm-up on many ranks; likewise for single tensors whose payloads always cost more. A dense step includes the
         residuals. "measured" also times steps of both kinds, at first and at intervals, and uses the faster. None
-        always sends payloads.
+        always sends payloads. No effect in `hard_threshold`, which has no density.
     seed: Seed of all random choices, the same on every rank.
     process_set: The optimizer's `hvd.ProcessSet`, or under DistributedDataParallel the model's
         `torch.distributed.ProcessGroup`; None: all ranks.
@@ -119,6 +120,7 @@ class Methods(Generic[Parameters, Compressor]):
         settings = {field.name: arguments[field.name] for field in fields(algorithm)}
         if "warmup" in settings:
             default = inspect.signature(getattr(cls, algorithm.name)).parameters["density"].default
+            default = algorithm.DEFAULT_DENSITY if default is None else default
             check_one_density(settings["density"], settings["warmup"], default)
         return cls._build(algorithm(**settings), arguments["parameters"], arguments["process_set"])
 
@@ -137,6 +139,7 @@ class Algorithm(abc.ABC):
     seed: int
 
     name: ClassVar[str]
+    DEFAULT_DENSITY: ClassVar[float | None] = None  # where the signature has none
 
     def __post_init__(self):
         check_choice("coding", self.coding, CODINGS)

@@ -53,7 +53,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
                 than k / `band`. None: only in its turn, as in the paper.
             SHARED
         """
-        density = density_of(density, sparsity, 0.01)
+        density = density_of(density, sparsity, DynamicCommunicationThresholding.DEFAULT_DENSITY)
         return cls._from(DynamicCommunicationThresholding, locals())
 
     @classmethod
@@ -131,6 +131,7 @@ class DynamicCommunicationThresholding(AtDensity):
     band: float | None
 
     name: ClassVar[str] = "dct"
+    DEFAULT_DENSITY: ClassVar[float] = 0.01
     layout = "threshold"
 
     def __post_init__(self):
@@ -185,4 +186,4 @@ def density_of(density: float | Schedule | None, sparsity: float | None, default
     if density is not None:
         raise ValueError(f"give density or sparsity, not both; got density={density!r} and sparsity={sparsity!r}")
     check_number("sparsity", sparsity, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
-    return 1.0 - sparsity
+    return round(1.0 - sparsity, 12)  # 0.05, not 0.05 + 2**-54, for 0.95

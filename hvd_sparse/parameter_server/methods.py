@@ -106,8 +106,10 @@ class Method:
 class DGS(Method):
     """Dual-way gradient sparsification with SAMomentum (Algorithm 3, section 4.3.2).
 
-    momentum: u <- m*u + lr*g; sent elements stay in u, the others are multiplied by 1/m. The paper has 0.7 for up to 8
-    workers, 0.45 for 16, 0.3 for 32.
+    Args:
+        momentum: m in [0, 1): u <- m*u + lr*g; sent elements stay in u, the others are multiplied by 1/m. The paper has
+            0.7 for up to 8 workers, 0.45 for 16, 0.3 for 32. The other arguments are those of `Method`.
+
     Difference from the paper, with equal results: m*u is stored instead of u. A step adds lr*g, selects elements, and
     multiplies the sent ones by m; nothing is divided. So an element that waits T steps has exactly m*u_0 plus the sum
     of its T gradients (Equation 16), and m = 0 is Gradient Dropping.
@@ -125,7 +127,12 @@ class DGS(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class DGCAsync(Method):
-    """Deep Gradient Compression on asynchronous workers: momentum correction, momentum factor masking (section 5)."""
+    """Deep Gradient Compression on asynchronous workers: momentum correction, momentum factor masking (section 5).
+
+    Args:
+        momentum: The momentum before the selection, in [0, 1).
+        nesterov: Whether it is Nesterov's. The other arguments are those of `Method`.
+    """
 
     momentum: float = 0.7
     nesterov: bool = False
@@ -149,11 +156,12 @@ class DCTAsync(Method):
     A residual, no momentum. A tensor's threshold is that of its k largest elements, and is then used for a number of
     the worker's pushes. Difference from the paper: each worker has a residual; threads do not share one.
 
-    lifespan: number of pushes that use one threshold; the first thresholds are used for fewer (1, 2, 4, ...).
-    drain: number of pushes in which a tensor sends its whole residual about once; None: never.
-    band: a threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
-    k / `band`; None: only in its turn, as in the paper.
-    scope: always "tensor".
+    Args:
+        lifespan: Number of pushes that use one threshold; the first thresholds are used for fewer (1, 2, 4, ...).
+        drain: Number of pushes in which a tensor sends its whole residual about once; None: never.
+        band: A threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
+            k / `band`; None: only in its turn, as in the paper.
+        scope: Always "tensor". The other arguments are those of `Method`.
     """
 
     lifespan: int = 1000

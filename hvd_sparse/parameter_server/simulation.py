@@ -40,9 +40,17 @@ def by_speed(seconds: Sequence[float], seed: int = 0, jitter: float = 0.2) -> It
 
 
 class Simulation:
-    """`workers` workers and their servers. `parameters`: {name: array}, the initial ones.
+    """A run of several workers and servers. `step(worker)` computes, pushes and applies the answer.
 
-    `step(worker)` computes a gradient at the worker's parameters, pushes it, and applies the answer.
+    Args:
+        method: The settings of a method, such as `DGS()`.
+        parameters: {name: float32 array}, the initial ones.
+        workers: Number of workers.
+        servers: Number of servers, each with an equal part of the elements.
+        server_options: Further arguments of `Server`, such as `silence` and `now`.
+
+    Raises:
+        ValueError: The method has fewer workers at most.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def main() -> int:
         took = time.monotonic() - began
         print(f"    {found.tries:,} {one.unit}, {len(found.failures)} failures, worst {found.worst:.1f} s", end="")
         print(f", in {took:.0f} s; {'; '.join(found.notes)}", flush=True)
-        failed += bool(found.failures)
+        failed += bool(found.failures) or found.tries == 0
     return 1 if failed else 0
 
 

@@ -231,12 +231,22 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_hosts(method, bad):
     exchange = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
     clips = {"scope": "model", "clip_norm": 5.0, "clip_scope": "model"} if method == "dgc" else {}
     compressor = getattr(Compression, method)(parameters.items(), 0.05, min_numel=100, **exchange, **clips)
+    ledger = Ledger()
     for t in range(4):
         gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, t, hvd.rank()).items()}
+        ledger.feed(gradients)
         if t == 2 and hvd.rank() == hvd.size() - 1:
             gradients[bad][7] = np.nan
         reduced = drive(compressor, parameters, gradients)
         assert all(bool(torch.isnan(result).all()) == (t == 2) for result in reduced.values())
+        if t != 2:
+            ledger.receive(reduced)
+    for name in ("body.weight", "head.weight") if method == "gradient_dropping" else ():  # what was finite is kept
+        left = whole(compressor, name).numpy().reshape(SHAPES[name])
+        lost = ledger.fed[name] - ledger.out[name] - left
+        if name == bad:
+            lost[7] = 0.0
+        assert not lost.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -83,6 +83,7 @@ def test_fewer_elements_than_ranks_and_other_small_sizes(n):
     ledger.check(compression)
 
 
+@pytest.mark.rank_counts
 def test_several_tensors_are_one_vector():
     """Laid out by name; partitions do not respect the tensors' borders."""
     shapes = {"a": (300, 7), "b": (4000,), "c": (11, 13, 17)}

@@ -143,7 +143,7 @@ def test_a_closure_that_reduces_by_itself_is_plain_training():
 
 def test_a_compression_for_the_other_host_says_so():
     parameters = make_parameters()
-    with pytest.raises(TypeError, match="from hvd_sparse.torch.ddp import Compression"):
+    with pytest.raises(TypeError, match=r"from hvd_sparse\.torch\.ddp import Compression"):
         sparse(parameters).register(torch.nn.Linear(2, 2))
 
 

@@ -164,12 +164,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts(layout):
         list(variables.values()), 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=layout
     )
     reduce = Reducer(variables, compression, op=hvd.Sum)
+    lost = {name: np.zeros(SHAPES[name]) for name in ("body.weight", "head.weight")}
     for step in range(3):
         gradients = {name: np.array(value) for name, value in whole_numbers(SHAPES, step, hvd.rank()).items()}
+        for name in lost:
+            lost[name] += total(gradients[name])
         if step == 1 and hvd.rank() == 0:
             gradients["head.weight"][3] = np.inf
         reduced = reduce(gradients)
         assert all(np.isnan(result).all() == (step == 1) for result in reduced.values())
+        for name in lost if step != 1 else ():
+            lost[name] -= reduced[name]
+    for name in lost:  # what was finite is kept
+        lost[name] -= whole(compression, name).reshape(SHAPES[name])
+        lost[name].reshape(-1)[3 if name == "head.weight" else slice(0)] = 0.0
+        assert not lost[name].any()
 
 
 def reduce_with(method, shapes, layout, **settings):

@@ -41,6 +41,7 @@ def test_sum_in_is_sum_out_when_all_ranks_add_their_residuals(scope, graph, valu
         {"density": NowAndThenDense(), "complete": True},
     ],
 )
+@pytest.mark.rank_counts
 def test_sum_in_is_sum_out_whatever_the_schedule(settings):
     check_conservation(settings, graph=True, most=50)
 

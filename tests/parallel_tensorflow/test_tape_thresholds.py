@@ -201,6 +201,7 @@ def test_refused(call, error, message):
         call(list(make_variables(FEW).values()))
 
 
+@pytest.mark.rank_counts
 def test_micro_is_that_of_the_paper_and_its_density_is_right():
     """Within 10 % of k in each step from the tenth on, also when gradients become ten times smaller."""
     n = 100_000

@@ -29,7 +29,7 @@ def misbehave(what, stage):
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "sleep":
-        time.sleep(8)
+        time.sleep(5)
     if what == "cast":
         stage.double()
 

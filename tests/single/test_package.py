@@ -46,12 +46,12 @@ def test_a_build_without_any_framework_must_be_asked_for(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     absent = ("torch", "tensorflow")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in absent else find(name, *more))
-    with pytest.raises(SystemExit, match="neither PyTorch nor TensorFlow.*--no-build-isolation"):
+    with pytest.raises(SystemExit, match=r"neither PyTorch nor TensorFlow.*--no-build-isolation"):
         build.run()
     monkeypatch.setenv("HVD_SPARSE_WITHOUT_TORCH", "1")
     monkeypatch.setenv("HVD_SPARSE_WITHOUT_TENSORFLOW", "1")
-    commands = []
-    monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    commands, done = [], SimpleNamespace(returncode=0)
+    monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command) or done)
     build.run()
     assert "hvd_sparse_numpy" in commands[-1] and "hvd_sparse_torch" not in commands[-1], commands
 

@@ -155,7 +155,9 @@ def test_numbers_of_numpy_are_those_of_python(number):
         Settings.dgc(None, exchange="hierarchical", ranks_per_host=2.0)
 
 
-@pytest.mark.parametrize("make", [partial(Settings.dgc, None), partial(Settings.micro, None), DGS])
+@pytest.mark.parametrize(
+    "make", [partial(Settings.dgc, None), partial(Settings.micro, None), partial(Settings.dct, None), DGS]
+)
 def test_a_density_that_contradicts_the_warm_up_is_refused(make):
     warmup = WarmUp(0.002, 100)
     assert make(warmup=warmup).schedule == make(density=0.002, warmup=warmup).schedule == warmup

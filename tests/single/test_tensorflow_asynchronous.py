@@ -129,6 +129,14 @@ def test_both_frameworks_agree(settings, overlap):
     assert_same(train_tensorflow(method, tf.function, overlap=overlap), train_torch(method, overlap=overlap))
 
 
+def test_both_frameworks_agree_on_a_server_of_two_threads():
+    method = make("dgs", pull_density=0.1)
+    found = train_tensorflow(method, tf.function, threads=2)
+    assert_same(found, train_torch(method, threads=2))
+    alone = train_tensorflow(method, tf.function)  # each thread selects in its part
+    assert any((found[name] != alone[name]).any() for name in found)
+
+
 def schedule(keras):
     boundaries = [int(step) for step in range(STEPS - 1)]  # a different learning rate for every step
     return keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, [rate(step) for step in range(STEPS)])

@@ -32,12 +32,14 @@ def test_momentum_sgd_on_one_worker(join):
 METHODS = [DGS(**SMALL), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL, pull_density=0.3), DCTAsync(**SMALL)]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_it_does_what_the_simulation_does(join, method):
+def test_it_does_what_the_simulation_does(join, method, threads):
+    """Two threads of a server are two servers."""
     model, twin = network(), network()
-    session = join(model, method)
+    session = join(model, method, threads=threads)
     learn(model, session.optimizer(lr=0.1), 40)
-    simulation = Simulation(method, {name: p.numpy() for name, p in numbers(twin).items()}, 1)
+    simulation = Simulation(method, {name: p.numpy() for name, p in numbers(twin).items()}, 1, threads)
     random = torch.Generator().manual_seed(0)
 
     def gradients(worker, theta):
@@ -225,7 +227,7 @@ def test_gradients_that_are_not_finite_count_as_zero(join):
 def test_buffers_are_averaged_and_in_the_global_state(join):
     model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
     model.register_buffer("hidden", torch.ones(3), persistent=False)
-    session = join(model)
+    session = join(model, threads=2)  # the first of them has the buffers
     optimizer = session.optimizer(lr=0.1)
     learn(model, optimizer, 12)  # buffers are sent at the tenth step
     session.synchronize()

@@ -32,10 +32,10 @@ def rows_of(x, start_dim=1):
     return x.detach().double().flatten(start).flatten(0, start - 1).numpy()
 
 
-def expected_mask(x, density, threshold, start_dim=1):
+def expected_mask(x, density, threshold, start_dim=1, seed=0):
     rows = rows_of(x, start_dim)
     if threshold == "topk":
-        mask, _ = reference.select_top_k_rows(rows, max(1, int(density * rows.shape[1] + 0.5)))
+        mask, _ = reference.select_top_k_rows(rows, max(1, int(density * rows.shape[1] + 0.5)), seed)
     else:
         mask = reference.filter_threshold_rows(rows, reference.laplace_threshold_rows(rows, density))
     return torch.from_numpy(mask).view(x.shape)
@@ -58,6 +58,14 @@ def test_forward_and_backward_are_those_of_a_mask(shape, dtype, threshold, kind)
     assert boundary.stats()["occupancy"] == mask.double().mean().nan_to_num(0.0)
     if threshold == "topk":
         assert mask.flatten(1).sum(1).eq(max(1, int(0.3 * math.prod(shape[1:]) + 0.5))).all()
+
+
+def test_the_seed_orders_equal_magnitudes():
+    x = drawn((20, 40), kind="ties")
+    masks = [expected_mask(x, 0.3, "topk", seed=seed) for seed in (0, 5)]
+    assert not torch.equal(*masks)
+    for seed, mask in zip((0, 5), masks, strict=True):
+        assert torch.equal(ThresholdBoundary(0.3, seed=seed)(x), torch.where(mask, x, torch.zeros_like(x)))
 
 
 @pytest.mark.parametrize(("start_dim", "rows"), [(1, 2), (2, 6), (-1, 30), (-3, 2)])

@@ -67,6 +67,15 @@ def test_sections_follow_one_another_aligned(n, fraction, value_dtype):
     assert layout.size == wire.payload_size(n, k, "run_length", value_dtype)
 
 
+@given(st.data(), st.integers(1, 300_000), st.sampled_from([*wire.CODINGS, "auto"]), st.booleans())
+@settings(deadline=None)
+def test_no_payload_is_larger_than_the_largest(data, n, coding, is_whole):
+    k = n if is_whole or coding == "dense" else data.draw(st.integers(1, n))
+    fewer = n if coding == "dense" else data.draw(st.integers(1, k))
+    value_dtype = data.draw(st.sampled_from(sorted(wire.VALUE_DTYPES)))
+    assert wire.payload_size(n, fewer, coding, value_dtype) <= wire.largest_payload(n, k, coding, value_dtype)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

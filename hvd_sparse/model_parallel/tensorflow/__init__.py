@@ -20,7 +20,23 @@ __all__ = ["DamagedMessage", "Hybrid", "Pipeline", "PipelineError", "ProcessGrid
 
 
 def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
-    """Start Horovod with one process set per stage; see `hvd_sparse.model_parallel.hybrid.hybrid`."""
+    """Start Horovod with one process set per stage; call it in place of `hvd.init()`, on every rank.
+
+    If an error ends one rank, the others raise PipelineError in their current or next step, or show the reason below
+    the error that Horovod raises. At exit, ranks wait for each other.
+
+    Args:
+        stages: Number of stages of a pipeline; it must divide the world size. Each pipeline is a replica of the model.
+        order: "pipeline", the stages of a replica are on consecutive ranks; or "replica", the replicas of a stage are.
+
+    Returns:
+        grid: this rank's stage and replica. process_set: the ranks with the same stage, for `Compression` and Horovod's
+        optimizer. communicator: the ranks of this replica, for `Pipeline`.
+
+    Raises:
+        ValueError: stages do not divide the world size.
+        RuntimeError: There is no MPI, or Horovod has been started.
+    """
     require_horovod("tensorflow")
     import horovod.tensorflow as hvd
 
