@@ -130,7 +130,7 @@ def test_both_frameworks_agree(settings, overlap):
 
 
 def test_both_frameworks_agree_on_a_server_of_two_threads():
-    method = make("dgs", pull_density=0.1)
+    method = make("dgs", pull_density=0.02)
     found = train_tensorflow(method, tf.function, threads=2)
     assert_same(found, train_torch(method, threads=2))
     alone = train_tensorflow(method, tf.function)  # each thread selects in its part
