@@ -252,14 +252,18 @@ def test_a_slow_stage_gets_what_was_sent_before_the_end(monkeypatch):
 
 @several
 def test_half_precision_crosses_as_it_is():
-    pipeline, _, _ = pair(0.2, micro_batches=2)
+    pipeline, optimizer, oracle = pair(0.2, micro_batches=2)
     with pipeline:
-        inputs, targets = next(batches(1, rows=(32,)))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = pipeline.step(torch.from_numpy(inputs), torch.from_numpy(targets))
-        assert 0.0 < loss < 10.0
+        for inputs, targets in batches(3, rows=(32,)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = pipeline.step(torch.from_numpy(inputs), torch.from_numpy(targets))
+                expected = oracle.step(inputs, targets)
+            optimizer.step()
+            assert loss == pytest.approx(expected, rel=0, abs=1e-12)
+        assert_same_parameters(pipeline, oracle)
         if not LAST:
-            assert pipeline.stats()["forward"]["dense_bytes"] == 32 * SIZES[RANK + 1] * 2
+            assert pipeline.stats()["forward"]["dense_bytes"] == 3 * 32 * SIZES[RANK + 1] * 2
 
 
 def test_targets_may_be_on_the_last_stage_and_a_loss_may_be_a_sum():

@@ -52,7 +52,7 @@ class Oracle:
             with tf.GradientTape() as tape:
                 loss = self.loss(self(tf.constant(x), True), tf.constant(y)) * (len(x) / len(inputs))
             found = tape.gradient(loss, self.variables)
-            sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+            sums = found if sums is None else [a if b is None else a + b for a, b in zip(sums, found, strict=True)]
             total += float(loss)
         return total, sums
 
@@ -66,7 +66,7 @@ class Mask:
     def __call__(self, x, training):
         if self.density == 1.0:
             return x
-        rows = x.numpy().reshape(-1, x.shape[-1])
+        rows = tf.cast(x, tf.float32).numpy().reshape(-1, x.shape[-1])
         mask = tf.constant(self.kept(rows, training).reshape(x.shape))
         return tf.where(mask, x, tf.zeros_like(x))
 
