@@ -318,3 +318,21 @@ def test_nothing_global_holds_on_to_a_compression():
     alive = use()
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+def test_a_compiled_model_trains_as_it_does_otherwise():
+    trained = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 10))
+        compression = Compression.dgc(model.named_parameters(), density=0.05, momentum=0.9, min_numel=100)
+        optimizer = distributed(dict(model.named_parameters()), compression)
+        forward = torch.compile(model, backend="aot_eager") if compiles else model
+        for t in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * t + hvd.rank()))
+            forward(x).square().mean().backward()
+            optimizer.step()
+        trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        assert hvd.size() == 1 or compression.stats()["step"]["density"] < 0.2
+    assert torch.equal(*trained)

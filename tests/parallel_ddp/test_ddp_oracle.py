@@ -7,6 +7,9 @@ import torch.distributed as dist
 from ddp_helpers import Trainer, assert_ranks_agree
 from gradients import SHAPES, draw
 from oracle import Method, train_without_ties
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.torch.ddp import Compression
 
 pytestmark = pytest.mark.rank_counts
 
@@ -136,3 +139,22 @@ def test_parameters_in_channels_last_order(min_numel, exchange, view):
     for name in shapes:
         assert torch.equal(plain.buffer(name, "velocity"), other.buffer(name, "velocity"))
         assert torch.equal(plain.model[name], other.model[name])
+
+
+def test_a_compiled_model_trains_as_it_does_otherwise():
+    trained = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 10)))
+        compression = Compression.dgc(model.module.named_parameters(), density=0.05, momentum=0.9, min_numel=100)
+        compression.register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        forward = torch.compile(model, backend="aot_eager") if compiles else model
+        for t in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * t + dist.get_rank()))
+            forward(x).square().mean().backward()
+            optimizer.step()
+        trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        assert compression.stats()["step"]["density"] < 0.2
+    assert torch.equal(*trained)
