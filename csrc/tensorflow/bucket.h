@@ -86,7 +86,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     if (hints != static_cast<int64_t>(selections)) {
       return call.Invalid("threshold_hints must have one entry a selection, ", selections, ", got ", hints);
     }
-    return CheckMembers(call, lists, {factors});
+    return CheckMembers(call, lists, {{"factors", factors}});
   }
 
   absl::Status Open(const Call& call, const Lists& lists, const SelectionLayout& selection, const Numbers& numbers,

@@ -94,16 +94,25 @@ class AccumulatingKernel : public Kernel {
     return absl::OkStatus();
   }
 
-  // counts: the sizes of the other inputs, which must have one number for each member.
-  static absl::Status CheckMembers(const Call& call, const Lists& lists, std::initializer_list<int64_t> counts) {
-    const int members = lists.gradients.size();
-    const auto is_whole = [members](int64_t count) { return count == members; };
-    const auto may_lack = [members](int count) { return count == 0 || count == members; };
-    if (std::all_of(counts.begin(), counts.end(), is_whole) && is_whole(lists.residuals.size()) &&
-        may_lack(lists.velocities.size()) && may_lack(lists.parameters.size())) {
-      return absl::OkStatus();
+  struct NamedList {
+    const char* name;
+    int64_t size;
+  };
+
+  // others: the other inputs, which must have one number for each member.
+  static absl::Status CheckMembers(const Call& call, const Lists& lists, std::initializer_list<NamedList> others) {
+    const int64_t members = lists.gradients.size();
+    const auto or_none = [members](int64_t size) { return size == 0 ? members : size; };
+    std::vector<NamedList> all(others);
+    all.push_back({"residuals", lists.residuals.size()});
+    all.push_back({"velocities", or_none(lists.velocities.size())});
+    all.push_back({"parameters", or_none(lists.parameters.size())});
+    for (const NamedList& list : all) {
+      if (list.size != members) {
+        return call.Invalid(list.name, " must have ", members, " entries, one a member; got ", list.size);
+      }
     }
-    return call.Invalid("every list must have ", members, " entries, one a member");
+    return absl::OkStatus();
   }
 
   absl::Status OpenMember(const Call& call, const Lists& lists, int member, float factor, Job* job) const {

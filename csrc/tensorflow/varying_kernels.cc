@@ -75,7 +75,8 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Vector("ks", &numbers->ks, &ks));
     TF_RETURN_IF_ERROR(call.Vector("stages", &numbers->stages, &stages));
     TF_RETURN_IF_ERROR(call.Seed(&numbers->seed));
-    return CheckMembers(call, lists, {factors, thresholds, ks, stages});
+    return CheckMembers(call, lists,
+                        {{"factors", factors}, {"thresholds", thresholds}, {"ks", ks}, {"stages", stages}});
   }
 
   BucketForm form_;
@@ -99,7 +100,7 @@ class AccumulatePartitionKernel : public AccumulatingKernel {
     PartitionParams params;
     TF_RETURN_IF_ERROR(OpenLists(call, &lists));
     TF_RETURN_IF_ERROR(call.Vector("factors", &factors, &count));
-    TF_RETURN_IF_ERROR(CheckMembers(call, lists, {count}));
+    TF_RETURN_IF_ERROR(CheckMembers(call, lists, {{"factors", count}}));
     TF_RETURN_IF_ERROR(call.Number("begin", &params.begin));
     TF_RETURN_IF_ERROR(call.Number("end", &params.end));
     TF_RETURN_IF_ERROR(call.Number("threshold", &params.threshold));

@@ -17,10 +17,18 @@ namespace hvd_sparse {
 using at::IntArrayRef;
 using at::TensorList;
 
-inline void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<size_t> sizes) {
-  for (const size_t size : sizes) {
-    TORCH_CHECK_VALUE(size == count, "hvd_sparse.", op, ": every list must be ", count, ", one a ", what, "; got ",
-                      size);
+struct NamedList {
+  const char* name;
+  size_t size;
+};
+
+// A list that may be empty: the size of an empty one is not checked.
+inline NamedList Optional(const char* name, size_t size, size_t count) { return {name, size == 0 ? count : size}; }
+
+inline void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<NamedList> lists) {
+  for (const NamedList& list : lists) {
+    TORCH_CHECK_VALUE(list.size == count, "hvd_sparse.", op, ": ", list.name, " must have ", count, " entries, one a ",
+                      what, "; got ", list.size);
   }
 }
 
@@ -112,8 +120,12 @@ struct BucketInputs {
 
   void Check(const char* op, size_t members) const {
     CheckCounts(op, "member", members,
-                {gradients.size(), residuals.size(), factors.size(), weight_decays.size(),
-                 velocities.empty() ? members : velocities.size(), parameters.empty() ? members : parameters.size()});
+                {{"gradients", gradients.size()},
+                 {"residuals", residuals.size()},
+                 {"factors", factors.size()},
+                 {"weight_decay", weight_decays.size()},
+                 Optional("velocities", velocities.size(), members),
+                 Optional("parameters", parameters.size(), members)});
   }
 
   // Returns the part of member i. `flat` stores contiguous copies of gradients that are not contiguous.
@@ -135,7 +147,7 @@ inline std::vector<Part> VectorParts(const char* op, TensorList gradients, Tenso
   const std::vector<double> decays(gradients.size(), 0.0);
   const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
   in.Check(op, gradients.size());
-  CheckCounts(op, "member", gradients.size(), {begins.size()});
+  CheckCounts(op, "member", gradients.size(), {{"begins", begins.size()}});
   std::vector<Part> parts;
   for (size_t i = 0; i < gradients.size(); ++i) parts.push_back(in.PartOf(op, i, begins[i], device, flat));
   return parts;

@@ -49,7 +49,7 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   const char* op = "clear_bucket";
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   const size_t count = bucket.members();
-  CheckCounts(op, "member", count, {residuals.size(), velocities.empty() ? count : velocities.size()});
+  CheckCounts(op, "member", count, {{"residuals", residuals.size()}, Optional("velocities", velocities.size(), count)});
   CheckTensor(op, "message", message, at::kByte);
   bucket.CheckBytes("message", message.numel());
   for (const SelectionLayout& selection : bucket.selections()) {
@@ -64,7 +64,7 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
                     const std::string& value_dtype) {
   const char* op = "reduce_bucket";
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
-  CheckCounts(op, "member", bucket.members(), {outs.size()});
+  CheckCounts(op, "member", bucket.members(), {{"outs", outs.size()}});
   CheckTensor(op, "gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0, "hvd_sparse.", op,
                     ": gathered must be [ranks, bytes], got ", gathered.sizes());

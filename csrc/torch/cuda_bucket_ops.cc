@@ -64,7 +64,7 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   const char* op = call.op();
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   const size_t count = bucket.members();
-  CheckCounts(op, "member", count, {residuals.size(), velocities.empty() ? count : velocities.size()});
+  CheckCounts(op, "member", count, {{"residuals", residuals.size()}, Optional("velocities", velocities.size(), count)});
   call.CheckTensorHere("message", message, at::kByte);
   bucket.CheckBytes("message", message.numel());
   ReduceSelections sent;
@@ -82,7 +82,7 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
   const CudaCall call("reduce_bucket", "gathered", gathered);
   const char* op = call.op();
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
-  CheckCounts(op, "member", bucket.members(), {outs.size()});
+  CheckCounts(op, "member", bucket.members(), {{"outs", outs.size()}});
   call.CheckTensorHere("gathered", gathered, at::kByte);
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0 && gathered.size(0) < kMostRanks, "hvd_sparse.", op,
                     ": gathered must be [ranks, bytes], got ", gathered.sizes());

@@ -143,7 +143,7 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
                        int64_t seed) {
   const char* op = "fit_thresholds";
   const size_t members = residuals.size();
-  CheckCounts(op, "member", members, {ks.size(), stages.size()});
+  CheckCounts(op, "member", members, {{"ks", ks.size()}, {"stages", stages.size()}});
   const Distribution kind = ParseDistribution(op, distribution);
   Tensor fits = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   if (members == 0) return fits;

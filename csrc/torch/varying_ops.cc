@@ -19,7 +19,8 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   const size_t members = gradients.size();
   const BucketInputs in{gradients, residuals, velocities, parameters, factors, momentum, nesterov, weight_decays};
   in.Check(op, members);
-  CheckCounts(op, "member", members, {thresholds.size(), ks.size(), stages.empty() ? members : stages.size()});
+  CheckCounts(op, "member", members,
+              {{"thresholds", thresholds.size()}, {"ks", ks.size()}, Optional("stages", stages.size(), members)});
   const Distribution shape = ParseDistribution(op, distribution);
   std::vector<int64_t> ns;
   for (const Tensor& gradient : gradients) ns.push_back(gradient.numel());
@@ -51,7 +52,7 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
                            IntArrayRef channels) {
   const char* op = "reduce_located_bucket";
   CheckTensor(op, "gathered", gathered, at::kByte);
-  CheckCounts(op, "sum", outs.size(), {places.size()});
+  CheckCounts(op, "sum", outs.size(), {{"places", places.size()}});
   TORCH_CHECK_VALUE(ranks >= 1, "hvd_sparse.", op, ": ranks must be >= 1, got ", ranks);
   std::vector<float*> sums(ns.size(), nullptr);
   for (size_t i = 0; i < outs.size(); ++i) {
@@ -71,7 +72,7 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
 Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages, const std::string& distribution,
                        int64_t seed) {
   const char* op = "fit_thresholds";
-  CheckCounts(op, "member", residuals.size(), {ks.size(), stages.size()});
+  CheckCounts(op, "member", residuals.size(), {{"ks", ks.size()}, {"stages", stages.size()}});
   const Distribution kind = ParseDistribution(op, distribution);
   Tensor fits = at::empty({static_cast<int64_t>(residuals.size()), 3}, at::kDouble);
   std::vector<const float*> values;

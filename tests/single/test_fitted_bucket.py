@@ -124,7 +124,7 @@ def test_fits_alone_are_those_of_the_twin(shape, distribution):
 
 
 WRONG = [
-    ({"stages": [1, 1]}, "every list must"),
+    ({"stages": [1, 1]}, "stages must have 1 entries, one a member; got 2"),
     ({"ks": [0]}, r"k must be in \[1, 9\]"),
     ({"ks": [10]}, r"k must be in \[1, 9\]"),
     ({"momentum": 0.9}, "neither momentum nor weight decay"),
@@ -155,7 +155,7 @@ def test_a_distribution_that_is_unknown_is_refused():
 
 @pytest.mark.parametrize(
     ("ks", "stages", "message"),
-    [([1, 1], [1], "every list must"), ([10], [1], r"k must be in \[1, 9\]"), ([1], [0], "stages must be >= 1, got 0")],
+    [([1, 1], [1], "ks must have 1 entries, one a member; got 2"), ([10], [1], r"k must be in \[1, 9\]"), ([1], [0], "stages must be >= 1, got 0")],
 )
 def test_fits_alone_that_cannot_be_are_refused(ks, stages, message):
     with pytest.raises(ValueError, match=message):
