@@ -3,6 +3,7 @@
 In most implementations, MPI's blocking receive keeps a core busy. So an idle rank polls, and sleeps between polls.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +13,9 @@ import numpy as np
 from hvd_sparse.library import mpi
 
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these intervals, which limit latency and load
-
-BACKGROUND_NAP = 1e-4  # seconds
-
+BUSY_NAP = 1e-4  # seconds between two polls while a message is on its way, which moves only then
 MOST_BYTES = 2**31 - 1  # of an MPI message, whose counts are C ints; longer messages are sent in pieces of this size
+_given_up: list = []  # messages that were arriving when their mailbox was closed: MPI may still write to their arrays
 _posting = threading.Lock()  # keeps the pieces of a message together, with no other message of this process in between
 
 
@@ -23,11 +23,14 @@ class DamagedMessage(ValueError):
     """Received bytes are not a valid message. The sender may send it again."""
 
 
-def poll(look: Callable, timeout: float):
-    """Call `look` until it returns something other than None, and return this; None after `timeout` seconds."""
+def poll(look: Callable, timeout: float, is_busy: Callable[[], bool] = lambda: False):
+    """Call `look` until it returns something other than None, and return this; None after `timeout` seconds.
+
+    is_busy: whether to look often, as a message is on its way.
+    """
     end, nap = time.monotonic() + timeout, SHORTEST_NAP
     while (found := look()) is None and time.monotonic() < end:
-        time.sleep(nap)
+        time.sleep(min(nap, BUSY_NAP) if is_busy() else nap)
         nap = min(1.5 * nap, LONGEST_NAP)
     return found
 
@@ -43,7 +46,9 @@ class Mailbox:
         self._mpi = mpi()
         self._communicator, self._status = communicator, self._mpi.Status()
         self._pending: list = []  # (request, data): data must live until the request is done
-        self._begun: dict[tuple[int, int], list[np.ndarray]] = {}  # pieces of messages that are still to be completed
+        # By rank and tag: requests with the arrays that they fill; pieces of messages of which others are to come.
+        self._arriving: dict[tuple[int, int], collections.deque[tuple]] = {}
+        self._begun: dict[tuple[int, int], list[np.ndarray]] = {}
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
         if background and self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
@@ -68,18 +73,42 @@ class Mailbox:
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
         """Return the sender and the bytes of the first complete message with a tag; None if there is none.
 
+        A long message arrives only while its sender calls MPI; those of other ranks do not wait for it.
+
         source: Only consider messages of this rank.
         """
         wanted = self._mpi.ANY_SOURCE if source is None else source
         while (message := self._communicator.Improbe(wanted, tag, self._status)) is not None:
-            rank, data = self._status.Get_source(), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
-            message.Recv([data, self._mpi.BYTE])
-            if data.size == MOST_BYTES:
-                self._begun.setdefault((rank, tag), []).append(data)
-                continue
-            begun = self._begun.pop((rank, tag), [])
-            return rank, np.concatenate([*begun, data]) if begun else data
+            place, data = (self._status.Get_source(), tag), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
+            self._arriving.setdefault(place, collections.deque()).append((message.Irecv([data, self._mpi.BYTE]), data))
+        for place in [place for place in self._arriving if place[1] == tag and source in (None, place[0])]:
+            if (data := self._complete(place)) is not None:
+                return place[0], data
         self.reap()
+        return None
+
+    def is_busy(self) -> bool:
+        """Return whether a message is on its way, in either direction."""
+        return bool(self._arriving or self._pending)
+
+    def is_arriving(self, tag: int, source: int) -> bool:
+        """Return whether a message of a rank is on its way, of which `look` has found the beginning."""
+        return (source, tag) in self._arriving or (source, tag) in self._begun
+
+    def _complete(self, place: tuple[int, int]) -> np.ndarray | None:
+        """Return the first message from a place if all of it is there. The place is then the last to be looked at."""
+        arriving = self._arriving.pop(place)
+        while arriving and arriving[0][0].Test():
+            _, data = arriving.popleft()
+            if data.size == MOST_BYTES:
+                self._begun.setdefault(place, []).append(data)
+                continue
+            begun = self._begun.pop(place, [])
+            if arriving:
+                self._arriving[place] = arriving
+            return np.concatenate([*begun, data]) if begun else data
+        if arriving:
+            self._arriving[place] = arriving
         return None
 
     def reap(self) -> bool:
@@ -98,10 +127,12 @@ class Mailbox:
                 request.Cancel()
                 request.Free()
             self._pending.clear()
+        _given_up.extend(self._arriving.values())
+        self._arriving.clear()
 
     def _progress(self) -> None:
         while not self._closed:
             self._posted.wait()
             self._posted.clear()
             while not self._closed and not self.reap():
-                time.sleep(BACKGROUND_NAP)
+                time.sleep(BUSY_NAP)

@@ -52,7 +52,7 @@ class Channel:
         what: describes the message in errors. Raises PipelineError if a rank fails meanwhile or the stage has ended,
         and TimeoutError.
         """
-        found = poll(lambda: self._look(stage, kind, what), self._timeout)
+        found = poll(lambda: self._look(stage, kind, what), self._timeout, self._mailbox.is_busy)
         if found is None:
             raise TimeoutError(
                 f"stage {self.stage} has waited {self._timeout:.0f} s for {what} from stage {stage}: has it "
@@ -113,7 +113,7 @@ class Channel:
         if stage not in self._have_ended():
             return None
         found = self._mailbox.look(ENDED + kind, stage)  # sent before its last message
-        if found is None:
+        if found is None and not self._mailbox.is_arriving(ENDED + kind, stage):
             raise PipelineError(
                 f"stage {stage} has ended, while stage {self.stage} waits for {what}: every stage must take the same "
                 "number of steps"

@@ -137,7 +137,7 @@ class Session:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
-        connection = Connection(worker, self._endpoint(), self._serving_ranks, self._timeout)
+        connection = Connection(worker, self._endpoint(background=True), self._serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
         try:
@@ -293,8 +293,8 @@ class Session:
     def _serving_ranks(self) -> list[int]:
         return sorted(set(self.placement.servers))
 
-    def _endpoint(self, number: int | None = None) -> MPIEndpoint:
-        return MPIEndpoint(self.communicator, self.placement, self._number, number)
+    def _endpoint(self, number: int | None = None, background: bool = False) -> MPIEndpoint:
+        return MPIEndpoint(self.communicator, self.placement, self._number, number, background)
 
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""

@@ -37,11 +37,14 @@ class MPIEndpoint(Endpoint):
     """An end on an mpi4py communicator.
 
     session: the number of the session, see `next_session`. number: the server that this is an end of; None: a worker.
-    Messages to and from different servers on a rank, and of different sessions, have different tags.
+    Messages to and from different servers on a rank, and of different sessions, have different tags. background: see
+    `Mailbox`.
     """
 
-    def __init__(self, communicator, placement: Placement, session: int, number: int | None = None):
-        self._mailbox, self._servers, self._number = Mailbox(communicator), placement.servers, number
+    def __init__(
+        self, communicator, placement: Placement, session: int, number: int | None = None, background: bool = False
+    ):
+        self._mailbox, self._servers, self._number = Mailbox(communicator, background), placement.servers, number
         self._threads = [placement.thread_of(server) for server in range(len(placement.servers))]
         self._shift = 2 * MOST_THREADS * (session % MOST_SESSIONS)
 
@@ -54,7 +57,7 @@ class MPIEndpoint(Endpoint):
 
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Look for a message now and then."""
-        return poll(self._look, timeout)
+        return poll(self._look, timeout, self._mailbox.is_busy)
 
     def _look(self) -> tuple[int, np.ndarray] | None:
         if self._number is not None:

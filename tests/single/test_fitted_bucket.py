@@ -155,7 +155,11 @@ def test_a_distribution_that_is_unknown_is_refused():
 
 @pytest.mark.parametrize(
     ("ks", "stages", "message"),
-    [([1, 1], [1], "ks must have 1 entries, one a member; got 2"), ([10], [1], r"k must be in \[1, 9\]"), ([1], [0], "stages must be >= 1, got 0")],
+    [
+        ([1, 1], [1], "ks must have 1 entries, one a member; got 2"),
+        ([10], [1], r"k must be in \[1, 9\]"),
+        ([1], [0], "stages must be >= 1, got 0"),
+    ],
 )
 def test_fits_alone_that_cannot_be_are_refused(ks, stages, message):
     with pytest.raises(ValueError, match=message):

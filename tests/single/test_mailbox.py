@@ -1,9 +1,13 @@
 """Messages between ranks without collectives. A single rank sends to itself."""
 
+import sys
+import textwrap
 import threading
 
+import launching
 import numpy as np
 import pytest
+from launching import launch, mpirun
 from mpi4py import MPI
 
 from hvd_sparse import mailbox
@@ -23,6 +27,32 @@ def test_messages_arrive_in_order_by_tag(size, background):
         assert source == 0 and data.size == size and (data == expected).all()
     assert poll(lambda: box.reap() or None, 10.0)
     box.close(1.0)
+
+
+@pytest.mark.skipif(launching.MPIRUN is None, reason="needs mpirun")
+def test_a_message_that_does_not_move_keeps_nobody_else_waiting():
+    """Rank 1 computes, without a call of MPI, while a long message of it is under way; rank 2 sends a short one."""
+    script = """
+        import time, numpy as np
+        from mpi4py import MPI
+        from hvd_sparse.mailbox import Mailbox, poll
+        rank, box = MPI.COMM_WORLD.Get_rank(), Mailbox(MPI.COMM_WORLD)
+        MPI.COMM_WORLD.Barrier()
+        if rank == 0:
+            begin = time.monotonic()
+            source, data = poll(lambda: box.look(1), 30.0)
+            print("first", source, data.size, time.monotonic() - begin < 2.5, box.is_arriving(1, 1), flush=True)
+            source, data = poll(lambda: box.look(1), 30.0)
+            print("then", source, data.size, (data == 7).all(), box.is_arriving(1, 1), flush=True)
+        else:
+            time.sleep(0.0 if rank == 1 else 0.5)
+            box.post(0, 1, np.full(20_000_000 if rank == 1 else 10, 7, np.uint8))
+            time.sleep(4.0 if rank == 1 else 0.0)
+        box.close(10.0)
+    """
+    code, output = launch([*mpirun(3), sys.executable, "-c", textwrap.dedent(script)])
+    assert code == 0, output
+    assert "first 2 10 True True" in output and "then 1 20000000 True False" in output, output
 
 
 @pytest.mark.parametrize("size", [0, 99, 100, 101, 1000, 12_345])
