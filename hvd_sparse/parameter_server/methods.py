@@ -187,6 +187,8 @@ class ASGD(Method):
     def __post_init__(self):
         super().__post_init__()
         check_number("density", self.density, "1: use gd_async for less", lambda value: value == 1.0)
+        if isinstance(self.warmup, Schedule):
+            raise ValueError(f"warmup must be None in {self.name}, which is dense, got {self.warmup!r}: use gd_async")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
 from hvd_sparse.parameter_server.updates import Update, segments_of, unpack
 
+RESTORED = "restore = a file"  # what a worker says that was started with one; its servers must have been, too
 Outgoing = list[tuple[int, np.ndarray]]
 
 
@@ -50,8 +51,8 @@ class Server:
 
     shard: begin and end. workers: their number; `is_finished` is true when all have joined and left. silence: seconds
     without a message after which a worker counts as dead; None: never. others: the number of servers that will request
-    `parameters` as their initial ones; they are stored until then. servers: the number of all shards. now: returns the
-    time.
+    `parameters` as their initial ones; they are stored until then. servers: the number of all shards. restored: whether
+    `parameters` are from a file. now: returns the time.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Server:
         silence: float | None = None,
         others: int = 0,
         servers: int = 1,
+        restored: bool = False,
         now=time.monotonic,
     ):
         self.layout, self.shard, self.method = layout, shard, method
@@ -76,7 +78,7 @@ class Server:
         self._records: dict[int, Record] = {}
         self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers without a record
         self._others, self._start = others, parameters if others else None
-        self._introduction = introduction(layout, method, servers)
+        self._introduction, self._restored = introduction(layout, method, servers), restored
         pieces = layout.pieces(*shard)
         self._segments = segments_of(pieces, shard[0])
         if method.is_mirrored:
@@ -148,7 +150,9 @@ class Server:
         last = (known.incarnation, known.sequence) if known else self._last.get(message.worker, (0, 0))
         if last[0] == message.incarnation and last[1] > 0:
             return None  # a repeated HELLO
-        differences = differing(message.text.split("\n"), self._introduction)
+        theirs = message.text.split("\n")
+        ours = [*self._introduction, RESTORED] if self._restored and RESTORED in theirs else self._introduction
+        differences = differing(theirs, ours)
         if not 0 <= message.worker < self._workers:
             return self._refusal(Reason.WRONG, message, f"there are {self._workers} workers, not {message.worker}")
         if differences:
@@ -272,6 +276,7 @@ class Server:
             "shard": list(self.shard),
             "clock": self.clock,
             "layout": self.layout.digest(),
+            "restored": self._restored,
             "workers": sorted(self._records),
             "departures": {str(worker): why for worker, why in self.departures.items()},
             "memory_bytes": self.nbytes,

@@ -38,7 +38,8 @@ class Session:
         servers: Number of ranks that serve, the last ones; or "colocated": every rank trains and serves.
         threads: Number of threads in which each of these ranks serves, each with its own shard.
         overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
-        restore: Path of a file written by `save`, whose parameters and buffers replace those of the first server.
+        restore: Path of a file written by `save`, whose parameters and buffers replace those of the first server, which
+            reads it.
         timeout: Seconds to wait for an answer, or for a worker to join.
         silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: COMM_WORLD.
@@ -70,6 +71,7 @@ class Session:
         self.placement = place(self.communicator.Get_size(), servers, threads)
         self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
+        self._restores = restore is not None
         self._servers: dict[int, Server] = {}  # those on this rank, by number
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
@@ -136,7 +138,8 @@ class Session:
     def join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
-        worker = Worker(self.rank, self.layout, self.method, parameters, len(self.placement.servers), incarnation)
+        place = (len(self.placement.servers), incarnation, self._restores)
+        worker = Worker(self.rank, self.layout, self.method, parameters, *place)
         connection = Connection(worker, self._endpoint(background=True), self._serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
@@ -282,6 +285,11 @@ class Session:
         if self.method.most_workers is not None and len(self.placement.workers) > self.method.most_workers:
             most = self.method.most_workers
             raise ValueError(f"{self.method.name} has at most {most} worker, got {len(self.placement.workers)}")
+        if len(self.placement.servers) > self.layout.numel:
+            raise ValueError(
+                f"servers times threads must be at most the model's {self.layout.numel} elements, "
+                f"got {len(self.placement.servers)}"
+            )
         needs_threads = self._silence is not None or self.is_worker == self.is_server
         if needs_threads and mpi().Query_thread() != mpi().THREAD_MULTIPLE:
             raise RuntimeError(
@@ -299,14 +307,15 @@ class Session:
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""
         numbers = self.placement.on(self.rank)
-        if restore is not None:
+        if 0 not in numbers:
+            flat = self._first_parameters(self.layout.flatten(parameters), restore)
+        elif restore is not None:
             flat, buffers = restored(restore, self.layout)
         else:
             flat = self.layout.flatten(parameters)
-            flat = flat if 0 in numbers else self._first_parameters(flat)
         workers, count = len(self.placement.workers), len(self.placement.servers)
-        shards, others = self.layout.shards(count), len(self._serving_ranks) - 1 if restore is None else 0
-        options = {"workers": workers, "silence": self._silence, "servers": count}
+        shards, others = self.layout.shards(count), len(self._serving_ranks) - 1
+        options = {"workers": workers, "silence": self._silence, "servers": count, "restored": restore is not None}
         made = {
             number: Server(self.layout, shards[number], self.method, flat, others=0 if number else others, **options)
             for number in numbers
@@ -315,8 +324,8 @@ class Session:
             made[0].buffers = buffers
         return made
 
-    def _first_parameters(self, ours: np.ndarray) -> np.ndarray:
-        """Return the first server's initial parameters. Users load a pretrained model there.
+    def _first_parameters(self, ours: np.ndarray, restore: str | None) -> np.ndarray:
+        """Return the first server's initial parameters. Users load a pretrained model there, or restore a file.
 
         If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
         reason.
@@ -328,10 +337,12 @@ class Session:
             raise TimeoutError(f"rank {first} has not sent its parameters within {self._timeout:g} seconds")
         message = protocol.decode(item[1])
         if message.kind != Kind.STATE:
-            raise RuntimeError(
-                f"rank {first} has not sent its parameters; restore= must be equal on all: {message.text}"
-            )
+            raise RuntimeError(f"rank {first} has not sent its parameters: {message.text}")
         description, arrays = protocol.decode_state(message.body)
+        if restore is not None and not description["restored"]:
+            raise ValueError(
+                f"restore={restore!r} was given to rank {self.rank}, and none to rank {first}, which reads it"
+            )
         return arrays["parameters"] if description["layout"] == self.layout.digest() else ours
 
     def _start(self, numbers: Iterable[int]) -> None:
@@ -373,7 +384,8 @@ def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray
     """Return the flat parameters and buffers of a file that `save` wrote. Raise ValueError if the model differs."""
     with np.load(path, allow_pickle=False) as file:
         arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
-        differing = {name for name in {*arrays, *layout.names} if np.shape(arrays.get(name)) != layout.shapes.get(name)}
+        found = {name: np.shape(array) for name, array in arrays.items()}
+        differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
         if differing:
             raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
         return layout.flatten(arrays), file["buffers"]

@@ -72,8 +72,10 @@ class Simulation:
         for number in range(workers):
             self.join(number)
 
-    def join(self, number: int, incarnation: int = 0) -> Worker:
-        """Start or restart a worker, and let it join."""
+    def join(self, number: int, incarnation: int | None = None) -> Worker:
+        """Start or restart a worker, and let it join. incarnation: of the worker; None: one after its last."""
+        if incarnation is None:
+            incarnation = 0 if self.workers[number] is None else self.workers[number].incarnation + 1
         copies = {name: array.reshape(-1).copy() for name, array in self.layout.split(self._flat).items()}
         worker = Worker(number, self.layout, self.method, copies, len(self.servers), incarnation)
         self.workers[number] = worker

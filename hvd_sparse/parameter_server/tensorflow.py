@@ -95,7 +95,8 @@ def connect(
         The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
 
     Raises:
-        ValueError: The ranks differ in model or method.
+        ServerRefused: The ranks differ in model or method.
+        ValueError: An argument is out of range.
         TypeError: `method` is none of these, or a variable is not floating-point.
         TimeoutError: The servers do not answer.
     """

@@ -84,7 +84,8 @@ def connect(
         The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
 
     Raises:
-        ValueError: The ranks differ in model or method.
+        ServerRefused: The ranks differ in model or method.
+        ValueError: An argument is out of range.
         TypeError: `method` is none of these.
         TimeoutError: The servers do not answer.
     """
@@ -195,9 +196,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not 0.0 <= float(value):
-                raise ValueError(f"{name} must be at least 0, got {value!r}")
+        _check_group({"lr": lr, "weight_decay": weight_decay})
         self.session = session
         self._names = {id(parameter): name for name, parameter in session.tensors.items()}
         super().__init__(
@@ -221,6 +220,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 loss = closure()
         gradients, lr, weight_decay = {}, dict.fromkeys(self.session.tensors, 0.0), {}
         for group in self.param_groups:
+            _check_group(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
                 lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
@@ -264,6 +264,13 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _check_group(group: dict) -> None:
+    """Raise ValueError unless learning rate and weight decay are finite and at least 0."""
+    for name in ("lr", "weight_decay"):
+        if not 0.0 <= float(group[name]) < float("inf"):
+            raise ValueError(f"{name} must be finite and at least 0, got {group[name]!r}")
 
 
 def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
 from hvd_sparse.parameter_server.methods import DCTAsync, Method
 from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason
-from hvd_sparse.parameter_server.server import introduction
+from hvd_sparse.parameter_server.server import RESTORED, introduction
 from hvd_sparse.parameter_server.updates import (
     KeptSelection,
     Update,
@@ -52,7 +52,8 @@ class PushCounters:
 class Worker:
     """Worker `number`; it updates the model's parameters, {name: float32[n]}, in place.
 
-    servers: the number of servers. incarnation: must differ after a restart, so that servers can detect it.
+    servers: the number of servers. incarnation: must differ after a restart, so that servers can detect it. restores:
+    whether servers must have begun with the parameters of a file.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Worker:
         parameters: Mapping[str, np.ndarray],
         servers: int = 1,
         incarnation: int = 0,
+        restores: bool = False,
     ):
         self.number, self.layout, self.method, self.incarnation = number, layout, method, incarnation
         self.parameters = dict(parameters)
-        self.shards = layout.shards(servers)
+        self.shards, self._restores = layout.shards(servers), restores
         self.residual = np.zeros(layout.numel, np.float32)
         self.velocity = np.zeros(layout.numel, np.float32) if method.has_velocity else None
         self.traffic = PushCounters()
@@ -126,7 +128,8 @@ class Worker:
 
     def hello(self) -> Messages:
         """Return the first message to each server, which answers with the parameters."""
-        body = protocol.as_body("\n".join(introduction(self.layout, self.method, len(self.shards))))
+        lines = introduction(self.layout, self.method, len(self.shards)) + [RESTORED] * self._restores
+        body = protocol.as_body("\n".join(lines))
         self._joined.clear()
         self._unknown_to.clear()
         self._clocks = [0] * len(self.shards)

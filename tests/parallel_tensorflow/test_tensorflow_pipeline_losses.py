@@ -1,9 +1,10 @@
 """What a pipeline trains beside the loss of its last stage: the losses that layers add."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from hvd_sparse.tensorflow.model_parallel import Pipeline
+from hvd_sparse.tensorflow.model_parallel import Pipeline, PipelineError
 
 
 def test_losses_that_layers_add_count_once_for_a_batch():
@@ -16,3 +17,13 @@ def test_losses_that_layers_add_count_once_for_a_batch():
         with Pipeline(stage, micro_batches=3, timeout=60.0, **loss) as pipeline:
             assert pipeline.step(np.ones((7, 3), np.float32), np.zeros(7, np.float32)) == 0.0
             np.testing.assert_allclose(pipeline.gradients()[0], np.full((3, 3), 2.0), rtol=1e-6)
+
+
+def test_losses_that_a_compiled_layer_adds_are_refused():
+    """They belong to the graph of the function, and a tape outside of it cannot differentiate them."""
+    keras = tf.keras
+    stage = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activity_regularizer="l2")])
+    stage.call = tf.function(stage.call)
+    with pytest.raises((ValueError, PipelineError), match=r"adds a loss inside a tf\.function"):  # of another stage
+        with Pipeline(stage, loss=lambda outputs, _: tf.reduce_sum(outputs), timeout=60.0) as pipeline:
+            pipeline.step(np.ones((7, 3), np.float32), np.zeros(7, np.float32))

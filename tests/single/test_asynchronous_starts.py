@@ -69,6 +69,35 @@ def test_a_run_begins_with_the_model_of_the_first_server(run_job):
     assert [f"rank {rank} begins with {{3.0}}" in output for rank in (0, 1)] == [True, True], output
 
 
+ONLY_SOME = {  # ranks with the file, ranks, servers, and what is said; None: all is well
+    "the first server": ([2], 3, 1, None),
+    "a worker": ([0], 3, 1, "restore = a file there"),
+    "the second server": ([3], 4, 2, "was given to rank 3, and none to rank 2"),
+}
+
+
+@pytest.mark.parametrize("what", ONLY_SOME)
+def test_a_file_that_only_some_ranks_are_given(run_job, tmp_path, what):
+    """The first server reads it. Without it there, no other rank may believe that the run goes on from it."""
+    given, ranks, servers, said = ONLY_SOME[what]
+    path = tmp_path / "saved.npz"
+    arrays = {f"parameter/{name}": np.full(shape, 7.0, np.float32) for name, shape in SHAPES.items()}
+    np.savez(path, buffers=np.empty(0, np.float32), **arrays)
+    code, output = run_job(
+        f"""
+        session = Job(restore={str(path)!r} if RANK in {given} else None, servers={servers}, timeout=10.0)
+        if session.is_server:
+            session.serve()
+        else:
+            print("begins with", set(float(v) for array in session.theta.values() for v in array.reshape(-1)))
+            session.close()
+        """,
+        ranks,
+    )
+    assert (code == 0) == (said is None), output
+    assert output.count("begins with {7.0}") == 2 if said is None else said in output, output
+
+
 RESTORED = """
 session = Job(restore={restore!r}, servers={servers!r})
 if session.is_worker:

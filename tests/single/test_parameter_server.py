@@ -92,7 +92,7 @@ def test_methods_are_those_of_the_paper(name, pull_density, arrivals, servers):
         method, options, 4, arrivals=lambda: ARRIVALS[arrivals](4), steps=120, servers=servers, weight_decay=0.01
     )
     check(simulation, oracle)
-    assert simulation.workers[0].traffic.entries_up <= sum(oracle.sent)
+    assert sum(worker.traffic.entries_up for worker in simulation.workers) == sum(oracle.sent)
     if name == "dgs":
         for k, worker in enumerate(simulation.workers):
             for piece in simulation.layout.tensors():
@@ -131,6 +131,15 @@ def test_what_has_no_gradient_does_not_move(values, density):
         simulation.step(0, lambda worker, theta, found=gradient: {"w": found}, 1.0)
         for found in (simulation.parameters()["w"], simulation.workers[0].parameters["w"]):
             np.testing.assert_array_equal(found, -number * (np.arange(100) == 50))
+
+
+def test_a_worker_is_restarted_in_a_simulation():
+    simulation = Simulation(METHODS["dgs"](min_numel=1), {"w": np.zeros(8, np.float32)}, 1)
+    for _ in range(2):
+        simulation.step(0, lambda worker, theta: {"w": np.ones(8, np.float32)}, 0.5)
+        simulation.join(0)
+    np.testing.assert_array_equal(simulation.workers[0].parameters["w"], simulation.parameters()["w"])
+    assert simulation.servers[0].statistics.pushes == 2
 
 
 def test_a_worker_that_joins_again_goes_on_with_its_schedule():

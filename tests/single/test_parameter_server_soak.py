@@ -66,7 +66,7 @@ class Run:
         self.layout = ParameterLayout(SHAPES, method.min_numel)
         self.start = self.random.standard_normal(self.layout.numel).astype(np.float32)
         self.time = 0.0
-        options = {"silence": 1000.0, "now": lambda: self.time}
+        options = {"silence": 1000.0, "servers": servers, "now": lambda: self.time}
         shards = self.layout.shards(servers)
         self.servers = [Books(self.layout, shard, method, self.start, WORKERS, **options) for shard in shards]
         pairs = list(itertools.product(range(WORKERS), range(servers)))

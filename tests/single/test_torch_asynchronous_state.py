@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
+from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch.asynchronous import ASGD, DGS, DCTAsync, DGCAsync, GradientDroppingAsync, connect
 
 METHODS = [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL), DCTAsync(**SMALL)]
@@ -100,9 +101,14 @@ BAD_ARGUMENTS = [
     ),
     (lambda join: join(network(), servers=1), ValueError, "servers must be 'colocated' or a number from 1"),
     (lambda join: join(network(), servers=True), ValueError, "servers must be"),
-    (lambda join: join(network()).optimizer(lr=-1.0), ValueError, "lr must be at least 0, got -1.0"),
-    (lambda join: join(network()).optimizer(lr=float("nan")), ValueError, "lr must be at least 0, got nan"),
-    (lambda join: join(network()).optimizer(lr=0.1, weight_decay=-1), ValueError, "weight_decay must be at least 0"),
+    (lambda join: join(network()).optimizer(lr=-1.0), ValueError, "lr must be finite and at least 0, got -1.0"),
+    (lambda join: join(network()).optimizer(lr=float("nan")), ValueError, "lr must be finite and at least 0, got nan"),
+    (lambda join: join(network()).optimizer(lr=float("inf")), ValueError, "lr must be finite and at least 0, got inf"),
+    (
+        lambda join: join(network()).optimizer(lr=0.1, weight_decay=-1),
+        ValueError,
+        "weight_decay must be finite and at least 0",
+    ),
     (
         lambda join: join(network()).optimizer(network().parameters(), lr=0.1),
         ValueError,
@@ -118,7 +124,25 @@ BAD_ARGUMENTS = [
     (lambda join: DCTAsync(band=1.0), ValueError, "band must be above 1"),
     (lambda join: DCTAsync(scope="model"), ValueError, "scope must be one of"),
     (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
+    (lambda join: ASGD(warmup=WarmUp(0.01, 100)), ValueError, "warmup must be None in asgd, which is dense"),
+    (lambda join: join(network(), threads=0), ValueError, "threads must be a number from 1 to 16, got 0"),
+    (
+        lambda join: join([("a", nn.Parameter(torch.ones(2)))], threads=3),
+        ValueError,
+        "servers times threads must be at most the model's 2 elements, got 3",
+    ),
 ]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_a_rate_that_becomes_infinite_is_refused(join, name):
+    """Its products would not be finite, and count as zero."""
+    model = network()
+    optimizer = join(model).optimizer(lr=0.1)
+    learn(model, optimizer, 1)
+    optimizer.param_groups[0][name] = float("inf")
+    with pytest.raises(ValueError, match=f"{name} must be finite and at least 0, got inf"):
+        learn(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(("call", "error", "text"), BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))

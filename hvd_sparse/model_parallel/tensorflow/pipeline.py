@@ -34,7 +34,8 @@ class Pipeline(stages.Pipeline):
             arguments of the next stage, a dict its keyword arguments; but a stage with a single argument, such as a
             functional model of several inputs, gets the tuple or dict itself. Tensors of integers and bool are sent
             without a gradient. The losses that its layers add (`stage.losses`, as of a regularizer) are trained, too;
-            their mean over micro-batches is not part of the loss that `step` returns.
+            their mean over micro-batches is not part of the loss that `step` returns. In a `tf.function`, only those of
+            weights are.
         boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
             for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
         micro_batches: Number of micro-batches per batch, at most its number of samples.
@@ -46,8 +47,9 @@ class Pipeline(stages.Pipeline):
         communicator: An mpi4py communicator; None: the world.
 
     Raises:
-        PipelineError: Another stage has failed, or has other settings.
-        ValueError: A value is out of range.
+        PipelineError: Another stage has failed.
+        ValueError: A value is out of range, or another stage has other settings.
+        TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
     """
 
@@ -162,6 +164,11 @@ class Pipeline(stages.Pipeline):
             if targets is not None:
                 run.loss = self._compared(outputs, targets) * weight
             added = [loss for loss in getattr(self.stage, "losses", ()) if tf.is_tensor(loss)]
+            if any(map(tf.is_symbolic_tensor, added)):
+                raise ValueError(
+                    "a layer adds a loss inside a tf.function, as an activity regularizer does, and it cannot be "
+                    "trained: leave the stage's call uncompiled, or regularize weights"
+                )
             if added:
                 run.added = tf.add_n(added) * (run.head.rows / run.head.total_rows)  # once for the whole batch
         run.tape = tape

@@ -41,8 +41,9 @@ class Pipeline(stages.Pipeline):
         communicator: An mpi4py communicator; None: the world.
 
     Raises:
-        PipelineError: Another stage has failed, or has other settings.
-        ValueError: A value is out of range.
+        PipelineError: Another stage has failed.
+        ValueError: A value is out of range, or another stage has other settings.
+        TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
     """
 
