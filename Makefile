@@ -164,7 +164,7 @@ results-boundaries: setup  ## train a click model with sparse activations over s
 	@$(RUN) python benchmarks/boundaries.py
 
 results-hybrid: setup  ## train it in stages and replicas on 4 and 6 ranks over seeds (half an hour)
-	@$(RUN) python benchmarks/hybrid.py
+	@$(RUN) python benchmarks/hybrid.py --steps 1000
 
 results-network: setup  ## train on slow networks: the whole grid, time to accuracy, asynchronous methods (hours)
 	@$(RUN) python benchmarks/network/run.py --hosts 2 4 8 --rates 100mbit 1gbit 10gbit none --models mlp10 mlp38 lstm resnet50
