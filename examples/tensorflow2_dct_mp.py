@@ -14,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import model_parallel_run
 import tensorflow as tf
+import tensorflow2_device
 
 from hvd_sparse.tensorflow.model_parallel import Pipeline, ThresholdBoundary
 
@@ -132,9 +133,7 @@ def built(found, stage, args):
 
 def prepare(args):
     """Set TensorFlow up: as many threads as asked for, memory of a GPU as needed."""
-    tf.config.threading.set_intra_op_parallelism_threads(int(os.environ.get("OMP_NUM_THREADS", "0")))
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
+    tensorflow2_device.prepare()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import char_data
 import numpy as np
 import reporting
 import tensorflow as tf
+import tensorflow2_device
 
 from hvd_sparse.tensorflow.asynchronous import connect
 
@@ -149,9 +150,7 @@ def train(session, task, model, args):
 
 def prepare(args):
     """Set TensorFlow up: as many threads as asked for, memory of a GPU as needed, seeds."""
-    tf.config.threading.set_intra_op_parallelism_threads(int(os.environ.get("OMP_NUM_THREADS", "0")))
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
+    tensorflow2_device.prepare()
     tf.keras.utils.set_random_seed(args.seed)
 
 

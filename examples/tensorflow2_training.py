@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import reporting
 import tensorflow as tf
+import tensorflow2_device
 
 from hvd_sparse.checkpoint import atomic_file
 
@@ -22,9 +23,7 @@ from hvd_sparse.checkpoint import atomic_file
 def start(parser):
     """Parse the command line, start Horovod, seed."""
     args = reporting.parse_arguments(parser, hvd)
-    tf.config.threading.set_intra_op_parallelism_threads(int(os.environ.get("OMP_NUM_THREADS", "0")))
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
+    tensorflow2_device.prepare(hvd.local_rank())
     tf.keras.utils.set_random_seed(args.seed)
     return args
 

@@ -13,7 +13,8 @@ import numpy as np
 from hvd_sparse.library import mpi
 
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these intervals, which limit latency and load
-BUSY_NAP = 1e-4  # seconds between two polls while a message is on its way, which moves only then
+BUSY_NAP = 1e-4  # seconds between two polls while a message is on its way, which moves only then,
+BUSY_SECONDS = 10.0  # but no longer than this: its sender may be dead, or the network so slow that it does not matter
 MOST_BYTES = 2**31 - 1  # of an MPI message, whose counts are C ints; longer messages are sent in pieces of this size
 _given_up: list = []  # messages that were arriving when their mailbox was closed: MPI may still write to their arrays
 _posting = threading.Lock()  # keeps the pieces of a message together, with no other message of this process in between
@@ -49,6 +50,8 @@ class Mailbox:
         # By rank and tag: requests with the arrays that they fill; pieces of messages of which others are to come.
         self._arriving: dict[tuple[int, int], collections.deque[tuple]] = {}
         self._begun: dict[tuple[int, int], list[np.ndarray]] = {}
+        self._since: dict[tuple[int, int], float] = {}  # when the last of them began, or was complete
+        self._busy_until = 0.0
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
         if background and self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
@@ -68,6 +71,7 @@ class Mailbox:
         if pending:
             with self._lock:
                 self._pending += pending
+            self._busy_until = time.monotonic() + BUSY_SECONDS
             self._posted.set()
 
     def look(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray] | None:
@@ -81,6 +85,8 @@ class Mailbox:
         while (message := self._communicator.Improbe(wanted, tag, self._status)) is not None:
             place, data = (self._status.Get_source(), tag), np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
             self._arriving.setdefault(place, collections.deque()).append((message.Irecv([data, self._mpi.BYTE]), data))
+            self._since[place] = time.monotonic()
+            self._busy_until = self._since[place] + BUSY_SECONDS
         for place in [place for place in self._arriving if place[1] == tag and source in (None, place[0])]:
             if (data := self._complete(place)) is not None:
                 return place[0], data
@@ -89,7 +95,12 @@ class Mailbox:
 
     def is_busy(self) -> bool:
         """Return whether a message is on its way, in either direction."""
-        return bool(self._arriving or self._pending)
+        return bool(self._arriving or self._pending) and time.monotonic() < self._busy_until
+
+    def arriving(self, tag: int, seconds: float) -> set[int]:
+        """Return the ranks whose messages with a tag are on their way, and began at most so many seconds ago."""
+        places, now = {*self._arriving, *self._begun}, time.monotonic()
+        return {place[0] for place in places if place[1] == tag and now - self._since[place] <= seconds}
 
     def is_arriving(self, tag: int, source: int) -> bool:
         """Return whether a message of a rank is on its way, of which `look` has found the beginning."""
@@ -102,6 +113,7 @@ class Mailbox:
             _, data = arriving.popleft()
             if data.size == MOST_BYTES:
                 self._begun.setdefault(place, []).append(data)
+                self._since[place] = time.monotonic()
                 continue
             begun = self._begun.pop(place, [])
             if arriving:

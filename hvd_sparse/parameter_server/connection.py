@@ -36,11 +36,13 @@ def serve(
             if looked - before > PAUSE:  # what workers have said meanwhile is still to be read
                 server.excuse(looked - before)
                 last += looked - before
+            for worker in end.arriving(timeout):
+                server.hear(worker)
             for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
             if item is None:
                 if not server.is_occupied and time.monotonic() - last > timeout:
-                    missing = sorted(set(ranks) - set(server.departures))
+                    missing = sorted({*ranks} - {*server.departures, *server.refused})
                     raise TimeoutError(f"workers {missing} have not joined for {timeout:g} seconds")
                 continue
             last = time.monotonic()

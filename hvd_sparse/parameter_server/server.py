@@ -52,7 +52,8 @@ class Server:
     shard: begin and end. workers: their number; `is_finished` is true when all have joined and left. silence: seconds
     without a message after which a worker counts as dead; None: never. others: the number of servers that will request
     `parameters` as their initial ones; they are stored until then. servers: the number of all shards. restored: whether
-    `parameters` are from a file. now: returns the time.
+    `parameters` are from a file. refused: the workers that a server on this rank has refused, and why; all of these
+    share it. now: returns the time.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Server:
         others: int = 0,
         servers: int = 1,
         restored: bool = False,
+        refused: dict[int, str] | None = None,
         now=time.monotonic,
     ):
         self.layout, self.shard, self.method = layout, shard, method
@@ -74,6 +76,7 @@ class Server:
         self.statistics = Statistics()
         self.buffers = np.empty(0, np.float32)
         self.departures: dict[int, str] = {}  # workers that left, and why; "" after a normal end
+        self.refused = {} if refused is None else refused
         self._workers, self._silence, self._now, self._started = workers, silence, now, now()
         self._records: dict[int, Record] = {}
         self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers without a record
@@ -106,7 +109,7 @@ class Server:
     @property
     def is_finished(self) -> bool:
         """Whether all workers have joined and left."""
-        return len(self.departures) == self._workers and not self._records
+        return len({*self.departures, *self.refused}) == self._workers and not self._records
 
     def handle(self, data: np.ndarray, source: int) -> Outgoing:
         """Process a message from rank `source`; return (destination, message) pairs. Invalid ones change no state."""
@@ -158,12 +161,15 @@ class Server:
         if differences:
             text = f"worker {message.worker} and this server differ: {differences}"
             if known is None:
-                self.departures[message.worker] = text  # so that `is_finished` does not wait for it
+                self.departures[message.worker] = self.refused[message.worker] = (
+                    text  # `is_finished` does not wait for it
+                )
             return self._refusal(Reason.WRONG, message, text)
         if known and known.incarnation != message.incarnation:
             self._last[message.worker] = (known.incarnation, known.sequence)
         self._records[message.worker] = Record(message.incarnation, seen=self._now())
         self.departures.pop(message.worker, None)
+        self.refused.pop(message.worker, None)
         self._tracker.join(message.worker)
         return Message(
             Kind.WELCOME, message.worker, message.incarnation, clock=self.clock, body=self.parameters.view(np.uint8)
@@ -253,6 +259,11 @@ class Server:
         self._last[worker] = (record.incarnation, record.sequence)
         self._tracker.leave(worker)
         self.departures[worker] = why
+
+    def hear(self, worker: int) -> None:
+        """Count a message of a worker that is on its way as a sign of life."""
+        if worker in self._records:
+            self._records[worker].seen = self._now()
 
     def excuse(self, seconds: float) -> None:
         """Do not count `seconds`, in which this server read no messages, as silence of workers."""

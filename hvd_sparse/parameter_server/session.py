@@ -16,6 +16,7 @@ from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, interrupted_by_sigterm, serve
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
+from hvd_sparse.parameter_server.model_file import flattened, restored
 from hvd_sparse.parameter_server.placement import place
 from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server
@@ -290,11 +291,12 @@ class Session:
                 f"servers times threads must be at most the model's {self.layout.numel} elements, "
                 f"got {len(self.placement.servers)}"
             )
-        needs_threads = self._silence is not None or self.is_worker == self.is_server
+        own = len(self.placement.on(self.rank))
+        needs_threads = self._silence is not None or self.is_worker == self.is_server or own > 1
         if needs_threads and mpi().Query_thread() != mpi().THREAD_MULTIPLE:
             raise RuntimeError(
                 "this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
-                "connect before other libraries start MPI, or pass silence=None and servers=1"
+                "connect before other libraries start MPI, or pass silence=None, servers=1 and threads=1"
             )
 
     @property
@@ -307,15 +309,22 @@ class Session:
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""
         numbers = self.placement.on(self.rank)
+        is_restored = restore is not None
         if 0 not in numbers:
-            flat = self._first_parameters(self.layout.flatten(parameters), restore)
+            flat, is_restored = self._first_parameters(self.layout.flatten(parameters), restore)
         elif restore is not None:
             flat, buffers = restored(restore, self.layout)
         else:
             flat = self.layout.flatten(parameters)
         workers, count = len(self.placement.workers), len(self.placement.servers)
         shards, others = self.layout.shards(count), len(self._serving_ranks) - 1
-        options = {"workers": workers, "silence": self._silence, "servers": count, "restored": restore is not None}
+        options = {
+            "workers": workers,
+            "silence": self._silence,
+            "servers": count,
+            "restored": is_restored,
+            "refused": {},
+        }
         made = {
             number: Server(self.layout, shards[number], self.method, flat, others=0 if number else others, **options)
             for number in numbers
@@ -324,8 +333,8 @@ class Session:
             made[0].buffers = buffers
         return made
 
-    def _first_parameters(self, ours: np.ndarray, restore: str | None) -> np.ndarray:
-        """Return the first server's initial parameters. Users load a pretrained model there, or restore a file.
+    def _first_parameters(self, ours: np.ndarray, restore: str | None) -> tuple[np.ndarray, bool]:
+        """Return the first server's initial parameters, and whether they are from a file.
 
         If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
         reason.
@@ -343,7 +352,8 @@ class Session:
             raise ValueError(
                 f"restore={restore!r} was given to rank {self.rank}, and none to rank {first}, which reads it"
             )
-        return arrays["parameters"] if description["layout"] == self.layout.digest() else ours
+        is_same = description["layout"] == self.layout.digest()
+        return arrays["parameters"] if is_same else ours, description["restored"]
 
     def _start(self, numbers: Iterable[int]) -> None:
         """Start a thread for each of these servers."""
@@ -373,19 +383,3 @@ class Session:
         except KeyboardInterrupt as error:
             self._failure = self._failure or error
             self._join_threads()
-
-
-def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
-    """Return the concatenated buffers, float32[n]."""
-    return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
-
-
-def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the flat parameters and buffers of a file that `save` wrote. Raise ValueError if the model differs."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
-        found = {name: np.shape(array) for name, array in arrays.items()}
-        differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
-        if differing:
-            raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
-        return layout.flatten(arrays), file["buffers"]

@@ -8,6 +8,10 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
     traffic, staleness = worker.traffic, {}
     for server in servers[:1]:  # all servers receive the same pushes
         staleness = {int(stale): count for stale, count in server["staleness"].items()}
+    departures: dict[int, str] = {}
+    for server in servers:
+        for rank, why in server["departures"].items():
+            departures[int(rank)] = departures.get(int(rank)) or why
     dense = traffic.pushes * worker.dense_bytes
     longest = max(server["seconds"] for server in servers)
     return {
@@ -31,6 +35,6 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
             "bytes_out": sum(server["bytes_out"] for server in servers),
             "refused": sum(server["refused"] for server in servers),
             "repeated": sum(server["repeated"] for server in servers),
-            "departures": {int(k): v for server in servers for k, v in server["departures"].items()},
+            "departures": departures,
         },
     }

@@ -36,7 +36,8 @@ from hvd_sparse.parameter_server.methods import (
     GradientDroppingAsync,
     Method,
 )
-from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session, flattened
+from hvd_sparse.parameter_server.model_file import flattened
+from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays

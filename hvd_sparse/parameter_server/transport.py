@@ -28,6 +28,10 @@ class Endpoint(abc.ABC):
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Return the worker or server that a message is of, and its bytes; None if none comes in `timeout` seconds."""
 
+    def arriving(self, seconds: float) -> set[int]:
+        """Return whose messages are on their way, and have moved within so many seconds."""
+        return set()
+
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """Wait until what was sent is on its way, at most `timeout` seconds."""
@@ -58,6 +62,12 @@ class MPIEndpoint(Endpoint):
     def receive(self, timeout: float) -> tuple[int, np.ndarray] | None:
         """Look for a message now and then."""
         return poll(self._look, timeout, self._mailbox.is_busy)
+
+    def arriving(self, seconds: float) -> set[int]:
+        """Return the workers whose messages to this server are on their way."""
+        if self._number is None:
+            return set()
+        return self._mailbox.arriving(self._tag(TO_SERVERS, self._threads[self._number]), seconds)
 
     def _look(self) -> tuple[int, np.ndarray] | None:
         if self._number is not None:

@@ -158,6 +158,17 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
         )
 
 
+def warn_of_turns(names: frozenset[str], earlier: set[frozenset[str]]) -> None:
+    """Warn once if a call reduces none of the variables of an earlier call: each counts as a step."""
+    if names and len(earlier) == 1 and names.isdisjoint(next(iter(earlier))):
+        warnings.warn(
+            "hvd_sparse: one compression reduces different variables in several calls, and each counts as a step: a "
+            "warm-up ends too early, and life-spans are cut. Build a compression for each tape or optimizer",
+            stacklevel=5,
+        )
+    earlier.add(names)
+
+
 def makes_optimizer(deepest: int = 30) -> bool:
     """Return whether a Keras optimizer of Horovod is being created; RuntimeError if it is around one of Keras 3.
 

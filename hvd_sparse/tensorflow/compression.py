@@ -25,12 +25,13 @@ from hvd_sparse.tensorflow.calls import (
     find_call,
     is_stand_in,
     makes_optimizer,
+    warn_of_turns,
     warn_of_twins,
 )
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import make_hosts
-from hvd_sparse.tensorflow.state import evaluate, gather_state, restore_state
+from hvd_sparse.tensorflow.state import evaluate, gather_state, place_of, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
@@ -64,6 +65,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.feedback: dict[str, ErrorFeedback] = {}
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
+        self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
@@ -225,17 +227,22 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
+        self._change(self._own_place(), session)
         self._parts.step.restart()
 
     def reset(self, session=None) -> None:
         """Clear residuals and step number, on every rank. Keep the loss scale."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
-        self._change([(variable, tf.zeros_like) for variable in own], session)
+        self._change([*((variable, tf.zeros_like) for variable in own), *self._own_place()], session)
         if self.feedback:
             self._parts.step.restart()
 
     def _buffers(self) -> list[tf.Variable]:
         return [buffer for feedback in self.feedback.values() for buffer in feedback.buffers.values()]
+
+    def _own_place(self) -> list[tuple]:
+        """Return the change after which the error feedback is this rank's own."""
+        return [] if self.place is None else [(self.place, lambda _: tf.constant(self._parts.step.place[1], tf.int64))]
 
     @staticmethod
     def _change(changes, session) -> None:
@@ -261,8 +268,17 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.feedback.update(feedback)  # a checkpoint that was restored before has its values in this object
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic, hosts)
         self.hosts = hosts
+        self._mark_place()
         self.thresholds.extend(parts.step.codec.thresholds)
         parts.threshold_rows = parts.step.codec.threshold_rows
+
+    def _mark_place(self) -> None:
+        """Store whose error feedback this is, once there are ranks: a checkpoint restores that of its rank."""
+        exchange = self._parts.exchange
+        if self.place is None and hvd.is_initialized() and exchange.is_used():
+            own = [-1 if number is None else number for number in place_of(self.hosts, exchange).values()]
+            self.place = make_variable([len(own)], "hvd_sparse/place", tf.int64, own)
+            self._parts.step.place = self.place, own
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -279,6 +295,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         parts, exchange = self._parts, self._parts.exchange
         check_call(call, parts.algorithm, exchange)
         self._load()
+        self._mark_place()
         warn_of_twins(call, parts.variables)
         description = [exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
@@ -292,6 +309,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 gradients[name], positions[position] = gradient, name
             elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
                 warnings.warn(passes_by(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
+        if exchange.rank() == 0:
+            warn_of_turns(frozenset(gradients), parts.reduced)
         graph = tf.compat.v1.get_default_graph()
         outer = getattr(graph, "outer_graph", graph)
         number = parts.calls_in.get(outer, 0)
@@ -334,6 +353,7 @@ class Parts:
         self.traffic = traffic
         self.threshold_rows: Mapping[str, int] = {}
         self.agreed = False
+        self.reduced: set[frozenset[str]] = set()  # the names of the variables of each call
         self.log: Callable[[int], None] | None = None  # reports a step
         self.logs = False  # whether steps are traced with a report
         self.call: TracedCall | None = None  # the one that is being traced

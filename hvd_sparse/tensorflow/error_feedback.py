@@ -274,14 +274,14 @@ def enlarged(sent: tf.Tensor, units: Units) -> tf.Tensor:
     return sent * tf.cast(units.loss_scale, tf.float32)
 
 
-def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value: float = 0) -> tf.Variable:
-    """Create a rank-local variable, filled with one value, on the CPU and outside any graph that is being traced.
+def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value=0) -> tf.Variable:
+    """Create a rank-local variable with a value, or filled with one, on the CPU and outside any graph being traced.
 
     In a v1 graph, it is a local variable: a broadcast of the global ones must not copy rank 0's residual to all ranks.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.compat.v1.Variable(
-            lambda: tf.fill(shape, tf.constant(value, dtype)),
+            lambda: tf.broadcast_to(tf.constant(value, dtype), shape),
             trainable=False,
             name=name,
             dtype=dtype,

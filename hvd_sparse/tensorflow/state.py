@@ -30,7 +30,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
-    state = {"version": VERSION, "step": int(step), "summed": summed, **_place(compressor, exchange)}
+    state = {"version": VERSION, "step": int(step), "summed": summed, **place_of(compressor.hosts, exchange)}
     regions = [] if summed else state_of(compressor.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
@@ -63,10 +63,13 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
 
 
-def _place(compressor, exchange) -> dict[str, int | None]:
+def place_of(hosts, exchange) -> dict[str, int | None]:
     """Return the entries of a state that tell whose it is."""
-    shard = None if compressor.hosts is None else compressor.hosts.shard_number
-    return {"ranks": exchange.size(), "rank": exchange.rank(), "shard": shard}
+    return {
+        "ranks": exchange.size(),
+        "rank": exchange.rank(),
+        "shard": None if hosts is None else hosts.shard_number,
+    }
 
 
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
@@ -88,7 +91,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     if hosts is not None and isinstance(state, dict) and state.get("summed"):
         sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
-    check_state(state, sizes, kinds, thresholds, _place(compressor, exchange))
+    check_state(state, sizes, kinds, thresholds, place_of(compressor.hosts, exchange))
     for name, memory in feedback.items():
         for kind, saved in state["memory"][name].items():
             if kind not in memory.buffers and np.any(on_host(saved)):

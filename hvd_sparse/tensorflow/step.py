@@ -60,6 +60,7 @@ class Step:
         self._loss_scale = loss_scale
         self._traffic = traffic
         self._fallback: DenseFallback | None = None
+        self.place: tuple[tf.Variable, list[int]] | None = None  # whose error feedback this is, and who this rank is
         self._began = 0.0  # start of the last step, if steps are timed
         self._timings = 0  # steps begun and durations noted since the timing started
         self._between = (algorithm, exchange) if hosts is None else (hosts.algorithm, hosts.column)
@@ -233,7 +234,8 @@ class Step:
         (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
         """
         digests = tf.constant(digest_numbers(lines), tf.float64)
-        numbers = tf.concat([[tf.cast(now.number % STEPS_TOLD, tf.float64)], [loss_scale], digests], 0)
+        step = tf.cast(now.number % STEPS_TOLD, tf.float64)
+        numbers = tf.concat([tf.stack([step, loss_scale, self._is_misplaced()]), digests], 0)
         own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
         now.counted.add(payload_bytes=8 * own.shape[0])
         ranks = self.exchange.size()
@@ -245,6 +247,10 @@ class Step:
         apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
         other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
         scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
+        misplaced = (
+            "hvd_sparse: a checkpoint has restored the error feedback of another rank, or of another number of ranks. "
+            "Each rank saves and restores its own, or all load one state_dict(summed=True). Ranks with another's:"
+        )
         loading = tf.debugging.Assert(sums[0] < BETWEEN_STEPS, ["hvd_sparse: some", RANKS_APART])
         with tf.control_dependencies([loading]):
             everyone = tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])
@@ -252,9 +258,17 @@ class Step:
             checks = [
                 tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
                 tf.debugging.Assert(scales_equal & (loss_scale > 0.0), [scaled, loss_scale, total[1] / ranks]),
-                tf.debugging.Assert(tf.reduce_all(equal[2:]), [other, total[2:]]),
+                tf.debugging.Assert(tf.equal(total[2], 0.0), [misplaced, total[2]]),
+                tf.debugging.Assert(tf.reduce_all(equal[3:]), [other, total[3:]]),
             ]
         return tf.group(*checks)
+
+    def _is_misplaced(self) -> tf.Tensor:
+        """Return 1.0 if a checkpoint has restored what another rank saved, else 0.0."""
+        if self.place is None or is_elastic():
+            return tf.zeros([], tf.float64)
+        restored, own = self.place
+        return tf.cast(tf.reduce_any(tf.not_equal(restored.read_value(), own)), tf.float64)
 
     def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)

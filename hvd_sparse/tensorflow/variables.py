@@ -30,15 +30,16 @@ class Variables:
         """Read the variables, once; raise ValueError if there are none."""
         if self._by_name:
             return
+        by_name, name_of = {}, {}
         for variable in resolve(self._source):
             if is_frozen_for_ever(variable):
                 continue
             variable = checked(variable)
-            if id(variable) in self._name_of:  # a tied weight
+            if id(variable) in name_of:  # a tied weight
                 continue
-            name = unique_name(plain_name(variable), self._by_name)
-            self._by_name[name] = variable
-            self._name_of[id(variable)] = name
+            name = unique_name(plain_name(variable), by_name)
+            by_name[name], name_of[id(variable)] = variable, name
+        self._by_name, self._name_of = by_name, name_of
         if not self._by_name:
             raise ValueError(
                 "variables is empty; pass model.trainable_variables of a model that is built, or the model itself"
@@ -141,9 +142,10 @@ def resolve(source) -> list:
 
 
 def unwrapped(variable):
-    """Return the tf.Variable inside a variable of Keras 3."""
-    inner = getattr(variable, "value", None)
-    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
+    """Return the tf.Variable inside a variable of Keras 3, or of a mixed policy of Keras 2."""
+    inner = variable._variable if hasattr(variable, "_cast_if_needed") else getattr(variable, "value", None)
+    is_outer = not isinstance(variable, tf.Variable) or hasattr(variable, "_cast_if_needed")
+    return inner if is_outer and isinstance(inner, tf.Variable) else variable
 
 
 def is_frozen_for_ever(variable) -> bool:

@@ -111,6 +111,28 @@ def test_a_checkpoint_of_a_compression_has_no_model_variables(is_built, tmp_path
     assert velocity.any()
 
 
+def test_a_checkpoint_of_another_rank_is_refused_on_all(tmp_path):
+    """Rank 0's residual, restored everywhere, would be sent once by each rank, and the others' be lost."""
+    variables = make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(variables.values()), **DROPPING)
+    reduce = Reducer(variables, compression)
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    own = hvd.broadcast_object(str(tmp_path), name="folder")
+    path = f"{own}/{hvd.rank()}"
+    checkpoint, state = tf.train.Checkpoint(compression=compression), compression.state_dict()
+    written = checkpoint.write(path)
+    total(np.zeros(1))  # all have written
+    checkpoint.read(written.replace(f"/{hvd.rank()}", "/0"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="restored the error feedback of another rank"):
+        reduce(draw(SHAPES, 1, hvd.rank()))
+    assert_alive()
+    checkpoint.read(written)
+    reduce(draw(SHAPES, 1, hvd.rank()))
+    checkpoint.read(written.replace(f"/{hvd.rank()}", "/0"))
+    compression.load_state_dict(state)  # this rank's own again
+    assert_ranks_agree(reduce(draw(SHAPES, 1, hvd.rank())))
+
+
 def test_a_model_does_not_take_the_buffers_of_its_compression_for_its_own():
     """Horovod's callback broadcasts the variables of a model: all ranks would have the residuals of rank 0."""
     model = tf.Module()
@@ -262,7 +284,7 @@ def test_reset(method, scope):
     assert_same(everything(again), first)
 
 
-PRESENCE = 8 * (1 + 2 * (1 + 1 + 6))  # ranks; step, loss scale, a digest of six, their squares
+PRESENCE = 8 * (1 + 2 * (1 + 1 + 1 + 6))  # ranks; step, loss scale, place, a digest of six, their squares
 VOTE, TOKEN = 16, 8
 
 

@@ -72,6 +72,7 @@ def test_a_run_begins_with_the_model_of_the_first_server(run_job):
 ONLY_SOME = {  # ranks with the file, ranks, servers, and what is said; None: all is well
     "the first server": ([2], 3, 1, None),
     "a worker": ([0], 3, 1, "restore = a file there"),
+    "all but the second server": ([0, 1, 2], 4, 2, None),
     "the second server": ([3], 4, 2, "was given to rank 3, and none to rank 2"),
 }
 

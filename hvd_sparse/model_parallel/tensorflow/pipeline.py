@@ -170,7 +170,9 @@ class Pipeline(stages.Pipeline):
                     "trained: leave the stage's call uncompiled, or regularize weights"
                 )
             if added:
-                run.added = tf.add_n(added) * (run.head.rows / run.head.total_rows)  # once for the whole batch
+                run.added = tf.add_n([tf.cast(loss, tf.float32) for loss in added]) * (
+                    run.head.rows / run.head.total_rows
+                )  # once for the whole batch
         run.tape = tape
         return outputs
 

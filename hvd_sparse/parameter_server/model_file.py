@@ -1,0 +1,23 @@
+"""A model as a session saves it: parameters by name, and the buffers of all layers in one vector."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hvd_sparse.parameter_server.layout import ParameterLayout
+
+
+def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
+    """Return the concatenated buffers, float32[n]."""
+    return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
+
+
+def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat parameters and buffers of a file that `save` wrote. Raise ValueError if the model differs."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
+        found = {name: np.shape(array) for name, array in arrays.items()}
+        differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
+        if differing:
+            raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
+        return layout.flatten(arrays), file["buffers"]

@@ -1,0 +1,82 @@
+"""Asynchronous jobs that are interrupted: no rank waits for another that has ended."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import launching
+import pytest
+from launching import mpirun
+
+pytestmark = launching.MARKS
+SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared")
+
+
+@pytest.fixture
+def run_job(tmp_path, monkeypatch):
+    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
+    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
+    return functools.partial(launching.run_asynchronous_job, tmp_path)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_an_interrupted_server_tells_its_workers(run_job, threads, name):
+    """All of its threads do, and it raises KeyboardInterrupt."""
+    code, output = run_job(
+        f"""
+        session = Job(threads={threads})
+        if session.is_server:
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -{name} {{os.getpid()}}"])
+            session.serve()
+        else:
+            session.train(10**6, lambda step: time.sleep(0.01))
+        """
+    )
+    assert code != 0 and output.count("ServerRefused: server") == 2, output
+    assert "the server has stopped: KeyboardInterrupt" in output and re.search("^KeyboardInterrupt", output, re.M), (
+        output
+    )
+
+
+def test_interrupting_mpirun_ends_all_ranks(tmp_path):
+    script = "import time\nfrom asynchronous_job import *\n"
+    script += "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "JOB_OUTPUT": str(tmp_path)}
+    job = subprocess.Popen(
+        [*mpirun(3), sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **environment, "PYTHONPATH": SHARED},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while sum("pid" in file.read_text() for file in tmp_path.iterdir()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1.0)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=20)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0
+    pids = [pid for file in tmp_path.iterdir() for pid in re.findall(r"pid (\d+)", file.read_text())]
+    deadline = time.monotonic() + 10  # they may still be writing why, when mpirun has ended
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid):
+    """Return whether a process runs. A process that ended is listed until its parent waits for it."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
