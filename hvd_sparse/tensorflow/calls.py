@@ -6,7 +6,7 @@ The variable is in a local list of Horovod's own stack frames while it traces `c
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,15 +158,16 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
         )
 
 
-def warn_of_turns(names: frozenset[str], earlier: set[frozenset[str]]) -> None:
-    """Warn once if a call reduces none of the variables of an earlier call: each counts as a step."""
-    if names and len(earlier) == 1 and names.isdisjoint(next(iter(earlier))):
+def warn_of_turns(names: set[str], reduced: set[str], variables: Iterable[str]) -> None:
+    """Warn if a call reduces no variable of the calls before it, `reduced`, which it then updates: each is a step."""
+    if names and reduced and names.isdisjoint(reduced):
         warnings.warn(
             "hvd_sparse: one compression reduces different variables in several calls, and each counts as a step: a "
             "warm-up ends too early, and life-spans are cut. Build a compression for each tape or optimizer",
             stacklevel=5,
         )
-    earlier.add(names)
+        reduced.update(variables)  # so that it warns once
+    reduced.update(names)
 
 
 def makes_optimizer(deepest: int = 30) -> bool:

@@ -31,7 +31,7 @@ from hvd_sparse.tensorflow.calls import (
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import make_hosts
-from hvd_sparse.tensorflow.state import evaluate, gather_state, place_of, restore_state
+from hvd_sparse.tensorflow.state import check_open, evaluate, gather_state, place_of, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
@@ -164,13 +164,16 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with
             "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
-        residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
-        squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
-        norm = tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
+        norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
         rule = {"rule": self.algorithm.dense_fallback}
         chosen = self._parts.step.explain(int(number)) if self.feedback else rule
         return {**Traffic.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
+
+    def _residual_norm(self) -> tf.Tensor:
+        residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
+        squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
+        return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
 
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
         """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.
@@ -246,6 +249,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     @staticmethod
     def _change(changes, session) -> None:
+        check_open(session)
         evaluate([variable.assign(change(variable.read_value())) for variable, change in changes], session)
 
     def _load(self) -> None:
@@ -269,6 +273,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         parts.step = Step(parts.algorithm, feedback, self.step, parts.loss_scale, parts.exchange, parts.traffic, hosts)
         self.hosts = hosts
         self._mark_place()
+        if not tf.compat.v1.executing_eagerly_outside_functions():  # a graph may be finalized before `stats`
+            parts.norm = self._residual_norm()
         self.thresholds.extend(parts.step.codec.thresholds)
         parts.threshold_rows = parts.step.codec.threshold_rows
 
@@ -310,7 +316,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
                 warnings.warn(passes_by(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
         if exchange.rank() == 0:
-            warn_of_turns(frozenset(gradients), parts.reduced)
+            warn_of_turns(set(gradients), parts.reduced, parts.variables)
         graph = tf.compat.v1.get_default_graph()
         outer = getattr(graph, "outer_graph", graph)
         number = parts.calls_in.get(outer, 0)
@@ -353,7 +359,8 @@ class Parts:
         self.traffic = traffic
         self.threshold_rows: Mapping[str, int] = {}
         self.agreed = False
-        self.reduced: set[frozenset[str]] = set()  # the names of the variables of each call
+        self.norm: tf.Tensor | None = None  # of the residuals, in a graph of TensorFlow 1
+        self.reduced: set[str] = set()  # names of the variables in calls so far
         self.log: Callable[[int], None] | None = None  # reports a step
         self.logs = False  # whether steps are traced with a report
         self.call: TracedCall | None = None  # the one that is being traced

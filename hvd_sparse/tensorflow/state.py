@@ -19,6 +19,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     keys = [(name, kind) for name, memory in compressor.feedback.items() for kind in memory.buffers]
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
+        check_open(session)
         exchange.meet(SUMMING, "", session)
         buffers = [
             _sum(exchange, f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
@@ -37,6 +38,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
 
 def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, session) -> None:
     """Restore the buffers and the step. The state is checked on all ranks before any change."""
+    check_open(session)
     feedback = compressor.feedback
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
     check = refused(lambda: _check(compressor, thresholds, state, exchange))
@@ -99,6 +101,15 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
                     f"{name}: the state has a {kind} that would be lost, as the variable is sent dense now: give the "
                     "compression the min_numel that it had"
                 )
+
+
+def check_open(session) -> None:
+    """Raise RuntimeError if operations cannot be added to a session's graph."""
+    if session is not None and session.graph.finalized:
+        raise RuntimeError(
+            "hvd_sparse: the graph of this session is finalized, as in a MonitoredTrainingSession: load, reset and sum "
+            "the state of a compression in a session of its own, before it"
+        )
 
 
 def evaluate(values: list, session) -> list:

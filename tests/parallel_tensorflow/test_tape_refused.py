@@ -168,6 +168,33 @@ def test_a_call_that_leaves_out_variables_of_its_own_shapes_warns():
 
 
 @several
+def test_different_variables_in_several_calls_are_warned_of_once():
+    """As of a GAN with one compression: its calls would count as steps of both networks."""
+    shapes = {"generator": (3, 4), "critic": (5,), "scale": (7,)}
+    compression = Compression.gradient_dropping(list(make_variables(shapes).values()), density=0.5, min_numel=0)
+    variables = dict(
+        zip(shapes, (compression._parts.variables[name] for name in compression._parts.variables), strict=True)
+    )
+    reduce, told = Reducer(variables, compression), []
+    for names in (["generator"], ["generator", "scale"], ["critic"], ["scale"]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduce({name: np.ones(shapes[name]) for name in names})
+        told.append(sum("counts as a step" in str(one.message) for one in caught))
+    assert told == ([0, 0, 1, 0] if hvd.rank() == 0 else [0, 0, 0, 0])
+
+
+@several
+def test_a_model_of_which_a_variable_is_wrong_leaves_nothing_behind():
+    class Model:
+        trainable_variables = (tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([0])))
+
+    compression = Compression.gradient_dropping(Model())
+    with pytest.raises(ValueError, match="must have a known shape without zeros"):
+        compression.state_dict()
+
+
+@several
 @pytest.mark.rank_counts
 def test_steps_beyond_what_float64_adds_exactly():
     """With three ranks, the squares of this step number do not add up to three times one of them."""

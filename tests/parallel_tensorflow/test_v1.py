@@ -78,6 +78,27 @@ def test_optimizer_follows_the_paper(scope):
             np.testing.assert_array_equal(one[kind], other[kind])
 
 
+def test_a_finalized_graph():
+    """As in a MonitoredTrainingSession: statistics and a rank's state can be read, and what adds operations says so."""
+    with tf.Graph().as_default() as graph:
+        fed, _, compression, step = build(lambda variables: Compression.dgc(variables, density=0.05, min_numel=100))
+        with v1.Session() as session:
+            start(session)
+            graph.finalize()
+            take_steps(session, fed, step, range(2))
+            state, stats = compression.state_dict(session=session), compression.stats(session)
+            residuals = np.concatenate([one["residual"] for one in state["memory"].values() if "residual" in one])
+            assert stats["residual_norm"] == pytest.approx(np.linalg.norm(residuals.astype(np.float64)))
+            assert stats["residual_norm"] > 0.0
+            for call in (
+                lambda: compression.reset(session),
+                lambda: compression.load_state_dict(state, session),
+                lambda: compression.state_dict(summed=True, session=session),
+            ):
+                with pytest.raises(RuntimeError, match="the graph of this session is finalized"):
+                    call()
+
+
 def test_backward_passes_per_step():
     with tf.Graph().as_default():
         fed, variables, compression, step = build(

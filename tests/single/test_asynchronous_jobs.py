@@ -1,7 +1,6 @@
 """Asynchronous runs on MPI: they train, and after a failure they end without a hang."""
 
 import functools
-import os
 import re
 import time
 
@@ -13,7 +12,6 @@ from asynchronous_job import LR, dgs, gradients, loss_of, numbers
 from hvd_sparse.parameter_server import Simulation, in_turn
 
 pytestmark = launching.MARKS
-SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared")
 
 
 @pytest.fixture

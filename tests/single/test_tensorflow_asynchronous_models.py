@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.session import SHARE_EVERY
+from hvd_sparse.tensorflow.variables import unwrapped
 from hvd_sparse.tensorflow import asynchronous
 
 MPI = pytest.importorskip("mpi4py.MPI")
@@ -271,3 +272,14 @@ def test_graphs_of_tensorflow_1():
     with asynchronous.connect([weight], ASGD, **OPTIONS) as session, tf.Graph().as_default():
         with pytest.raises(RuntimeError, match=r"must be called eagerly or in a tf\.function"):
             session.optimizer(0.1).apply_gradients([(tf.ones([1]), weight)])
+
+
+def test_variables_of_a_mixed_policy_are_unwrapped():
+    """TensorFlow traces a function anew for each call with one, as no two of their types are equal."""
+    keras = pytest.importorskip("tf_keras")
+    layer = keras.layers.Dense(2, dtype="mixed_float16")
+    layer.build((None, 3))
+    assert type(layer.kernel).__name__ == "AutoCastVariable"
+    inner = unwrapped(layer.kernel)
+    assert type(inner).__name__ == "ResourceVariable" and unwrapped(inner) is inner
+    assert inner.dtype == tf.float32
