@@ -143,8 +143,8 @@ def resolve(source) -> list:
 
 def unwrapped(variable):
     """Return the tf.Variable inside a variable of Keras 3, or of a mixed policy of Keras 2."""
-    inner = variable._variable if hasattr(variable, "_cast_if_needed") else getattr(variable, "value", None)
-    is_outer = not isinstance(variable, tf.Variable) or hasattr(variable, "_cast_if_needed")
+    inner = variable._variable if hasattr(variable, "_should_cast") else getattr(variable, "value", None)
+    is_outer = not isinstance(variable, tf.Variable) or hasattr(variable, "_should_cast")
     return inner if is_outer and isinstance(inner, tf.Variable) else variable
 
 

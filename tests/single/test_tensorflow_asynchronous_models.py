@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.session import SHARE_EVERY
-from hvd_sparse.tensorflow.variables import unwrapped
 from hvd_sparse.tensorflow import asynchronous
+from hvd_sparse.tensorflow.variables import unwrapped
 
 MPI = pytest.importorskip("mpi4py.MPI")
 OPTIONS = {"servers": "colocated", "communicator": MPI.COMM_SELF, "silence": None, "timeout": 60.0}
