@@ -133,7 +133,7 @@ class Mailbox:
         """Wait for unsent messages, at most `timeout` seconds; drop those that no rank receives."""
         self._closed = True
         self._posted.set()
-        poll(lambda: self.reap() or None, timeout)
+        poll(lambda: self.reap() or None, timeout, self.is_busy)
         with self._lock:
             for request, _ in self._pending:
                 request.Cancel()

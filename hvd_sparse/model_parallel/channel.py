@@ -99,7 +99,7 @@ class Channel:
         """Finish sending the last messages: a stage that computes takes them when it is ready for them."""
         self._is_open = False
         atexit.unregister(self.close)
-        poll(lambda: self._is_done() or None, self._timeout)
+        poll(lambda: self._is_done() or None, self._timeout, self._mailbox.is_busy)
         self._mailbox.close(SHUTDOWN_TIMEOUT)
         if self._everyone is None:
             self._notices.close()

@@ -160,10 +160,8 @@ class Server:
             return self._refusal(Reason.WRONG, message, f"there are {self._workers} workers, not {message.worker}")
         if differences:
             text = f"worker {message.worker} and this server differ: {differences}"
-            if known is None:
-                self.departures[message.worker] = self.refused[message.worker] = (
-                    text  # `is_finished` does not wait for it
-                )
+            if known is None:  # `is_finished` does not wait for it
+                self.departures[message.worker] = self.refused[message.worker] = text
             return self._refusal(Reason.WRONG, message, text)
         if known and known.incarnation != message.incarnation:
             self._last[message.worker] = (known.incarnation, known.sequence)

@@ -169,10 +169,9 @@ class Pipeline(stages.Pipeline):
                     "a layer adds a loss inside a tf.function, as an activity regularizer does, and it cannot be "
                     "trained: leave the stage's call uncompiled, or regularize weights"
                 )
-            if added:
-                run.added = tf.add_n([tf.cast(loss, tf.float32) for loss in added]) * (
-                    run.head.rows / run.head.total_rows
-                )  # once for the whole batch
+            if added:  # once for the whole batch
+                share = run.head.rows / run.head.total_rows
+                run.added = share * tf.add_n([tf.cast(loss, tf.float32) for loss in added])
         run.tape = tape
         return outputs
 
