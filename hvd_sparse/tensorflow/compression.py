@@ -245,7 +245,10 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _own_place(self) -> list[tuple]:
         """Return the change after which the error feedback is this rank's own."""
-        return [] if self.place is None else [(self.place, lambda _: tf.constant(self._parts.step.place[1], tf.int64))]
+        if self.place is None or self._parts.step.place is None:
+            return []
+        own = self._parts.step.place[1]
+        return [(self.place, lambda _: own)]
 
     @staticmethod
     def _change(changes, session) -> None:
