@@ -6,11 +6,12 @@ import numpy as np
 
 from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, Worker
 from hvd_sparse.parameter_server.connection import PAUSE, serve
+from hvd_sparse.parameter_server.transport import Endpoint
 
 SHAPES = {"a": (23, 7), "b": (11,)}
 
 
-class PausedEnd:
+class PausedEnd(Endpoint):
     """A server's end of the wire: a worker joins; the process stops; only then are the worker's messages read."""
 
     def __init__(self, worker, pause):
