@@ -23,8 +23,9 @@ def run_job(tmp_path, monkeypatch):
     return functools.partial(launching.run_asynchronous_job, tmp_path)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize(
+    ("name", "threads"), [pytest.param("INT", 1, marks=pytest.mark.exhaustive), ("INT", 2), ("TERM", 2)]
+)
 def test_an_interrupted_server_tells_its_workers(run_job, threads, name):
     """All of its threads do, and it raises KeyboardInterrupt."""
     code, output = run_job(

@@ -86,7 +86,7 @@ def test_a_file_that_only_some_ranks_are_given(run_job, tmp_path, what):
     np.savez(path, buffers=np.empty(0, np.float32), **arrays)
     code, output = run_job(
         f"""
-        session = Job(restore={str(path)!r} if RANK in {given} else None, servers={servers}, timeout=10.0)
+        session = Job(restore={str(path)!r} if RANK in {given} else None, servers={servers}, timeout=4.0)
         if session.is_server:
             session.serve()
         else:
