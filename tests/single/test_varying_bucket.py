@@ -229,9 +229,9 @@ def test_a_damaged_message_is_refused(where):
 
 
 WRONG = [
-    ({"ks": [0] * 4}, "every list must"),
-    ({"thresholds": [0.0] * 6}, "every list must"),
-    ({"factors": [1.0]}, "every list must"),
+    ({"ks": [0] * 4}, "ks must have 5 entries, one a member; got 4"),
+    ({"thresholds": [0.0] * 6}, "thresholds must have 5 entries"),
+    ({"factors": [1.0]}, "factors must have 5 entries"),
     ({"thresholds": [math.nan] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got nan"),
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
@@ -256,7 +256,7 @@ def test_wrong_sums_are_named():
         ((SIZES, 3, outs, [5]), r"places must be in \[0, 5\), got 5"),
         ((SIZES, 3, outs, [-1]), r"places must be in \[0, 5\), got -1"),
         ((SIZES, 3, outs, [1]), "out must have 7 elements, got 1"),
-        ((SIZES, 3, outs, []), "every list must be 1, one a sum; got 0"),
+        ((SIZES, 3, outs, []), "places must have 1 entries, one a sum; got 0"),
         ((SIZES, 0, outs, [0]), "ranks must be >= 1, got 0"),
         ((SIZES, 3, [torch.empty(1, dtype=torch.int64)], [0]), "out must be Float"),
     ):
