@@ -107,8 +107,8 @@ def check_open(session) -> None:
     """Raise RuntimeError if operations cannot be added to a session's graph."""
     if session is not None and session.graph.finalized:
         raise RuntimeError(
-            "hvd_sparse: the graph of this session is finalized, as in a MonitoredTrainingSession: load, reset and sum "
-            "the state of a compression in a session of its own, before it"
+            "hvd_sparse: the graph of this session is finalized, as in a MonitoredTrainingSession. Load, reset or sum "
+            "the state of a compression earlier, in a plain Session"
         )
 
 
