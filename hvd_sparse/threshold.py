@@ -88,7 +88,7 @@ class ConstantThreshold:
         """Return the plan of a step."""
         return self._plan
 
-    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
+    def learn(self, k: int, threshold: float, count: int) -> None:
         """Do nothing: a fixed threshold does not adapt."""
 
 
@@ -142,7 +142,7 @@ class KeptThreshold:
             return Plan(self._value if known else 0.0, k)
         return Plan(SMALLEST if self._drains else self._value)
 
-    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
+    def learn(self, k: int, threshold: float, count: int) -> None:
         """Store a refreshed threshold; if the count has left the band, make the next step refresh it."""
         if self._due:
             self._value, self._k = threshold, k
@@ -211,10 +211,10 @@ class FittedThreshold:
         self._density = k / n
         return Plan(self._guess, k, self._stages.count)
 
-    def learn(self, k: int, threshold: float, count: int, ratio: float) -> None:
-        """Adapt the stages. ratio: sample elements that reached the fitted threshold, over the number that should."""
+    def learn(self, k: int, threshold: float, count: int) -> None:
+        """Adapt the stages to how many elements were selected instead of k."""
         self._guess = threshold
-        self._achieved += ratio
+        self._achieved += count / k
         self._steps += 1
         if self._steps == ADAPT_STEPS:
             self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)

@@ -13,8 +13,8 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kFitMargin = 0.95;          // elements above this fraction of the guessed threshold are gathered
-constexpr int64_t kFitSpan = 1 << 16;        // elements that are accumulated before their part of the sample is read
+constexpr double kFitMargin = 0.97;          // elements above this fraction of the guessed threshold are gathered
+constexpr int64_t kFitSpan = 1 << 20;        // elements that are accumulated before their part of the sample is read
 constexpr double kSmallestFloat = 0x1p-149;  // the smallest positive float32
 
 // Returns the residuals at ascending indices, with zeros where there is no part.
@@ -81,7 +81,7 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
 // Updates the error feedback if `active`, fits a threshold to the residual, and selects the elements that reach it. If
 // the guess at the threshold was good, one pass suffices.
 Status FilterFitted(const Part& part, bool active, FilterParams filter, const ParallelFor& parallel_for, bool* finite,
-                    Filtered* filtered, std::vector<int64_t>* indices) {
+                    double* threshold, std::vector<int64_t>* indices) {
   const int64_t n = part.gradient.size;
   HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, n));
   if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
@@ -107,19 +107,21 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
     sample.Read(residual, begin + span.gradient.size);
   }
   const Fit fit = sample.Run(residual);
-  filtered->ratio = fit.ratio;
-  filtered->threshold = fit.threshold;
+  *threshold = fit.threshold;
   if (guesses && !fit.is_misfit && fit.threshold >= bar) {
-    const auto falls_short = [residual, least = SmallestReaching<float>(fit.threshold)](int64_t index) {
-      return MagnitudeBits(residual[index]) < least;
-    };
-    indices->erase(std::remove_if(indices->begin(), indices->end(), falls_short), indices->end());
+    const uint32_t least = SmallestReaching<float>(fit.threshold);
+    size_t kept = 0;
+    for (const int64_t index : *indices) {  // without a branch: the next values are loaded while one is waited for
+      (*indices)[kept] = index;
+      kept += MagnitudeBits(residual[index]) >= least;
+    }
+    indices->resize(kept);
     return Status::Ok();
   }
   indices->clear();
   filter.threshold = fit.is_misfit ? 0 : fit.threshold;
   filter.k = fit.is_misfit ? -filter.k : 0;
-  return FilterMemory(part, true, filter, parallel_for, finite, &filtered->threshold, indices);
+  return FilterMemory(part, true, filter, parallel_for, finite, threshold, indices);
 }
 
 }  // namespace
@@ -146,7 +148,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   if (!active) *finite = AllFinite(part.gradient, parallel_for);
   HVD_SPARSE_RETURN_IF_ERROR(
       filter.fit.stages > 0
-          ? FilterFitted(part, active, filter, parallel_for, finite, filtered, &indices)
+          ? FilterFitted(part, active, filter, parallel_for, finite, &filtered->threshold, &indices)
           : FilterMemory(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
   format.k = std::max<int64_t>(1, filtered->count);

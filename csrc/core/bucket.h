@@ -34,12 +34,10 @@ struct FilterParams {
   FitParams fit = {};
 };
 
-// The result of a filter: its threshold and the number of elements that reached it. ratio, after a fit: the number of
-// elements of the sample that reached the threshold, divided by the expected number.
+// The result of a filter: its threshold and the number of elements that reached it.
 struct Filtered {
   double threshold = 0;
   int64_t count = 0;
-  double ratio = 0;
 };
 
 // Updates the error feedback of a part, selects with a filter, and appends the payload to `message`; see

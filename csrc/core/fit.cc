@@ -18,7 +18,7 @@ constexpr double kFirstDensity = 0.25;  // fraction kept by the first of several
 constexpr double kSmallestFloat = 0x1p-149;
 constexpr int64_t kMost = 4;  // a fit is accepted if at most this many times the wanted number reach its threshold
 constexpr int64_t kSmallestSample = int64_t{1} << 16;
-constexpr int64_t kExpected = 256;  // expected number of the k largest elements in a sample
+constexpr int64_t kExpected = 64;  // expected number of the k largest elements in a sample
 constexpr int64_t kLanes = kFitLanes;
 
 double Total(const double* lanes) {
@@ -208,7 +208,6 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
   fit.threshold = std::max(threshold, kSmallestFloat);
   const int64_t reached = NumberReaching(left, count, SmallestReaching<float>(fit.threshold));
   const double wanted = density * static_cast<double>(n);
-  fit.ratio = static_cast<double>(reached) / wanted;
   fit.is_misfit = reached > 0 ? static_cast<double>(reached) > static_cast<double>(kMost) * wanted && 2 * reached > n
                               : HasNoTail(values, n, Total(first.sum) / std::max(1.0, Total(first.count)));
   return fit;

@@ -19,7 +19,6 @@ struct FitParams {
 
 struct Fit {
   double threshold = 0;
-  double ratio = 0;        // elements of the sample that reach the threshold, divided by the expected number
   bool is_misfit = false;  // the threshold should not be used
 };
 

@@ -40,7 +40,7 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Report(MemberFormats(form, &formats)));
     const int members = lists.gradients.size();
     TF_RETURN_IF_ERROR(call.Output("finite", {members}, &finite));
-    TF_RETURN_IF_ERROR(call.Output("info", {members, 3}, &info));
+    TF_RETURN_IF_ERROR(call.Output("info", {members, 2}, &info));
     std::vector<uint8_t> message;
     for (int i = 0; i < members; ++i) {
       Job job;
@@ -52,7 +52,6 @@ class FilterBucketKernel : public AccumulatingKernel {
                                                    finite + i, &found)));
       *info++ = found.threshold;
       *info++ = static_cast<double>(found.count);
-      *info++ = found.ratio;
     }
     TF_RETURN_IF_ERROR(call.Output("message", {static_cast<int64_t>(message.size())}, &out));
     std::copy(message.begin(), message.end(), out);

@@ -18,7 +18,7 @@ absl::Status FilterBucketShape(InferenceContext* c) {
   const auto members = static_cast<int64_t>(types.size());
   c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
   c->set_output(1, c->Vector(members));
-  c->set_output(2, c->Matrix(members, 3));
+  c->set_output(2, c->Matrix(members, 2));
   return absl::OkStatus();
 }
 

@@ -61,9 +61,8 @@ void FitEach(size_t count, double* rows, const FitOne& fit) {
   at::parallel_for(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Fit found = fit(static_cast<size_t>(i));
-      rows[3 * i] = found.threshold;
-      rows[3 * i + 1] = found.ratio;
-      rows[3 * i + 2] = found.is_misfit ? 1 : 0;
+      rows[2 * i] = found.threshold;
+      rows[2 * i + 1] = found.is_misfit ? 1 : 0;
     }
   });
 }

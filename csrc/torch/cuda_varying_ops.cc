@@ -145,7 +145,7 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
   const size_t members = residuals.size();
   CheckCounts(op, "member", members, {{"ks", ks.size()}, {"stages", stages.size()}});
   const Distribution kind = ParseDistribution(op, distribution);
-  Tensor fits = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
+  Tensor fits = at::empty({static_cast<int64_t>(members), 2}, at::kDouble);
   if (members == 0) return fits;
   const CudaCall call(op, "residual", residuals[0]);
   std::vector<int64_t> runs;

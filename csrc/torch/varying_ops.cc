@@ -27,12 +27,12 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   const std::vector<PayloadFormat> formats = FormatsOf(op, ns, channels, coding, value_dtype);
   const Level kind = ParseLevel(op, level);
   std::vector<uint8_t> message;
-  Tensor info = at::empty({static_cast<int64_t>(members), 4}, at::kDouble);
+  Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
   for (size_t i = 0; i < members; ++i) {
     std::vector<Tensor> flat;
     const Part part = in.PartOf(op, i, 0, at::kCPU, &flat);
-    double* row = info.mutable_data_ptr<double>() + 4 * i;
+    double* row = info.mutable_data_ptr<double>() + 3 * i;
     Filtered found;
     row[2] = static_cast<double>(message.size());
     const FitParams fit{stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)};
@@ -40,7 +40,6 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
                             finite.mutable_data_ptr<bool>() + i, &found));
     row[0] = found.threshold;
     row[1] = static_cast<double>(found.count);
-    row[3] = found.ratio;
   }
   Tensor out = at::empty({static_cast<int64_t>(message.size())}, at::kByte);
   std::copy(message.begin(), message.end(), out.mutable_data_ptr<uint8_t>());
@@ -74,7 +73,7 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
   const char* op = "fit_thresholds";
   CheckCounts(op, "member", residuals.size(), {{"ks", ks.size()}, {"stages", stages.size()}});
   const Distribution kind = ParseDistribution(op, distribution);
-  Tensor fits = at::empty({static_cast<int64_t>(residuals.size()), 3}, at::kDouble);
+  Tensor fits = at::empty({static_cast<int64_t>(residuals.size()), 2}, at::kDouble);
   std::vector<const float*> values;
   for (size_t i = 0; i < residuals.size(); ++i) {
     CheckTensor(op, "residual", residuals[i], at::kFloat);

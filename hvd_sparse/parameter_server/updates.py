@@ -81,7 +81,7 @@ class KeptSelection:
         if plan.k > 0:
             threshold = float(native.select_top_k(values, k, threshold_hint=threshold)[2][0])
         indices, _ = native.filter_threshold(values, max(threshold, SMALLEST))
-        self._threshold.learn(k, threshold, indices.size, 1.0)
+        self._threshold.learn(k, threshold, indices.size)
         self.state[:] = self._threshold.numbers()
         return indices
 

@@ -36,10 +36,7 @@ from hvd_sparse.reference.coding import (
     unpack,
     unpack_payloads,
 )
-from hvd_sparse.reference.fit import (
-    fit_tail,
-    take_sample,
-)
+from hvd_sparse.reference.fit import fit_tail
 from hvd_sparse.reference.low_bit import (
     LEVELS,
     decode_low_bit,

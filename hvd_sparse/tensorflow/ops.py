@@ -253,9 +253,8 @@ def filter_bucket(
     int64[members]: if above 0, a threshold that about k residuals reach is fitted in this number of stages, the first
     with `distribution`, on a sample that the seed chooses, and `thresholds` has a guess at it (SIDCo; without momentum
     and weight decay). Returns the concatenated payloads, uint8[bytes]; whether each gradient was finite,
-    bool[members]; and float64[members, 3]: threshold, number of entries, and for a fit, the ratio of sample elements
-    that reached the threshold to the number that should have. The k of a payload is its number of entries, but at
-    least 1.
+    bool[members]; and float64[members, 2]: threshold and number of entries. The k of a payload is its number of
+    entries, but at least 1.
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     stages = tf.zeros([len(gradients)], tf.int64) if stages is None else stages

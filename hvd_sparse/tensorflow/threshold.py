@@ -150,12 +150,12 @@ class FittedThresholds:
         }
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Adapt the stages to how many elements reached the fitted thresholds, after `plan` in the same trace."""
+        """Adapt the stages to how many elements were selected instead of k, after `plan` in the same trace."""
         rows = [self.rows[name] for name in names]
         k = tf.cast(counts, tf.float64)
         density = k / tf.constant([self._sizes[name] for name in names], tf.float64)
         old = tf.stack([tf.gather(variable.read_value(), rows) for variable in self.variables])
-        planned = tf.numpy_function(self._adapt, [old, infos[:, 2], density], tf.float64, stateful=False)
+        planned = tf.numpy_function(self._adapt, [old, infos[:, 1] / k, density], tf.float64, stateful=False)
         new = tf.unstack(tf.ensure_shape(tf.where(is_active, planned, old), [len(self.variables), len(rows)]))
         new.append(tf.where(is_active, infos[:, 0], tf.zeros_like(k)))
         changes = zip([*self.variables, self._guesses], new, strict=True)

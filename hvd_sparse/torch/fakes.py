@@ -107,7 +107,7 @@ def _register_bucket_fakes() -> None:
     @fake("hvd_sparse::filter_bucket")
     def _(gradients, residuals, *arguments):
         count, like, members = torch.library.get_ctx().new_dynamic_size(), gradients[0], len(gradients)
-        info, finite = _empty(like, (members, 4), torch.float64), _empty(like, (members,), torch.bool)
+        info, finite = _empty(like, (members, 3), torch.float64), _empty(like, (members,), torch.bool)
         return _empty(like, (count,), torch.uint8), info, finite
 
     @fake("hvd_sparse::accumulate_partition")
@@ -118,7 +118,7 @@ def _register_bucket_fakes() -> None:
 
     @fake("hvd_sparse::fit_thresholds")
     def _(residuals, *arguments):
-        return torch.empty((len(residuals), 3), dtype=torch.float64)
+        return torch.empty((len(residuals), 2), dtype=torch.float64)
 
     @fake("hvd_sparse::reduce_located_bucket")
     def _(gathered, *arguments):

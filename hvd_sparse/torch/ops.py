@@ -269,9 +269,8 @@ def filter_bucket(
     as in `locate_payloads`. stages: one for each member, or empty; if above 0, a threshold that about k residuals
     reach is fitted in this number of stages, the first with `distribution`, on a sample that the seed chooses, and
     `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the concatenated payloads,
-    uint8[bytes]; float64[members, 4]: threshold, number of entries, the payload's offset in bytes, and for a fit, the
-    ratio of sample elements that reached the threshold to the number that should have; and bool[members]: was each
-    gradient finite everywhere? The k of a payload is its number of entries, but at least 1.
+    uint8[bytes]; float64[members, 3]: threshold, number of entries, and the payload's offset in bytes; and
+    bool[members]: was each gradient finite everywhere? The k of a payload is its number of entries, but at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
@@ -318,8 +317,7 @@ def fit_thresholds(
     """Fit, for each residual, float32[n], a threshold that about k elements reach, as `filter_bucket` does (SIDCo).
 
     On a CUDA device, the samples are copied to the CPU, all at once, and fitted there. Returns for each residual: the
-    threshold; the ratio of sample elements that reach it to the number that should; and whether it should not be used,
-    1.0 if so.
+    threshold; and whether it should not be used, 1.0 if so.
     """
     return _ops.fit_thresholds(list(residuals), ks, stages, distribution, _signed(seed)).tolist()
 

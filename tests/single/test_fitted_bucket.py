@@ -47,7 +47,7 @@ class Drawn:
         for n, k, stages, gradient, residual in zip(SIZES, KS, STAGES, self.gradients, self.residuals, strict=True):
             values = residual.numpy()
             reference.accumulate(gradient.float().numpy(), values, factor=FACTOR)
-            found = reference.fit_tail(reference.take_sample(values, k, SEED), k / n, stages, distribution)
+            found = reference.fit_tail(values, k, stages, distribution, SEED)
             threshold = found.threshold
             if found.is_misfit:
                 indices, sent, threshold = reference.select_top_k(values, k)
@@ -55,7 +55,7 @@ class Drawn:
             else:
                 indices, sent = reference.filter_threshold(values, threshold)
             payloads.append(reference.pack(indices, sent, n, max(1, len(indices))))
-            rows.append([threshold, len(indices), found.ratio])
+            rows.append([threshold, len(indices)])
         return np.concatenate(payloads), np.array(rows)
 
 
@@ -69,7 +69,7 @@ def test_thresholds_are_those_of_the_twin(shape, distribution, dtype):
     message, info, _ = ops.filter_bucket(
         drawn.gradients, drawn.residuals, distribution=distribution, seed=SEED, **options
     )
-    np.testing.assert_allclose(info[:, [0, 1, 3]].numpy(), rows, rtol=1e-9)
+    np.testing.assert_allclose(info[:, :2].numpy(), rows, rtol=1e-9)
     same(message, payloads)
     variables = [tf.Variable(residual.numpy()) for residual in other.residuals]
     types = {"thresholds": tf.float64, "ks": tf.int64, "stages": tf.int64, "factors": tf.float32}
@@ -79,7 +79,7 @@ def test_thresholds_are_those_of_the_twin(shape, distribution, dtype):
         gradients, variables, distribution=distribution, seed=SEED, **numbers
     )
     same(theirs, payloads)
-    assert table.numpy().tolist() == info[:, [0, 1, 3]].tolist()
+    assert table.numpy().tolist() == info[:, :2].tolist()
     for torchs, variable, residual in zip(drawn.residuals, variables, twin.residuals, strict=True):
         assert raw(torchs) == raw(residual) == raw(torch.from_numpy(variable.numpy()))
 
@@ -102,10 +102,8 @@ def test_what_is_not_active_is_fitted_as_it_is():
     drawn, still = Drawn("normal", torch.float32), Drawn("normal", torch.float32)
     options = {"thresholds": [0.0] * len(SIZES), "ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES)}
     _, info, finite = ops.filter_bucket(drawn.gradients, drawn.residuals, is_active=False, **options)
-    for row, n, k, stages, own, other in zip(
-        info.tolist(), SIZES, KS, STAGES, drawn.residuals, still.residuals, strict=True
-    ):
-        found = reference.fit_tail(reference.take_sample(own.numpy(), k, 0), k / n, stages, "exponential")
+    for row, k, stages, own, other in zip(info.tolist(), KS, STAGES, drawn.residuals, still.residuals, strict=True):
+        found = reference.fit_tail(own.numpy(), k, stages, "exponential", 0)
         assert row[0] == pytest.approx(found.threshold, rel=1e-9) or found.is_misfit
         assert raw(own) == raw(other)
     assert bool(finite.all())
@@ -116,10 +114,9 @@ def test_what_is_not_active_is_fitted_as_it_is():
 def test_fits_alone_are_those_of_the_twin(shape, distribution):
     residuals = Drawn(shape, torch.float32).residuals
     fits = ops.fit_thresholds(residuals, KS, STAGES, distribution, SEED)
-    for n, k, stages, residual, (threshold, ratio, misfit) in zip(SIZES, KS, STAGES, residuals, fits, strict=True):
-        sample = reference.take_sample(residual.numpy(), k, SEED)
-        found = reference.fit_tail(sample, k / n, stages, distribution)
-        assert (threshold, ratio) == pytest.approx((found.threshold, found.ratio), rel=1e-9)
+    for k, stages, residual, (threshold, misfit) in zip(KS, STAGES, residuals, fits, strict=True):
+        found = reference.fit_tail(residual.numpy(), k, stages, distribution, SEED)
+        assert threshold == pytest.approx(found.threshold, rel=1e-9)
         assert misfit == found.is_misfit
 
 

@@ -24,7 +24,6 @@ class Filtered:
     thresholds: list[float]
     counts: list[int]
     offsets: list[int]  # in bytes
-    ratios: list[float]  # for a fit: sample elements above the threshold over the number there should be
 
     def split(self) -> tuple[torch.Tensor, ...]:
         """Return the payload of each member."""
@@ -60,7 +59,7 @@ class Threshold(FixedCount):
         training = in_training(entries)
         if training:
             self._own[bucket.name] = own = self._filter(training)
-            for name, *found in zip(training, own.thresholds, own.counts, own.ratios, strict=True):
+            for name, *found in zip(training, own.thresholds, own.counts, strict=True):
                 self._thresholds[name].learn(self._payload(name).k, *found)
             self.traffic.count(sent=sum(own.counts))
             bucket.message = own.payloads
@@ -107,8 +106,8 @@ class Threshold(FixedCount):
             **feedback[0].rule(),
         )
         self.finite.append(finite)
-        thresholds, counts, offsets, ratios = info.t().tolist()
-        return Filtered(payloads, thresholds, list(map(int, counts)), list(map(int, offsets)), ratios)
+        thresholds, counts, offsets = info.t().tolist()
+        return Filtered(payloads, thresholds, list(map(int, counts)), list(map(int, offsets)))
 
     @property
     def _fit(self) -> dict:
@@ -121,8 +120,7 @@ class Threshold(FixedCount):
         """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
         payloads, thresholds, counts = [], [], []
         self.accumulate(entries)
-        plans, ratios = self._plans_on_device(entries)
-        for name, plan in zip(entries, plans, strict=True):
+        for name, plan in zip(entries, self._plans_on_device(entries), strict=True):
             residual, threshold = self.feedback[name].residual, plan.threshold
             if plan.k >= 0:
                 if plan.k > 0:
@@ -137,20 +135,19 @@ class Threshold(FixedCount):
             counts.append(len(indices))
         sizes = [payload.numel() for payload in payloads]
         offsets = [0, *itertools.accumulate(sizes[:-1])]
-        return Filtered(torch.cat(payloads), thresholds, counts, offsets, ratios)
+        return Filtered(torch.cat(payloads), thresholds, counts, offsets)
 
-    def _plans_on_device(self, names: Iterable[str]) -> tuple[list[Plan], list[float]]:
-        """Return the plans of accumulated tensors, without stages, and the ratios of their fits: thresholds are fitted.
+    def _plans_on_device(self, names: Iterable[str]) -> list[Plan]:
+        """Return the plans of accumulated tensors, without stages: the thresholds are fitted.
 
         A fit that should not be used becomes a selection of exactly the k largest elements.
         """
         plans = [self._plan_of(name) for name in names]
         if not self._fit:
-            return plans, [0.0] * len(plans)
+            return plans
         ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
         fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **self._fit)
-        fitted = [Plan(0.0, -k) if misfit else Plan(found) for k, (found, _, misfit) in zip(ks, fits, strict=True)]
-        return fitted, [ratio for _, ratio, _ in fits]
+        return [Plan(0.0, -k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
