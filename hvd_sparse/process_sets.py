@@ -24,9 +24,9 @@ def process_sets_of(hvd, hierarchy: Hierarchy) -> dict[tuple[int, ...], object]:
 def _process_set(hvd, ranks: tuple[int, ...], known: Mapping[tuple[int, ...], int]):
     if len(ranks) == hvd.size():
         return hvd.global_process_set
-    if ranks in known:
+    if (number := known.get(tuple(sorted(ranks)))) is not None:  # Horovod sorts; a column is in the order of the hosts
         found = hvd.ProcessSet(list(ranks))
-        found.process_set_id = known[ranks]
+        found.process_set_id = number
         return found
     try:
         return hvd.add_process_set(list(ranks))

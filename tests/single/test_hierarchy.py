@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hvd_sparse import process_sets
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.hierarchy import between_hosts, by_name, by_size, row_of
 
@@ -56,3 +57,38 @@ def test_a_column_does_not_clip_again():
     inner = between_hosts(algorithm, {"a": 0.5, "b": 0.0})
     assert (inner.clip_norm, inner.min_numel, inner.exchange, inner.weight_decay) == (None, 0, "auto", {"a": 0.5})
     assert between_hosts(Settings.micro(None, exchange="hierarchical"), {}).exchange == "gather"
+
+
+class Horovod:
+    """What Horovod does with process sets: it sorts their ranks, and refuses a second one of the same ranks."""
+
+    def __init__(self, monkeypatch):
+        self.known = {}
+        monkeypatch.setattr(process_sets.process_sets, "_basics", self)
+
+    def size(self):
+        return 4
+
+    def _get_process_set_ids_and_ranks(self):
+        return self.known
+
+    def add_process_set(self, ranks):
+        if sorted(ranks) in self.known.values():
+            raise ValueError("duplicate")
+        self.known[len(self.known) + 1] = sorted(ranks)
+        return sorted(ranks)
+
+    class ProcessSet:
+        """Has the number that it is given."""
+
+        def __init__(self, ranks):
+            self.ranks = sorted(ranks)
+
+
+def test_a_second_compressor_takes_the_process_sets_of_the_first(monkeypatch):
+    """Of hosts whose ranks are not consecutive, too: a column is then not in the order of its ranks."""
+    hierarchy, hvd = by_name("abba"), Horovod(monkeypatch)
+    first = process_sets.process_sets_of(hvd, hierarchy)
+    second = process_sets.process_sets_of(hvd, hierarchy)
+    assert list(first) == list(second) == [(0, 3), (1, 2), (0, 1), (3, 2)]
+    assert {ranks: one.process_set_id for ranks, one in second.items()} == dict(zip(first, (1, 2, 3, 4), strict=True))
