@@ -4,6 +4,7 @@ In most implementations, MPI's blocking receive keeps a core busy. So an idle ra
 """
 
 import collections
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,6 @@ SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these i
 BUSY_NAP = 1e-4  # seconds between two polls while a message is on its way, which moves only then,
 BUSY_SECONDS = 10.0  # but no longer than this: its sender may be dead, or the network so slow that it does not matter
 MOST_BYTES = 2**31 - 1  # of an MPI message, whose counts are C ints; longer messages are sent in pieces of this size
-_given_up: list = []  # messages that were arriving when their mailbox was closed: MPI may still write to their arrays
 _posting = threading.Lock()  # keeps the pieces of a message together, with no other message of this process in between
 
 
@@ -34,6 +34,14 @@ def poll(look: Callable, timeout: float, is_busy: Callable[[], bool] = lambda: F
         time.sleep(min(nap, BUSY_NAP) if is_busy() else nap)
         nap = min(1.5 * nap, LONGEST_NAP)
     return found
+
+
+def keep_for_ever(data: np.ndarray) -> None:
+    """Never free an array: MPI still reads or writes it, until MPI_Finalize, which runs after Python has ended.
+
+    MPI cannot take back a message of which a part is on its way.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(data))
 
 
 class Mailbox:
@@ -130,21 +138,21 @@ class Mailbox:
             return not self._pending
 
     def close(self, timeout: float) -> None:
-        """Wait for unsent messages, at most `timeout` seconds; drop those that no rank receives."""
+        """Wait for unsent messages, at most `timeout` seconds; give up those that no rank receives."""
         self._closed = True
         self._posted.set()
         poll(lambda: self.reap() or None, timeout, self.is_busy)
         with self._lock:
-            for request, _ in self._pending:
-                request.Cancel()
-                request.Free()
+            given_up = [data for _, data in self._pending]
             self._pending.clear()
-        _given_up.extend(self._arriving.values())
+        given_up += [data for arriving in self._arriving.values() for _, data in arriving]
         self._arriving.clear()
+        for data in given_up:
+            keep_for_ever(data)
 
     def _progress(self) -> None:
         while not self._closed:
             self._posted.wait()
             self._posted.clear()
             while not self._closed and not self.reap():
-                time.sleep(BUSY_NAP)
+                time.sleep(BUSY_NAP if self.is_busy() else LONGEST_NAP)

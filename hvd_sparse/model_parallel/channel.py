@@ -29,7 +29,7 @@ class Channel:
         self._everyone = Notices.attached(communicator)  # for all replicas
         self._notices = self._everyone or Notices(self._communicator)
         self._is_open = True
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def agree(self, error: Exception | None, settings: dict) -> None:
         """Raise an error on every rank if one rank has an error or if settings differ; see `Notices.agree`.
@@ -83,22 +83,25 @@ class Channel:
         return self._notices.failure
 
     def close(self) -> None:
-        """Tell the other stages that this one has ended, with the current error if there is one."""
+        """Tell the other stages that this one has ended."""
         if not self._is_open:
             return
-        error = getattr(sys, "last_value", None)  # the error that ends the interpreter
-        if error is not None:
-            self.fail(error)
         if not self.failure:
             for stage in range(self.stages):
                 if stage != self.stage:
                     self._mailbox.post(stage, ENDED, np.empty(0, np.uint8))
         self._release()
 
+    def _close_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # the error that ends the interpreter
+        if error is not None and self._is_open:
+            self.fail(error)
+        self.close()
+
     def _release(self) -> None:
         """Finish sending the last messages: a stage that computes takes them when it is ready for them."""
         self._is_open = False
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         poll(lambda: self._is_done() or None, self._timeout, self._mailbox.is_busy)
         self._mailbox.close(SHUTDOWN_TIMEOUT)
         if self._everyone is None:

@@ -4,17 +4,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.layout import ParameterLayout
+from hvd_sparse.parameter_server.placement import Placement
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import Endpoint
-from hvd_sparse.parameter_server.worker import Worker
+from hvd_sparse.parameter_server.worker import ServerRefused, Worker
 
 TICK = 0.25  # seconds between two looks at what is not a message
+CLOSE_SECONDS = 5.0  # for the last messages: only workers that failed have not received theirs
 PAUSE = 2 * TICK  # seconds between two looks, from which on this process was stopped, or busy
 
 
@@ -36,7 +39,7 @@ def serve(
             if looked - before > PAUSE:  # what workers have said meanwhile is still to be read
                 server.excuse(looked - before)
                 last += looked - before
-            for worker in end.arriving(timeout):
+            for worker in end.arriving(timeout if server.silence is None else min(timeout, 2.0 * server.silence)):
                 server.hear(worker)
             for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
@@ -49,13 +52,47 @@ def serve(
             source, data = item
             for rank, answer in server.handle(data, source):
                 end.send(rank, answer)
-        end.close(timeout)
+        end.close(CLOSE_SECONDS)
     except BaseException as error:
-        text = protocol.as_body(f"the server has stopped: {type(error).__name__}: {error}")
-        for rank in ranks:
-            end.send(rank, protocol.encode(Message(Kind.REFUSED, reason=Reason.WRONG, body=text)))
-        end.close(TICK)
+        tell_failure(end, ranks, error)
         raise
+
+
+def tell_failure(end: Endpoint, ranks: Iterable[int], error: BaseException) -> None:
+    """Tell ranks why this server has stopped."""
+    text = protocol.as_body(f"the server has stopped: {type(error).__name__}: {error}")
+    for rank in ranks:
+        end.send(rank, protocol.encode(Message(Kind.REFUSED, reason=Reason.WRONG, body=text)))
+    end.close(TICK)
+
+
+def first_parameters(
+    end: Endpoint,
+    placement: Placement,
+    rank: int,
+    timeout: float,
+    layout: ParameterLayout,
+    ours: np.ndarray,
+    restore: str | None,
+) -> tuple[np.ndarray, bool]:
+    """Return the first server's initial parameters, for a server on another rank, and whether they are from a file.
+
+    If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
+    reason.
+    """
+    end.send(0, protocol.encode(Message(Kind.ASK, rank, body=protocol.as_body("start"))))
+    item = end.receive(timeout)
+    first = placement.servers[0]
+    if item is None:
+        raise TimeoutError(f"rank {first} has not sent its parameters within {timeout:g} seconds")
+    message = protocol.decode(item[1])
+    if message.kind != Kind.STATE:
+        raise RuntimeError(f"rank {placement.servers[item[0]]} cannot serve: {message.text}")
+    description, arrays = protocol.decode_state(message.body)
+    if restore is not None and not description["restored"]:
+        raise ValueError(f"restore={restore!r} was given to rank {rank}, and none to rank {first}, which reads it")
+    is_same = description["layout"] == layout.digest()
+    return arrays["parameters"] if is_same else ours, description["restored"]
 
 
 class Connection:
@@ -64,6 +101,7 @@ class Connection:
     def __init__(self, worker: Worker, end: Endpoint, ranks: list[int], timeout: float):
         self.worker, self.waited = worker, 0.0
         self._end, self._ranks, self._timeout = end, ranks, timeout
+        self._refusal: ServerRefused | None = None
 
     def join(self) -> None:
         """Say hello, and wait for the parameters."""
@@ -79,10 +117,16 @@ class Connection:
 
         Raises TimeoutError if there is none, ServerRefused if the servers do not want this worker.
         """
+        if self._refusal is not None:
+            raise self._refusal
         start = time.monotonic()
         while self.worker.is_waiting:
             server, data = self._receive(start)
-            self._send(self.worker.receive(server, data))
+            try:
+                self._send(self.worker.receive(server, data))
+            except ServerRefused as error:
+                self._refusal = error
+                raise
         self.waited += time.monotonic() - start
 
     def ask(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:

@@ -12,12 +12,17 @@ def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
     return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
-def restored(path: str, layout: ParameterLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the flat parameters and buffers of a file that `save` wrote. Raise ValueError if the model differs."""
+def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat parameters and buffers of a file that `save` wrote; `buffers` if the file has none.
+
+    Raises ValueError if the model differs.
+    """
     with np.load(path, allow_pickle=False) as file:
         arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
         found = {name: np.shape(array) for name, array in arrays.items()}
         differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
         if differing:
             raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
-        return layout.flatten(arrays), file["buffers"]
+        if file["buffers"].size not in (0, buffers.size):
+            raise ValueError(f"{path} must have {buffers.size} elements of buffers, got {file['buffers'].size}")
+        return layout.flatten(arrays), file["buffers"] if file["buffers"].size else buffers

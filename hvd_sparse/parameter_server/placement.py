@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from hvd_sparse.parameter_server.layout import ParameterLayout
+from hvd_sparse.parameter_server.methods import Method
+
 COLOCATED = "colocated"
 MOST_THREADS = 16  # of a rank, each with its own tags
 
@@ -18,6 +21,15 @@ class Placement(NamedTuple):
     def on(self, rank: int) -> list[int]:
         """Return the numbers of the servers on a rank."""
         return [number for number, place in enumerate(self.servers) if place == rank]
+
+    def check(self, method: Method, layout: ParameterLayout) -> None:
+        """Raise ValueError if a method does not permit so many workers, or if there are more servers than elements."""
+        if method.most_workers is not None and len(self.workers) > method.most_workers:
+            raise ValueError(f"{method.name} has at most {method.most_workers} worker, got {len(self.workers)}")
+        if len(self.servers) > layout.numel:
+            raise ValueError(
+                f"servers times threads must be at most the model's {layout.numel} elements, got {len(self.servers)}"
+            )
 
     def thread_of(self, number: int) -> int:
         """Return the number of a server among those on its rank."""

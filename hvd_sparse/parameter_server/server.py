@@ -6,6 +6,7 @@ over MPI, in a thread, and in a simulation.
 
 import collections
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,7 +78,7 @@ class Server:
         self.buffers = np.empty(0, np.float32)
         self.departures: dict[int, str] = {}  # workers that left, and why; "" after a normal end
         self.refused = {} if refused is None else refused
-        self._workers, self._silence, self._now, self._started = workers, silence, now, now()
+        self._workers, self.silence, self._now, self._started = workers, silence, now, now()
         self._records: dict[int, Record] = {}
         self._last: dict[int, tuple[int, int]] = {}  # incarnation and last push of workers without a record
         self._others, self._start = others, parameters if others else None
@@ -270,12 +271,12 @@ class Server:
 
     def tick(self) -> list[int]:
         """Remove the workers that have been silent for too long; return them."""
-        if self._silence is None:
+        if self.silence is None:
             return []
-        limit = self._now() - self._silence
+        limit = self._now() - self.silence
         dead = [worker for worker, record in self._records.items() if record.seen < limit]
         for worker in dead:
-            self._forget(worker, f"no sign of life for {self._silence:g} seconds")
+            self._forget(worker, f"no sign of life for {self.silence:g} seconds")
         return dead
 
     def state(self) -> tuple[dict, dict[str, np.ndarray]]:
@@ -315,3 +316,12 @@ def differing(theirs: list[str], ours: list[str]) -> str:
     """Return a description of the differences of two introductions; an empty string if there are none."""
     there = [f"{line} there" for line in theirs if line not in ours]
     return "; ".join(there + [f"{line} here" for line in ours if line not in theirs])
+
+
+def departures(servers: Iterable[Server]) -> dict[int, str]:
+    """Return the workers that left the servers of a rank, and the first reason that one of these has."""
+    found: dict[int, str] = {}
+    for server in servers:
+        for worker, why in dict(server.departures).items():  # a copy: the server's thread may still change it
+            found[worker] = found.get(worker) or why
+    return found

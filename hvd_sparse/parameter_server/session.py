@@ -12,14 +12,20 @@ import numpy as np
 
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.library import mpi
-from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.connection import Connection, Heartbeat, interrupted_by_sigterm, serve
+from hvd_sparse.parameter_server.connection import (
+    TICK,
+    Connection,
+    Heartbeat,
+    first_parameters,
+    interrupted_by_sigterm,
+    serve,
+    tell_failure,
+)
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
 from hvd_sparse.parameter_server.model_file import flattened, restored
 from hvd_sparse.parameter_server.placement import place
-from hvd_sparse.parameter_server.protocol import Kind, Message
-from hvd_sparse.parameter_server.server import Server
+from hvd_sparse.parameter_server.server import Server, departures
 from hvd_sparse.parameter_server.summary import summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session
 from hvd_sparse.parameter_server.worker import Worker
@@ -79,6 +85,8 @@ class Session:
         self._threads: list[threading.Thread] = []  # of the servers
         self._failure: BaseException | None = None  # raised by a server
         self._failed = ""  # the error, if this rank failed to join
+        self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
+        self._end: MPIEndpoint | None = None  # the worker's
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
@@ -88,7 +96,8 @@ class Session:
         if self.is_server:
             try:
                 self._servers = self._make_servers(parameters, flattened(buffers), restore)
-            except BaseException:
+            except BaseException as error:
+                self._tell_failure(error)
                 self._release()
                 raise
             if self.is_worker:
@@ -134,14 +143,14 @@ class Session:
             if self._failure is not None:
                 raise self._failure
             self._report()
-        return self._departures()
+        return departures(self._servers.values())
 
     def join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         place = (len(self.placement.servers), incarnation, self._restores)
         worker = Worker(self.rank, self.layout, self.method, parameters, *place)
-        connection = Connection(worker, self._endpoint(background=True), self._serving_ranks, self._timeout)
+        connection = Connection(worker, self._workers_end(), self._serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
         try:
@@ -154,12 +163,16 @@ class Session:
             self._release()
             raise
         self._connection = connection
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+        try:
+            self.take_model()
+        except BaseException as error:
+            self._close(error)
+            raise
 
     def exchange(self, gradients, lr, weight_decay=None) -> None:
         """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
-        if self._failure is not None:
-            raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
+        self._raise_failure()
         connection = self._connected()
         if self.overlap:
             self.synchronize()
@@ -173,6 +186,10 @@ class Session:
         connection.wait()
         changed, connection.worker.changed = connection.worker.changed, set()
         self.updated(changed)
+
+    def take_model(self) -> None:
+        """Take over the servers' model, after joining. Frameworks that have buffers override this method."""
+        self.synchronize()
 
     def updated(self, names: set[str]) -> None:
         """Handle changed parameters. Frameworks that must copy parameters override this method."""
@@ -221,11 +238,22 @@ class Session:
     def close(self) -> None:
         """Leave the run, after the last answer. A second call does nothing.
 
-        If an error was raised, servers receive it as the reason. If the last answer does not come, the error of
-        `synchronize` is raised.
+        While an exception is raised, servers receive it as the reason, and no answer is awaited.
+
+        Raises:
+            TimeoutError: The last answer did not come.
+            ServerRefused: The servers have stopped.
+            RuntimeError: The server on this rank has stopped.
         """
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None) or self._failure
-        last = None
+        error = sys.exc_info()[1]
+        self._close(error if error is not self._before else None)
+
+    def _close_at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))  # the error that ends the interpreter
+
+    def _close(self, raised: BaseException | None) -> None:
+        """Leave the run. raised: the error because of which this worker leaves."""
+        error, last = raised or self._failure, None
         if self._connection is not None and not error:
             try:
                 self.synchronize()
@@ -235,13 +263,20 @@ class Session:
         self._stop_heartbeat()
         if connection is not None:
             connection.leave(f"{type(error).__name__}: {error}" if error else "")
-        atexit.unregister(self.close)
-        if any(thread.is_alive() for thread in self._threads):
+        atexit.unregister(self._close_at_exit)
+        if self._threads:
             self._join_threads()
+            self._threads.clear()
             self._report()
         self._release()
         if last is not None:
             raise last
+        if raised is None and connection is not None:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -259,16 +294,8 @@ class Session:
         if _open.get(self.communicator.py2f()) is self:
             del _open[self.communicator.py2f()]
 
-    def _departures(self) -> dict[int, str]:
-        """Return the workers that left the servers on this rank, and the first reason that one of them has."""
-        found: dict[int, str] = {}
-        for server in self._servers.values():
-            for worker, why in server.departures.items():
-                found[worker] = found.get(worker) or why
-        return found
-
     def _report(self) -> None:
-        for worker, why in self._departures().items():
+        for worker, why in departures(self._servers.values()).items():
             if why:
                 print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
 
@@ -283,14 +310,7 @@ class Session:
         return self._connection
 
     def _check(self) -> None:
-        if self.method.most_workers is not None and len(self.placement.workers) > self.method.most_workers:
-            most = self.method.most_workers
-            raise ValueError(f"{self.method.name} has at most {most} worker, got {len(self.placement.workers)}")
-        if len(self.placement.servers) > self.layout.numel:
-            raise ValueError(
-                f"servers times threads must be at most the model's {self.layout.numel} elements, "
-                f"got {len(self.placement.servers)}"
-            )
+        self.placement.check(self.method, self.layout)
         own = len(self.placement.on(self.rank))
         needs_threads = self._silence is not None or self.is_worker == self.is_server or own > 1
         if needs_threads and mpi().Query_thread() != mpi().THREAD_MULTIPLE:
@@ -306,14 +326,29 @@ class Session:
     def _endpoint(self, number: int | None = None, background: bool = False) -> MPIEndpoint:
         return MPIEndpoint(self.communicator, self.placement, self._number, number, background)
 
+    def _workers_end(self) -> MPIEndpoint:
+        """Return this rank's end for messages from servers. There is one, as they arrive only once."""
+        self._end = self._end or self._endpoint(background=True)
+        return self._end
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Tell the workers, and other servers that wait for the first one, why this rank does not serve."""
+        numbers = self.placement.on(self.rank)
+        waiting = self._serving_ranks if 0 in numbers else []
+        for number in numbers:
+            tell_failure(self._endpoint(number), sorted({*self.placement.workers, *waiting} - {self.rank}), error)
+        if self._end is not None:
+            self._end.close(TICK)
+
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""
         numbers = self.placement.on(self.rank)
         is_restored = restore is not None
         if 0 not in numbers:
-            flat, is_restored = self._first_parameters(self.layout.flatten(parameters), restore)
+            asks = (self._workers_end(), self.placement, self.rank, self._timeout)
+            flat, is_restored = first_parameters(*asks, self.layout, self.layout.flatten(parameters), restore)
         elif restore is not None:
-            flat, buffers = restored(restore, self.layout)
+            flat, buffers = restored(restore, self.layout, buffers)
         else:
             flat = self.layout.flatten(parameters)
         workers, count = len(self.placement.workers), len(self.placement.servers)
@@ -332,28 +367,6 @@ class Session:
         if 0 in made:
             made[0].buffers = buffers
         return made
-
-    def _first_parameters(self, ours: np.ndarray, restore: str | None) -> tuple[np.ndarray, bool]:
-        """Return the first server's initial parameters, and whether they are from a file.
-
-        If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
-        reason.
-        """
-        first, end = self.placement.servers[0], self._endpoint()
-        end.send(0, protocol.encode(Message(Kind.ASK, self.rank, body=protocol.as_body("start"))))
-        item = end.receive(self._timeout)
-        if item is None:
-            raise TimeoutError(f"rank {first} has not sent its parameters within {self._timeout:g} seconds")
-        message = protocol.decode(item[1])
-        if message.kind != Kind.STATE:
-            raise RuntimeError(f"rank {first} has not sent its parameters: {message.text}")
-        description, arrays = protocol.decode_state(message.body)
-        if restore is not None and not description["restored"]:
-            raise ValueError(
-                f"restore={restore!r} was given to rank {self.rank}, and none to rank {first}, which reads it"
-            )
-        is_same = description["layout"] == self.layout.digest()
-        return arrays["parameters"] if is_same else ours, description["restored"]
 
     def _start(self, numbers: Iterable[int]) -> None:
         """Start a thread for each of these servers."""

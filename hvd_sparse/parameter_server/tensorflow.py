@@ -116,9 +116,13 @@ class TensorFlowSession(Session):
         super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
             self.join({name: array.reshape(-1) for name, array in arrays.items()})
-            self.synchronize()
-            if buffers:
-                self._assign_buffers(self.averages())
+
+    def take_model(self) -> None:
+        """Take over the servers' parameters and buffers."""
+        self.synchronize()
+        if self.buffers:
+            for name, array in self._split(self.averages()).items():
+                self.buffers[name].assign(_like(self.buffers[name], array))
 
     def optimizer(self, learning_rate, weight_decay: WeightDecay = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker.
@@ -177,10 +181,6 @@ class TensorFlowSession(Session):
             variable.assign(arrays[name])
             if variable is self.tensors.get(name):
                 self.replaced.add(name)
-
-    def _assign_buffers(self, averages: np.ndarray) -> None:
-        for name, array in self._split(averages).items():
-            self.buffers[name].assign(_like(self.buffers[name], array))
 
     def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
         """Return the buffers of a flat vector, by name; none of an empty one, before any worker has shared."""

@@ -111,10 +111,14 @@ class TorchSession(Session):
         super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
             self.join({name: array.reshape(-1) for name, array in arrays.items()})
-            self.synchronize()
+
+    def take_model(self) -> None:
+        """Take over the servers' parameters and buffers."""
+        self.synchronize()
+        if buffers := self._buffers():
             with torch.no_grad():
-                for name, average in self._averages(self.averages() if buffers else np.empty(0)).items():
-                    self._buffers()[name].copy_(average)
+                for name, average in self._averages(self.averages()).items():
+                    buffers[name].copy_(average)
 
     def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker.

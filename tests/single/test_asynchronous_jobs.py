@@ -181,7 +181,7 @@ def test_a_push_that_is_on_its_way_is_a_sign_of_life(run_job):
         from hvd_sparse.parameter_server import ASGD
         Mailbox._progress = lambda box: None  # no thread moves messages
         shapes = {"weight": (2000, 2000)}
-        session = Job(ASGD(), shapes, silence=1.0 if RANK == 1 else None, overlap=True)  # no heartbeat
+        session = Job(ASGD(), shapes, silence=2.0 if RANK == 1 else None, overlap=True)  # no heartbeat
         if session.is_server:
             print("departures", session.serve())
         else:

@@ -99,6 +99,101 @@ def test_a_file_that_only_some_ranks_are_given(run_job, tmp_path, what):
     assert output.count("begins with {7.0}") == 2 if said is None else said in output, output
 
 
+@pytest.mark.parametrize(
+    ("ranks", "servers", "first"), [(4, 2, 2), pytest.param(3, "'colocated'", 0, marks=pytest.mark.exhaustive)]
+)
+def test_a_server_that_cannot_start_says_why(run_job, ranks, servers, first):
+    """No rank waits for `timeout`, 30 seconds."""
+    _, output = run_job(
+        f"""
+        begin = time.monotonic()
+        try:
+            session = Job(servers={servers}, restore="missing.npz" if RANK == {first} else None)
+            session.serve() if session.is_server else session.train(10**6)
+        except Exception as error:
+            print("raised", "because of the file" * ("missing.npz" in str(error)))
+        print("after", int(time.monotonic() - begin))
+        """,
+        ranks,
+    )
+    assert output.count("raised because of the file") == ranks, output
+    assert max(map(int, re.findall(r"after (\d+)", output))) < 10, output
+
+
+def test_a_file_with_buffers_of_another_size(run_job, tmp_path):
+    """Every rank says so, and the session ends: another can be opened."""
+    np.savez(tmp_path / "saved.npz", buffers=np.ones(3, np.float32), **{"parameter/weight": np.ones(2, np.float32)})
+    np.savez(tmp_path / "without.npz", buffers=np.empty(0, np.float32), **{"parameter/weight": np.ones(2, np.float32)})
+    code, output = run_job(
+        f"""
+        import torch
+        from hvd_sparse.torch.asynchronous import ASGD, connect
+
+        model = torch.nn.BatchNorm1d(2, affine=False)
+        model.weight = torch.nn.Parameter(torch.zeros(2))
+        try:
+            connect(model, ASGD(), restore={str(tmp_path / "saved.npz")!r}, timeout=20.0)
+        except Exception as error:
+            print(f"rank {{RANK}}: {{error}}")
+        session = connect(model, ASGD(), restore={str(tmp_path / "without.npz")!r}, timeout=20.0)
+        if session.is_server:
+            session.serve()
+        else:
+            print("begins with", model.weight.tolist(), model.running_var.tolist())
+            session.close()
+        """
+    )
+    assert code == 0 and output.count("must have 4 elements of buffers, got 3") == 3, output
+    assert output.count("begins with [1.0, 1.0] [1.0, 1.0]") == 2, output
+
+
+def test_a_server_that_fails_after_its_worker_has_left(run_job):
+    """`close` of that rank waits for the server, and raises."""
+    code, output = run_job(
+        """
+        session = Job(servers="colocated")
+        session.train(3)
+        if RANK == 0:
+            def fail(*arguments):
+                raise MemoryError("no room")
+            for server in session._servers.values():
+                server.handle = fail
+        else:
+            time.sleep(1.0)
+            try:
+                session.train(10**6)
+            except Exception as error:
+                print(f"rank {RANK}: {error}")
+        try:
+            session.close()
+        except Exception as error:
+            print(f"rank {RANK}, close: {error}")
+        """
+    )
+    assert code == 0 and "rank 0, close: the server on this rank has stopped: no room" in output, output
+    assert all(f"rank {rank}: server 0" in output for rank in (1, 2)), output
+
+
+def test_a_session_within_an_exception_handler_ends_well(run_job):
+    """Neither that exception nor one of an earlier line of a notebook is a reason to leave early."""
+    code, output = run_job(
+        """
+        sys.last_value = KeyError("of an earlier line")
+        try:
+            raise ValueError("handled")
+        except ValueError:
+            session = Job()
+            if session.is_worker:
+                session.train(3)
+                session.close()
+            else:
+                print("departures", sorted(session.serve().items()))
+        del sys.last_value
+        """
+    )
+    assert code == 0 and "departures [(0, ''), (1, '')]" in output, output
+
+
 RESTORED = """
 session = Job(restore={restore!r}, servers={servers!r})
 if session.is_worker:
