@@ -92,7 +92,19 @@ def documented(method: Signature) -> Signature:
     for name, arguments in SHARED_ARGUMENTS.items():
         text = text.replace(f"    {name}", arguments)
     method.__doc__ = text
+    vars(method)["compress"] = _not_called(method.__name__)  # Horovod calls it if it is given the method itself
     return method
+
+
+def _not_called(name: str) -> Callable:
+    def compress(*_):
+        raise TypeError(
+            f"hvd_sparse: compression=Compression.{name} must be a call, with the model's parameters: for example "
+            f"compression=Compression.{name}(model.named_parameters()) in PyTorch, "
+            f"Compression.{name}(lambda: model.trainable_variables) in TensorFlow"
+        )
+
+    return compress
 
 
 def checked_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> int | tuple[int, ...] | None:

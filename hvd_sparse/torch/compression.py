@@ -14,7 +14,7 @@ import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
-from hvd_sparse.members import passes_by, two_momenta
+from hvd_sparse.members import passes_by
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, scaler_steps
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
@@ -237,7 +237,7 @@ class SparseCompressor(Compressor):
         return scale
 
     def _check_optimizer(self) -> None:
-        """Check the calling optimizer: raise for other reductions, warn of a second momentum."""
+        """Raise ValueError if the calling optimizer has another reduction than sum and mean, or another process set."""
         optimizer = calling_optimizer(self)
         if optimizer is None:
             return
@@ -245,14 +245,6 @@ class SparseCompressor(Compressor):
             raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={optimizer.op}")
         theirs = getattr(optimizer, "process_set", self._collectives.process_set)
         self._collectives.check_process_set(theirs)
-        outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
-        if self.algorithm.local_momentum > 0.0 and outer > 0.0 and self._exchange.rank() == 0:
-            warnings.warn(two_momenta(outer, self.algorithm.name, self.algorithm.local_momentum), stacklevel=4)
-
-
-def _momentum_of(group: dict) -> float:
-    """Return the momentum of a parameter group, or the beta1 of Adam and its like."""
-    return float(group.get("momentum") or (group.get("betas") or (0.0,))[0])
 
 
 get_handler_registry().append((SparseCompressor, CompressionStateHandler))

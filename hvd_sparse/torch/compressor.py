@@ -16,6 +16,7 @@ from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.device import crossing
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.hierarchical import HierarchicalStep
+from hvd_sparse.torch.optimizer_checks import OptimizerChecks
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
@@ -43,6 +44,8 @@ class Compressor(abc.ABC):
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
+        momentum = algorithm.local_momentum if collectives.is_first() else 0.0  # one rank warns
+        self._checks = OptimizerChecks(algorithm.name, momentum, [self._parameters[name] for name in self._parameters])
         self._loss_scale = 1.0
         self._log: Log | None = None
         self._under_way = self._finished = self._overflowed = False
@@ -69,6 +72,7 @@ class Compressor(abc.ABC):
     def loss_scale(self, value: float) -> None:
         """Take the loss scale of the next step, a finite number above 0; TypeError or ValueError for anything else."""
         self._loss_scale = checked_loss_scale(value)
+        self._checks.is_scaled = True
 
     def stats(self) -> dict:
         """Return what this rank has sent.

@@ -21,6 +21,8 @@ class Parameters:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]):
+        if isinstance(named_parameters, torch.nn.Module):
+            raise TypeError("named_parameters must be model.named_parameters(), got the model")
         self._by_name: dict[str, torch.nn.Parameter] = {}
         seen: set[int] = set()
         for pair in list(named_parameters):

@@ -44,3 +44,13 @@ def test_the_documented_loop_skips_what_overflows():
     assert 1.0 < names["compression"].loss_scale <= 2.0**24
     assert float(names["loss"].detach()) < 0.6  # 2.3 at first
     assert_ranks_agree(dict(names["model"].named_parameters()))
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_the_loop_without_its_loss_scale_is_an_error():
+    """Nothing but the scaler's step shows it: gradients are reduced before."""
+    forgotten = LOOP.replace("    compression.loss_scale = scaler.get_scale()\n", "")
+    assert forgotten != LOOP
+    with pytest.raises(RuntimeError, match=r"Before each backward: compression\.loss_scale = scaler\.get_scale\(\)"):
+        run_loop(forgotten)
+    run_loop(forgotten.replace("GradScaler(device)", "GradScaler(device, enabled=False)"), steps=2)

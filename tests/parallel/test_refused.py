@@ -274,9 +274,20 @@ def test_parameters_in_another_form():
         ([], ValueError, "empty"),
         ([("a", parameter), ("a", torch.nn.Parameter(torch.zeros(2)))], ValueError, "'a' twice"),
         ([("a", np.zeros(3))], TypeError, "a: a parameter must be a torch.Tensor"),
+        (torch.nn.Linear(2, 2), TypeError, r"must be model.named_parameters\(\), got the model"),
     ):
         with pytest.raises(error, match=message):
             Compression.dgc(wrong)
+
+
+@several
+def test_a_method_that_was_not_called_is_an_error():
+    """As `hvd.Compression.fp16` is passed."""
+    parameters = make_parameters()
+    optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
+    hvd.DistributedOptimizer(optimizer, parameters.items(), compression=Compression.dgc)
+    with pytest.raises(TypeError, match=r"compression=Compression\.dgc must be a call, with the model's parameters"):
+        sum(parameter.sum() for parameter in parameters.values()).backward()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

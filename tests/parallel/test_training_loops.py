@@ -70,7 +70,9 @@ def test_a_gradient_changed_before_a_dense_step_reduces_it_is_an_error(method):
 @pytest.mark.parametrize("finish", [scaler_step, clip_and_step])
 def test_a_gradient_changed_once_it_is_reduced_is_what_the_optimizer_takes(finish):
     parameters = make_parameters()
-    optimizer = distributed(parameters, sparse(parameters), lr=1.0)
+    compression = sparse(parameters)
+    compression.loss_scale = 1.0  # the gradients here are not scaled
+    optimizer = distributed(parameters, compression, lr=1.0)
     for t in range(3):
         optimizer.zero_grad()
         backward(parameters, draw(SHAPES, t, hvd.rank()))

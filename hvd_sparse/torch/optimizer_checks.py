@@ -1,0 +1,64 @@
+"""Finds wrong uses that gradients do not show, when an optimizer steps: a loss scale not set, a second momentum."""
+
+import warnings
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvd_sparse.members import two_momenta
+from hvd_sparse.torch.caller import scaler_steps
+
+NOT_SCALED = (
+    "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
+    "clip_norm and weight_decay are in wrong units. Before each backward: compression.loss_scale = scaler.get_scale()"
+)
+_checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
+
+
+class OptimizerChecks:
+    """Checks the optimizers of one compressor's parameters at their steps, until a later compressor has them.
+
+    Args:
+        method: The name of the method.
+        momentum: The momentum of the method; 0.0 for none.
+        parameters: The compressor's parameters.
+    """
+
+    def __init__(self, method: str, momentum: float, parameters: list[torch.Tensor]):
+        self._method, self._momentum, self._ids = method, momentum, {id(parameter) for parameter in parameters}
+        self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: has it these parameters?
+        self.is_scaled = False  # whether a loss scale was set
+        for other in [other for other in _checks if other._ids & self._ids]:
+            _checks.discard(other)
+        _checks.add(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if a loss scaler steps and no loss scale was set; warn once of a second momentum."""
+        is_new = optimizer not in self._known
+        if is_new:
+            groups = optimizer.param_groups
+            self._known[optimizer] = any(id(one) in self._ids for group in groups for one in group["params"])
+        if not self._known[optimizer]:
+            return
+        reduces = getattr(optimizer, "_should_synchronize", False)  # Horovod's: the compressor then raises an error
+        if not self.is_scaled and not reduces and scaler_steps():
+            raise RuntimeError(NOT_SCALED)
+        outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
+        if is_new and self._momentum > 0.0 and outer > 0.0:
+            warnings.warn(two_momenta(outer, self._method, self._momentum), stacklevel=5)
+
+
+def _momentum_of(group: dict) -> float:
+    """Return the momentum of a parameter group, or the beta1 of Adam and its like."""
+    return float(group.get("momentum") or (group.get("betas") or (0.0,))[0])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for checks in tuple(_checks):
+        checks.before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)

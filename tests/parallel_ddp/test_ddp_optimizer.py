@@ -1,0 +1,87 @@
+"""What the optimizer around a compression must not do, found at its first step on every rank."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_helpers import assert_ranks_agree
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.torch.ddp import Compression
+
+
+def build(optimizer, **settings):
+    """Return a model, its compression and its optimizer."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    compression = Compression.dgc(model.module.named_parameters(), min_numel=100, **settings)
+    compression.register(model)
+    return model, compression, optimizer(model.parameters())
+
+
+def loss_of(model):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return model(torch.randn(8, 40, generator=generator)).square().mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def scaled_step(model, optimizer, scaler):
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_loss_scale_that_was_not_set_is_an_error():
+    model, compression, optimizer = build(sgd, clip_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"Before each backward: compression\.loss_scale = scaler\.get_scale\(\)"):
+        scaled_step(model, optimizer, scaler)
+    assert all(map(torch.equal, before, model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    compression.loss_scale = 64.0
+    scaled_step(model, optimizer, scaler)
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert_ranks_agree(model)
+
+
+def test_a_scaler_that_is_switched_off_needs_no_loss_scale():
+    model, _, optimizer = build(sgd)
+    scaled_step(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+
+
+def test_the_last_compression_of_a_model_counts():
+    """An earlier one, of a run without a scaler, may live on."""
+    model, _, optimizer = build(sgd)
+    again = DistributedDataParallel(model.module)
+    compression = Compression.dgc(again.module.named_parameters(), min_numel=100)
+    compression.register(again)
+    compression.loss_scale = 64.0
+    scaled_step(again, optimizer, torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "warned"),
+    [
+        (sgd, False),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), True),
+        (lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.99)), True),
+    ],
+)
+def test_a_second_momentum_is_warned_of_once(optimizer, warned):
+    model, _, inner = build(optimizer)
+    other = sgd([nn.Parameter(torch.zeros(3))])  # has nothing to do with it
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss_of(model).backward()
+            inner.step()
+            other.step()
+    messages = [str(one.message) for one in caught if "Set the optimizer's to 0" in str(one.message)]
+    assert len(messages) == (warned and dist.get_rank() == 0)
