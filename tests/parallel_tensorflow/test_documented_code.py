@@ -1,5 +1,7 @@
 """Every script of the documentation that trains with TensorFlow and Horovod runs unchanged."""
 
+from importlib.metadata import version
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ SCRIPTS = scripts_of("tensorflow")
 @several
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_runs_and_compresses(script):
+    if "\nimport keras\n" in SCRIPTS[script] and int(version("keras").split(".")[0]) < 3:
+        pytest.skip("the script is for Keras 3")
     inputs = np.random.default_rng(hvd.rank()).normal(size=(3, 16, 64)).astype(np.float32)
     names = {"batches": [(one, (one[:, 0] > 0).astype(int)) for one in inputs]}
     exec(compile(SCRIPTS[script], script, "exec"), names)
