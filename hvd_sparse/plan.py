@@ -10,6 +10,7 @@ decode is measured on this machine, with one thread. The table is a prediction: 
 import argparse
 import importlib
 import importlib.util
+import math
 import time
 from types import ModuleType
 
@@ -50,7 +51,7 @@ def rate(text: str) -> float:
 def count(text: str) -> int:
     """Return a whole number, from "25.6e6" and the like."""
     number = float(text)
-    if number < 1 or number != int(number):
+    if not 1 <= number < math.inf or number != int(number):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, such as 25.6e6; got {text!r}")
     return int(number)
 
@@ -58,8 +59,8 @@ def count(text: str) -> int:
 def positive(text: str, number: str | None = None) -> float:
     """Return a number above 0, from a text or a part of it."""
     value = float(text if number is None else number)
-    if not value > 0.0:
-        raise argparse.ArgumentTypeError(f"must be above 0; got {text!r}")
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, and finite; got {text!r}")
     return value
 
 

@@ -10,6 +10,7 @@ from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
 from hvd_sparse.library import mpi
 from hvd_sparse.model_parallel import message, tree
+from hvd_sparse.model_parallel.batch import Batch, Pass
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
@@ -17,34 +18,6 @@ from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, s
 
 TIMEOUT = 600.0  # seconds
 REDUCTIONS = ("mean", "sum")
-
-
-class Pass:
-    """A micro-batch on its way through a stage. inputs, outputs: the framework's tensors, without their structure."""
-
-    def __init__(self, head: Head, inputs: list, structure, received: list[Tensor]):
-        self.head, self.inputs, self.structure = head, inputs, structure
-        self.received = received  # as the stage before sent them; none on the first stage
-        self.outputs: list = []
-        self.passed_on: list[Tensor] = []  # as they went to the next stage
-        self.loss = None
-        self.added = None  # the sum of the losses that layers of this stage add, such as of a regularizer
-        self.tape = None  # the framework's data for backward
-
-
-class Batch:
-    """A stage's state of the current batch."""
-
-    def __init__(self, step: int, training: bool, compares: bool):
-        self.step, self.training, self.compares = step, training, compares
-        self.inputs: list = []  # of each micro-batch, on the first stage
-        self.structure = None
-        self.heads: list[Head] = []
-        self.targets = None
-        self.runs: dict[int, Pass] = {}
-        self.losses: list = []
-        self.outputs: list[list] = []
-        self.output_structure = None
 
 
 class Pipeline(abc.ABC):
@@ -108,15 +81,39 @@ class Pipeline(abc.ABC):
 
         Raises:
             PipelineError: Another stage has failed.
+            ValueError: `inputs` or `targets` are missing, or there where they do not belong; or their sizes are wrong.
+            TimeoutError: A stage did not answer within `timeout` seconds.
+            RuntimeError: This pipeline has failed before, or was closed.
         """
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
 
     def evaluate(self, inputs=None, targets=None) -> float:
-        """Return the thresholded network's loss for a batch, on every stage, without gradients."""
+        """Return the thresholded network's loss for a batch, on every stage, without gradients.
+
+        Args:
+            inputs: As for `step`.
+            targets: As for `step`.
+
+        Returns:
+            The loss of the batch.
+
+        Raises:
+            PipelineError: As `step`; likewise the other exceptions.
+        """
         return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=False, compares=True))[0]
 
     def predict(self, inputs=None):
-        """Return the last stage's outputs for a batch, on the last stage; None elsewhere."""
+        """Run the thresholded network for a batch; call it on every stage.
+
+        Args:
+            inputs: As for `step`.
+
+        Returns:
+            The last stage's outputs, on the last stage; None elsewhere.
+
+        Raises:
+            PipelineError: As `step`; likewise the other exceptions.
+        """
         _, batch = self._guarded(self._run, inputs, None, Batch(self._step + 1, training=False, compares=False))
         if not self.is_last:
             return None
@@ -129,12 +126,13 @@ class Pipeline(abc.ABC):
         Returns:
             {"forward": ..., "backward": ..., "evaluation": ...} with messages, dense_bytes (of the dense tensors),
             sent_bytes (messages with their headers) and ratio; "targets_bytes"; "occupancy": part of the masked
-            elements that was kept; "steps".
+            elements that was kept; "steps"; "boundaries": {name: the `stats` of this stage's boundary}.
         """
         count = self._traffic
         occupancy = count["kept"] / count["elements"] if count["elements"] else 1.0
         directions = {name: self._direction(name) for name in ("forward", "backward", "evaluation")}
-        return {**directions, "targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._trained}
+        rest = {"targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._trained}
+        return {**directions, **rest, "boundaries": {name: one.stats() for name, one in self.boundaries.items()}}
 
     def close(self) -> None:
         """Close this stage, and tell the others; the interpreter's exit does it otherwise."""

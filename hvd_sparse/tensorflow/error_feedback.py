@@ -128,7 +128,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
             return whole, tf.zeros([self.size]), tf.constant(True)
         return *self._cut(whole, most * units.incoming), ops.all_finite(whole)
 
-    def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
+    def after_sending(self, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the buffers' content at `indices` after sending; `left` is the rounding error in the payload."""
         return {"residual": left}
 
@@ -197,9 +197,9 @@ class MomentumCorrection(ErrorFeedback):
         sent = enlarged(sent, units)
         return tf.reshape(sent, self.variable.shape), after, tf.logical_and(finite, ops.all_finite(sent))
 
-    def after_sending(self, indices: tf.Tensor, left: tf.Tensor) -> dict[str, tf.Tensor]:
+    def after_sending(self, left: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the buffers' content at `indices` after sending: factor masking clears the velocity (section 3.3)."""
-        after = super().after_sending(indices, left)
+        after = super().after_sending(left)
         return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
 
     def _advance(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tuple[tf.Tensor, list[tf.Tensor]]:

@@ -221,7 +221,7 @@ class PredictedThreshold:
         planned = tf.numpy_function(plan, [self._numbers(), k], tf.float64, stateful=False)
         return tuple(tf.unstack(tf.ensure_shape(planned, [2])))
 
-    def learn(self, k: tf.Tensor, count: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
+    def learn(self, k: tf.Tensor, sketches: tf.Tensor, rank: int, now) -> list[tf.Operation]:
         """Update the threshold from the ranks' sketches, float32[ranks * 65], unless the step is skipped."""
 
         def learn(numbers: np.ndarray, k: np.ndarray, sketches: np.ndarray) -> np.ndarray:

@@ -171,6 +171,7 @@ class Step:
         self.entries[name] = entry
         if name in self._alone:
             entry.carries_token = False
+            self._scale(entry)
             carried = self._take_dense(entry)
             self.traffic.count(payload_bytes=carried.nbytes)
         else:
@@ -348,10 +349,8 @@ class Step:
             entry.factor = self._whole_factor if self._clips_model else feedback.factor(entry.gradient, self.units)
 
     def _take_dense(self, entry: Entry) -> torch.Tensor:
-        """Return the tensor that a dense entry sends, and set the entry's `commit`."""
+        """Return the tensor that a dense entry, whose factor is set, sends; set the entry's `commit`."""
         self.traffic.count(sent=entry.gradient.numel())
-        if not entry.frozen:
-            self._scale(entry)
         sent, finite = take_dense(entry, self.feedback[entry.name], self.units)
         self.codec.finite += finite
         return sent

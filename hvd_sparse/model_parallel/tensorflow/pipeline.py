@@ -106,11 +106,6 @@ class Pipeline(stages.Pipeline):
         gradients = self.gradients()
         return self._guarded(self._reduced, gradients, options) if gradients else []
 
-    def stats(self) -> dict:
-        """Return this stage's traffic, see `hvd_sparse.model_parallel.pipeline.Pipeline`, and "boundaries"' stats."""
-        found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
-        return {**super().stats(), "boundaries": found}
-
     def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
         import horovod.tensorflow as hvd
 

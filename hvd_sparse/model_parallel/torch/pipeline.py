@@ -62,11 +62,6 @@ class Pipeline(stages.Pipeline):
         boundaries = Boundaries(self)
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
-    def stats(self) -> dict:
-        """Return this stage's traffic, see `hvd_sparse.model_parallel.pipeline.Pipeline`, and "boundaries"' stats."""
-        found = {name: boundary.stats() for name, boundary in self.boundaries.items()}
-        return {**super().stats(), "boundaries": found}
-
     def _check(self) -> None:
         if not isinstance(self.stage, torch.nn.Module):
             raise TypeError(f"stage must be a torch.nn.Module, got {type(self.stage).__name__}")

@@ -88,7 +88,7 @@ class Codec(abc.ABC):
         self.exchange = exchange
         self.thresholds: list[tf.Variable] = []  # thresholds that persist across steps, by row
         self.threshold_rows: Mapping[str, int] = {}  # the row of each selection
-        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters: checkpointed
+        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters, by a message's variables: checkpointed
 
     @abc.abstractmethod
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
@@ -100,7 +100,7 @@ class Codec(abc.ABC):
         return self.algorithm.values
 
     def told(self, now: Round) -> tf.Tensor | None:
-        """Return this rank's numbers for the presence sum, by which the ranks compare their regions."""
+        """Return this rank's numbers for the vote, by which the ranks compare their regions."""
         return None
 
     def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
@@ -119,7 +119,7 @@ class Codec(abc.ABC):
         """Update the thresholds or hints of the next step's selections."""
         return []
 
-    def _accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
+    def accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
         """Accumulate each gradient, and return the residuals."""
         residuals = []
         for entry in entries:
@@ -173,7 +173,7 @@ class Codec(abc.ABC):
     def _clear(self, feedback: ErrorFeedback, indices: tf.Tensor, values, left, now: Round) -> list[tf.Operation]:
         """Clear the sent entries, unless the step is skipped."""
         operations = []
-        for kind, new in feedback.after_sending(indices, left).items():
+        for kind, new in feedback.after_sending(left).items():
             old = values if kind == "residual" else feedback.buffers[kind].sparse_read(indices)
             new = tf.where(now.void, old, new)
             operations.append(ops.scatter_update(feedback.buffers[kind], indices, new))

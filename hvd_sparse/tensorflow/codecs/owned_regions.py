@@ -21,10 +21,6 @@ class OwnedRegions(FixedCount):
     At a world size for which `exchange` selects the all-gather, it is `FixedCount`.
     """
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.regions: dict[tuple[str, ...], Regions] = {}  # by the variables of a message: in checkpoints
-
     @property
     def scatters(self) -> bool:
         """Whether the exchange is a reduce-scatter at the current world size."""

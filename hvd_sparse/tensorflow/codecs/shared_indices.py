@@ -16,7 +16,7 @@ from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
 from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
-from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS
+from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -70,10 +70,6 @@ class SharedIndices(Codec):
         sizes = [entry.feedback.size for entry in entries]
         parts = ops.reduce_bucket(packed, sizes, 1, k, joint=True)
         return done + self._give_parts(entries, parts, now, list(done))
-
-    def accumulated(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
-        """Accumulate each gradient, and return the residuals."""
-        return self._accumulate(entries, now)
 
     def _rows(self, sketch: tf.Tensor | None, now: Round) -> tf.Tensor:
         """Return the flat sketches to exchange with the values: zeros but for this rank's row; or an empty tensor."""
@@ -166,7 +162,7 @@ class Leader(Selection):
 
     def name(self, named: Named, now: Round) -> None:
         """Set the indices, and the threshold for the next step's hint."""
-        residuals, k = self._codec.accumulated(named.entries, now), named.ks[0]
+        residuals, k = self._codec.accumulate(named.entries, now), named.ks[0]
         residual = tf.concat(residuals, 0)
         hint = self._hints.values(["model"], named.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
@@ -202,8 +198,7 @@ class Partition(Selection):
         """Set the indices, in one pass over the gradients."""
         entries, k, n = named.entries, named.ks[0], sum(entry.feedback.size for entry in named.entries)
         rank, ranks = self._codec.exchange.rank(), now.units.world_size
-        number = (now.number + rank) % ranks  # as `hvd_sparse.threshold.partition` has it
-        begin, end = number * n // ranks, (number + 1) * n // ranks
+        begin, end = partition(now.number, rank, ranks, n)
         threshold, share = self._threshold.plan(k, ranks)
         if is_elastic() and not self._predicts:  # a new rank has another one, which equal scaling would leave different
             bits = once(now.present, tf.bitcast(threshold, tf.int64))  # of numbers above 0: in their order
@@ -228,7 +223,7 @@ class Partition(Selection):
         """Update the threshold: from the sketches, or by scaling it."""
         if isinstance(self._threshold, ScaledThreshold):
             return self._threshold.learn(named.ks[0], count, named.threshold, now)
-        return self._threshold.learn(named.ks[0], count, sketches, self._codec.exchange.rank(), now)
+        return self._threshold.learn(named.ks[0], sketches, self._codec.exchange.rank(), now)
 
 
 class Random(Selection):
@@ -238,7 +233,7 @@ class Random(Selection):
 
     def name(self, named: Named, now: Round) -> None:
         """Set the indices that all ranks draw."""
-        residuals = self._codec.accumulated(named.entries, now)
+        residuals = self._codec.accumulate(named.entries, now)
         n = sum(entry.feedback.size for entry in named.entries)
         with tf.control_dependencies(residuals):
             indices = tf.numpy_function(

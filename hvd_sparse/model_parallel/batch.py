@@ -1,0 +1,31 @@
+"""What a stage knows of the batch that passes through it."""
+
+from hvd_sparse.model_parallel.message import Head, Tensor
+
+
+class Pass:
+    """A micro-batch on its way through a stage. inputs, outputs: the framework's tensors, without their structure."""
+
+    def __init__(self, head: Head, inputs: list, structure, received: list[Tensor]):
+        self.head, self.inputs, self.structure = head, inputs, structure
+        self.received = received  # as the stage before sent them; none on the first stage
+        self.outputs: list = []
+        self.passed_on: list[Tensor] = []  # as they went to the next stage
+        self.loss = None
+        self.added = None  # the sum of the losses that layers of this stage add, such as of a regularizer
+        self.tape = None  # the framework's data for backward
+
+
+class Batch:
+    """A stage's state of the current batch."""
+
+    def __init__(self, step: int, training: bool, compares: bool):
+        self.step, self.training, self.compares = step, training, compares
+        self.inputs: list = []  # of each micro-batch, on the first stage
+        self.structure = None
+        self.heads: list[Head] = []
+        self.targets = None
+        self.runs: dict[int, Pass] = {}
+        self.losses: list = []
+        self.outputs: list[list] = []
+        self.output_structure = None
