@@ -16,6 +16,15 @@ pytestmark = pytest.mark.rank_counts
 LR = 0.1
 JOINT = {"momentum": 0.7, "density": 0.05, "scope": "model", "clip_norm": 10.0, "clip_scope": "model"}
 DGC = {"density": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "clip_norm": 8.0, "min_numel": 100}
+SAMOMENTUM = {
+    "density": 0.05,
+    "scope": "model",
+    "momentum": 0.7,
+    "weight_decay": 0.05,
+    "clip_norm": 10.0,
+    "clip_scope": "model",
+    "min_numel": 100,
+}
 TRIALS = {
     "dgc": ("dgc", Method(**DGC), DGC, 30),
     "dgc, joint": ("dgc", Method(**JOINT), {**JOINT, "min_numel": 100}, 30),
@@ -31,6 +40,7 @@ TRIALS = {
         {"momentum": 0.7, "density": 0.05, "min_numel": 100},
         30,
     ),
+    "samomentum, joint, clipped": ("samomentum", Method(samomentum=True, **SAMOMENTUM), SAMOMENTUM, 30),
     "cltk": (
         "cltk",
         Method(density=0.05, scope="model", cyclic=True),
@@ -104,6 +114,7 @@ def test_options_of_ddp_change_nothing(options):
         expected, found = plain.step(gradients), other.step(gradients)
         assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
     assert any(bool(plain.buffer(name).any()) for name in SHAPES)
+    assert plain.buckets() == 3 and ("bucket_cap_mb" not in options or other.buckets() == 1)
 
 
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")

@@ -1,5 +1,6 @@
 """Wrong uses raise an error with the remedy on every rank; combinations of models and compressors that are allowed."""
 
+import copy
 import importlib
 import sys
 from collections import OrderedDict
@@ -7,17 +8,13 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_helpers import Trainer, assert_alive, assert_ranks_agree, everywhere
+from ddp_helpers import ALONE, Balance, Trainer, assert_alive, assert_ranks_agree, everywhere
 from gradients import SHAPES, draw
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
-
-ALONE = pytest.mark.skipif(
-    "int(__import__('os').environ.get('WORLD_SIZE', '1')) < 2", reason="needs two ranks that differ"
-)
 
 
 def linear():
@@ -55,13 +52,21 @@ def test_a_model_with_another_hook_is_refused():
         Compression.dgc(wrapped.module.named_parameters()).register(wrapped)
 
 
-@pytest.mark.parametrize("option", ["mixed_precision", "skip_all_reduce_unused_params"])
+@pytest.mark.parametrize("option", ["mixed_precision", "skip_all_reduce_unused_params", "_use_python_reducer"])
 def test_options_that_keep_gradients_from_the_hook_are_refused(option):
     wrapped = DistributedDataParallel(linear())
     assert hasattr(wrapped, option), "PyTorch has renamed it"
     setattr(wrapped, option, True)
-    with pytest.raises(ValueError, match=f"hvd_sparse does not work with {option} of DistributedDataParallel"):
+    told = option.lstrip("_")
+    with pytest.raises(ValueError, match=f"hvd_sparse does not work with {told} of DistributedDataParallel"):
         Compression.dgc(wrapped.module.named_parameters()).register(wrapped)
+
+
+@pytest.mark.parametrize("mode", ["python_reducer", "ddp_optimizer"])
+def test_the_setting_that_chooses_the_python_reducer_has_its_name(mode):
+    """docs/ddp.md and the error message name it. DistributedDataParallel reads it when it is built."""
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
 
 
 def test_parameters_of_another_model_are_refused():
@@ -82,13 +87,27 @@ def test_frozen_and_ignored_parameters_are_left_alone():
     ignored = [f"ignored.{name}" for name, _ in model.ignored.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     named = [(name, parameter) for name, parameter in model.named_parameters() if name not in ignored]
-    compression = Compression.dgc(named, density=0.01)
+    compression = Compression.dgc(named, density=0.01, momentum=0.0, min_numel=100)
+    local = copy.deepcopy(model)
     wrapped = DistributedDataParallel(model)
     compression.register(wrapped)
-    wrapped(torch.full((3, 40), 1.0 + dist.get_rank())).sum().backward()
-    mean = torch.stack(everywhere(model.trained.weight.grad)).mean(0)
-    assert torch.equal(mean, model.trained.weight.grad) and bool(mean.any())
-    assert model.frozen.weight.grad is None and bool(model.ignored.weight.grad.any())
+    delivered = {name: torch.zeros_like(parameter) for name, parameter in model.trained.named_parameters()}
+    inputs = torch.randn(3, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(inputs).square().sum().backward()
+        for name, parameter in model.trained.named_parameters():
+            delivered[name] += parameter.grad
+        local(inputs).square().sum().backward()
+    summed = compression.state_dict(summed=True)["memory"]
+    for name, parameter in local.trained.named_parameters():
+        found = dist.get_world_size() * delivered[name] + summed[f"trained.{name}"]["residual"].view(parameter.shape)
+        torch.testing.assert_close(found, torch.stack(everywhere(parameter.grad)).sum(0), rtol=1e-5, atol=1e-4)
+    assert bool(summed["trained.weight"]["residual"].any())
+    assert summed.keys() == dict(named).keys() and model.frozen.weight.grad is None
+    local.ignored.zero_grad()
+    local(inputs).square().sum().backward()
+    torch.testing.assert_close(model.ignored.weight.grad, local.ignored.weight.grad)
 
 
 @pytest.mark.parametrize(("value", "got"), [(3, "int"), ("all", "str"), ([0, 1], "list")])
@@ -106,16 +125,24 @@ def test_another_process_group_is_refused():
         Compression.dgc(model.named_parameters()).register(DistributedDataParallel(model, process_group=group))
 
 
-def test_a_part_of_the_ranks():
-    """The others do something else meanwhile."""
-    ranks = max(1, dist.get_world_size() - 1)
-    group = dist.new_group(list(range(ranks)))
-    if dist.get_rank() < ranks:
-        trainer = Trainer("dgc", density=0.05, momentum=0.9, process_set=group, ddp={"process_group": group})
-        for step in range(3):
-            trainer.step(draw(SHAPES, step, dist.get_rank()))
-        assert trainer.compression.stats()["steps"] == 3
-        if ranks < dist.get_world_size():
+@pytest.mark.rank_counts
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_part_of_the_ranks(first, exchange):
+    """Means and residuals are those of its members. Its first member may be rank 1; the other rank does nothing."""
+    everyone, ranks = dist.get_world_size(), max(1, dist.get_world_size() - 1)
+    members = [(first + place) % everyone for place in range(ranks)]
+    group = dist.new_group(members)
+    if dist.get_rank() in members:
+        settings = {"density": 0.05, "min_numel": 100, "momentum": 0.0, "exchange": exchange, "dense_fallback": None}
+        balance = Balance(trainer := Trainer("dgc", process_set=group, ddp={"process_group": group}, **settings))
+        assert balance.ranks == ranks
+        for step in range(6):
+            balance.deliver(trainer.step(balance.gradients(step)))
+        balance.check()
+        assert_ranks_agree(trainer.model, group)
+        assert bool(trainer.buffer("head.weight").any()) and trainer.compression.stats()["steps"] == 6
+        if ranks < everyone:
             with pytest.raises(ValueError, match=f"works on all ranks, got a process group of {ranks} of the"):
                 Compression.dgc(trainer.model.named(), exchange="hierarchical", process_set=group)
     assert_alive()
