@@ -72,7 +72,8 @@ def distribute(model, optimizer, compression, args):
     buckets = {"bucket_cap_mb": ONE_BUCKET} if args.powersgd else {}
     wrapped = DistributedDataParallel(model, device_ids=devices, **buckets)
     if args.powersgd:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd, start_powerSGD_iter=2)
+        begin = max(2, args.warmup_steps)  # the steps before send dense gradients
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd, start_powerSGD_iter=begin)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         compression = PowerSGDStats(state, sum(parameter.numel() for parameter in model.parameters()))
     elif compression == "fp16":

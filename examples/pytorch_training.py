@@ -49,7 +49,7 @@ def add_arguments(parser, **defaults):
         help="who exchanges gradients; ddp: DistributedDataParallel, started by torchrun (default: %(default)s)",
     )
     parser.add_argument(
-        "--powersgd", type=reporting.positive_integer, metavar="RANK", help="PyTorch's PowerSGD hook, to compare with"
+        "--powersgd", type=reporting.positive_integer, metavar="RANK", help="PyTorch's PowerSGD, to compare with"
     )
 
 

@@ -45,7 +45,7 @@ EXAMPLES = {
         steps=1000,
     ),
 }
-LONGER = 1.5  # if the example counts steps, compressed methods train this many times as many steps
+LONGER = 1.5  # if the example counts steps, DGC and PowerSGD train this many times as many steps
 METHODS = {
     "dense": ["--method", "none"],
     "fp16": ["--method", "fp16"],
@@ -54,6 +54,7 @@ METHODS = {
     "ddp": ["--host", "ddp"],
     "ddp_fp16": ["--host", "ddp", "--method", "fp16"],
     "powersgd": ["--host", "ddp", "--powersgd", "1"],
+    "powersgd_4": ["--host", "ddp", "--powersgd", "4"],
     "ddp_dgc": ["--host", "ddp", "--method", "dgc", "--density", "0.001"],
     "ddp_dgc_0.01": ["--host", "ddp", "--method", "dgc", "--density", "0.01"],
 }
@@ -76,7 +77,8 @@ def train(lab: Hosts, run: dict) -> Curve:
     example = EXAMPLES[run["example"]]
     options = [*example.options, *METHODS[run["method"]], "--seed", str(run["seed"]), "--plot", ""]
     if example.steps:
-        steps = round(example.steps * (LONGER if "--density" in options else 1.0))
+        is_longer = "--density" in options or "--powersgd" in options
+        steps = round(example.steps * (LONGER if is_longer else 1.0))
         options += ["--steps", str(steps), "--warmup-steps", str(steps // 10)]
     command = lab.mpirun([sys.executable, str(ROOT / "examples" / example.script), *options])
     meeting = {"MASTER_ADDR": lab.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}  # for DDP's ranks
@@ -130,7 +132,7 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
     lines.append(
         f"{count} hosts. Seconds until the final figure of dense training (DDP's, if Horovod was not run), the median"
     )
-    lines.append(f"of its seeds. DGC trains the LSTM for {LONGER} times as many steps as dense.")
+    lines.append(f"of its seeds. DGC and PowerSGD train the LSTM for {LONGER} times as many steps as dense.")
     for example, spec in EXAMPLES.items():
         if all(row["example"] != example for row in rows):
             continue

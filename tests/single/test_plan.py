@@ -43,6 +43,7 @@ def test_the_table_is_what_the_model_says(own_work, capsys):
     output = capsys.readouterr().out
     table = rows(output)
     ours = [f"{name}{density}{more}" for density in (0.001, 0.01) for name, more in METHODS]
+    ours.remove("MiCRO 0.001")  # no run shows that it trains well
     assert list(table) == ["dense", "fp16", *ours]
     dense = 10 + 48 + 0.3 - 5
     assert table["dense"] == [pytest.approx(dense, abs=0.05), 1.0, pytest.approx(40 / dense, abs=0.05)]
@@ -56,7 +57,7 @@ def test_the_recommended_call_can_be_pasted(own_work, capsys):
     call = capsys.readouterr().out.splitlines()[-1].strip()
     name, _, value = call.partition("=")
     assert name == "compression" and "density=0.001" in value
-    eval(value, {"Compression": Compression, "model": torch.nn.Linear(3, 2)})
+    eval(value, {"Compression": Compression, "model": torch.nn.Linear(3, 2), "warmup_steps": 100})
 
 
 def test_a_reduce_scatter_is_recommended_to_many_ranks(own_work, capsys):
@@ -66,7 +67,8 @@ def test_a_reduce_scatter_is_recommended_to_many_ranks(own_work, capsys):
     assert min(table, key=lambda name: table[name][0]) == "DGC 0.001, reduce-scatter"
     value = output.splitlines()[-1].strip().partition("=")[2]
     model = torch.nn.Linear(3, 2)
-    assert eval(value, {"Compression": Compression, "model": model}).algorithm.exchange == "reduce_scatter"
+    names = {"Compression": Compression, "model": model, "warmup_steps": 100}
+    assert eval(value, names).algorithm.exchange == "reduce_scatter"
 
 
 def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
@@ -136,7 +138,7 @@ def test_a_job_measures_its_network_and_one_rank_prints(framework):
     code, output = launch([*mpirun(2), sys.executable, *JOB, "--framework", framework])
     assert code == 0, output
     assert output.count("100,000 parameters, 5 ms of compute, 2 ranks") == 1, output
-    assert output.count("Fastest: ") == 1 and len(rows(output)) == 8
+    assert output.count("Fastest: ") == 1 and len(rows(output)) == 7
 
 
 @job
