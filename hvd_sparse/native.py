@@ -1,6 +1,6 @@
 """The native functions on NumPy arrays, without any framework, for parameter servers and workers.
 
-Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Arrays are
+What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy. Arrays are
 float32, one-dimensional and contiguous; indices int64. Bad arguments and damaged payloads raise ValueError. Calls run
 in the caller's thread, and let others run meanwhile.
 """

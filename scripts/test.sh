@@ -49,6 +49,13 @@ launcher() {  # TITLE LAUNCHER... FOLDER
     suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "$what"
 }
 
+# Two hosts of two ranks each need four ranks. In the quick tier, one file of tests is enough.
+hosts() {  # TITLE LAUNCHER... FOLDER
+    local what=${*: -1}
+    [ "$tier" = all ] || what=$what/test_hierarchical_hosts.py
+    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest -k hierarchical "$what"
+}
+
 compile() {  # TARGETS DIRECTORY OPTION...
     local targets=$1 build=$2
     shift 2
@@ -126,6 +133,7 @@ parallel)
     ranks "PyTorch, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel
     ranks "PyTorch, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel
     ranks "PyTorch, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel
+    hosts "PyTorch, hierarchical exchange, mpirun -np 4" mpirun -np 4 tests/parallel
     launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
     launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
     ranks "DistributedDataParallel, torchrun, 3 ranks" rank_counts $torchrun 3 tests/parallel_ddp
@@ -135,6 +143,10 @@ parallel)
     ranks "TensorFlow, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel_tensorflow
     launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
+    if [ "$tier" = all ]; then
+        hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
+        hosts "TensorFlow, hierarchical exchange, mpirun -np 4" mpirun -np 4 tests/parallel_tensorflow
+    fi
     ;;
 tensorflow)
     suite "TensorFlow operators" $run $pytest tests/single/test_tensorflow_ops.py tests/single/test_tensorflow_accumulate.py tests/single/test_located.py tests/single/test_tensorflow_rows.py tests/single/test_tensorflow_boundary.py

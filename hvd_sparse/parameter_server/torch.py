@@ -89,6 +89,8 @@ def connect(
         ValueError: An argument is out of range.
         TypeError: `method` is none of these.
         TimeoutError: The servers do not answer.
+        RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
+        ImportError: mpi4py is not installed.
     """
     options = {"servers": servers, "threads": threads, "overlap": overlap, "restore": restore}
     return TorchSession(model, method, timeout=timeout, silence=silence, communicator=communicator, **options)

@@ -58,6 +58,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         ValueError: Wrong arguments; and when a step is traced, on every rank, models or settings that differ between
             ranks, or a reduction other than Sum and Average.
         TypeError: Arguments of another type.
+        RuntimeError: When a step is traced: `tf.config.run_functions_eagerly`, Keras 3's optimizers, ranks that do not
+            call within 600 s.
         tf.errors.InvalidArgumentError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 
@@ -211,7 +213,11 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Returns:
-            A dictionary of NumPy arrays.
+            A dictionary with copies as NumPy arrays; `hvd_sparse.checkpoint` has its layout.
+
+        Raises:
+            ValueError: A graph of TensorFlow 1 needs `session`.
+            RuntimeError: The graph is finalized. With `summed`: another rank did not call within 600 s.
         """
         self._load()
         return gather_state(self, self._parts.threshold_rows, self._parts.exchange, summed, session)
@@ -226,7 +232,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         Raises:
             ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
                 buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
-                job), before anything has changed.
+                job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
+            RuntimeError: The graph is finalized, or another rank did not call within 600 s.
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)

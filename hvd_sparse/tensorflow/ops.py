@@ -1,6 +1,6 @@
 """Typed calls into the native operators, on CPU tensors, eagerly or in a tf.function.
 
-Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it. Bad arguments
+What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy. Bad arguments
 and damaged payloads raise tf.errors.InvalidArgumentError; errors that TensorFlow detects during tracing, such as a
 wrong tensor rank, are a ValueError or TypeError there. Values may be float32, float64, float16 or bfloat16 and of any
 shape: they are read flattened, in row-major order. Numbers (k, n, offset, seed, ...) may be Python numbers, or scalar

@@ -121,7 +121,10 @@ class Compressor(abc.ABC):
                 rank). Any world size can load this sum; thresholds start anew.
 
         Returns:
-            A dictionary of copies, for `torch.save`.
+            A dictionary of copies, for `torch.save`; `hvd_sparse.checkpoint` has its layout.
+
+        Raises:
+            RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
         """
         return gather_state(self._step, self._number, self._exchange, summed)
 
@@ -135,6 +138,7 @@ class Compressor(abc.ABC):
             ValueError: On any rank the state belongs to other parameters or another method, has NaN or infinity in a
                 buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
                 job), before anything has changed.
+            RuntimeError: Another rank is in a step, or did not call within 600 s.
         """
         with self._lock:
             self._drop()

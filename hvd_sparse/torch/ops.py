@@ -1,6 +1,6 @@
 """Typed calls into the native operators, `torch.ops.hvd_sparse.*`: all on CPU tensors, most also on CUDA tensors.
 
-Every function has a twin of the same name and arguments in `hvd_sparse.reference`, which specifies it; the `*_bucket`
+What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy; the `*_bucket`
 functions do the same for several tensors in one call. Bad arguments and damaged payloads raise ValueError. Values may
 be float32, float64, float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any
 integer that fits 64 bits. `segments`, int64[segments, 2], lists the groups of elements that share the quantization

@@ -25,10 +25,10 @@ class Wave(Schedule):
 
 
 class Ledger:
-    """What was fed in and what came out, per element, float64, over all ranks."""
+    """What was fed in and what came out, per element, float64, over all ranks of a process set."""
 
-    def __init__(self, parameters):
-        self.parameters = parameters
+    def __init__(self, parameters, process_set=hvd.global_process_set):
+        self.parameters, self.process_set = parameters, process_set
         self.fed = {name: torch.zeros(parameter.numel(), dtype=torch.float64) for name, parameter in parameters.items()}
         self.sent = {name: value.clone() for name, value in self.fed.items()}
 
@@ -44,8 +44,8 @@ class Ledger:
         """Assert the balance; return how much is still to be sent."""
         waiting = 0.0
         for name in self.parameters:
-            residual = total(memory_of(compressor, self.parameters, name))
-            fed = total(self.fed[name])
+            residual = total(memory_of(compressor, self.parameters, name), self.process_set)
+            fed = total(self.fed[name], self.process_set)
             difference = (fed - self.sent[name] - residual).abs().max().item()
             assert difference <= tolerance, f"{name}: {difference} got lost"
             waiting += residual.abs().sum().item()

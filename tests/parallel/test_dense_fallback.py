@@ -30,6 +30,8 @@ METHODS = {
     "gradient_dropping of the model": {"scope": "model"},
     "cltk": {},
     "dgc": {"momentum": 0.0},
+    "gradient_dropping by reduce-scatter": {"exchange": "reduce_scatter"},
+    "dgc by reduce-scatter": {"momentum": 0.0, "exchange": "reduce_scatter", "complete": True},
 }
 
 
@@ -99,7 +101,7 @@ def test_small_tensors_are_dense_where_headers_cost_more():
 
 
 @pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
-@pytest.mark.parametrize("method", ["gradient_dropping", "gradient_dropping of the model", "micro", "cltk"])
+@pytest.mark.parametrize("method", [*METHODS, "dct", "micro"])
 @pytest.mark.parametrize("dense_wins", [False, True])
 def test_all_ranks_take_what_is_faster_in_the_mean(monkeypatch, method, dense_wins):
     """Dense takes 4 seconds, payloads 3 or 6 in the mean, but on rank 0 the other way round; nothing is lost."""

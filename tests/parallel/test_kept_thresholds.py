@@ -16,14 +16,17 @@ SHAPES = {"body.weight": (60, 50), "head.weight": (2000,), "bias": (20,)}
 METHODS = {
     "dct": {"lifespan": 50},
     "sidco": {"stages": 2},
-    "micro": {"controller": "scaling"},
+    "micro": {},
+    "micro, scaling": {"controller": "scaling"},
     "hard_threshold": {"value": 5.0},
 }
 
 
 def make(method, parameters, **settings):
     density = {} if method == "hard_threshold" else {"density": 0.01}
-    return getattr(Compression, method)(parameters.items(), min_numel=100, **density, **METHODS[method], **settings)
+    return getattr(Compression, method.split(",")[0])(
+        parameters.items(), min_numel=100, **density, **METHODS[method], **settings
+    )
 
 
 def run(compression, parameters, steps):
@@ -46,7 +49,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(method):
     assert resumed.stats()["step"]["density"] == whole.stats()["step"]["density"]
 
 
-@pytest.mark.parametrize("method", ["dct", "sidco", "micro"])
+@pytest.mark.parametrize("method", ["dct", "sidco", "micro", "micro, scaling"])
 def test_in_a_summed_state_thresholds_start_anew(method):
     parameters = make_parameters(SHAPES)
     compression = make(method, parameters)

@@ -118,7 +118,10 @@ def test_dgc_is_that_of_the_paper(scope):
 def test_samomentum_is_that_of_the_paper():
     trials = []
     for scope in SCOPES:
-        for title, variant in {"plain": {}, "decayed": {"weight_decay": 0.05}}.items():
+        variants = {"plain": {}, "decayed": {"weight_decay": 0.05}}
+        if scope == "model":
+            variants["clipped_whole"] = {"clip_norm": 10.0, "clip_scope": "model"}
+        for title, variant in variants.items():
             settings = {"momentum": 0.7, "density": 0.05, "scope": scope, "min_numel": 100, **variant}
             make = functools.partial(Compression.samomentum, **settings)
             trials.append(Trial(f"{scope}.{title}", Method(samomentum=True, **settings), make, 100))

@@ -251,9 +251,14 @@ def test_process_sets():
             compressor = Compression.gradient_dropping(
                 parameters.items(), density=0.05, min_numel=100, process_set=pair, **SCATTER
             )
-            for t in range(3):
-                reduced = drive(compressor, parameters, whole_numbers(SHAPES, t, hvd.rank()), process_set=pair)
+            ledger = Ledger(parameters, pair)
+            for t in range(5):
+                gradients = whole_numbers(SHAPES, t, hvd.rank())
+                ledger.feed(gradients)
+                reduced = drive(compressor, parameters, gradients, op=hvd.Average, process_set=pair)
                 assert_ranks_agree(reduced, pair)
+                ledger.receive({name: 2 * mean for name, mean in reduced.items()})
+            assert ledger.check(compressor) > 0.0
     finally:
         hvd.remove_process_set(pair)
 

@@ -18,7 +18,10 @@ METHODS = {
     "gradient_dropping of the model": {"scope": "model"},
     "cltk": {},
     "dgc": {"momentum": 0.0},
+    "gradient_dropping by reduce-scatter": {"exchange": "reduce_scatter"},
+    "dgc by reduce-scatter": {"momentum": 0.0, "exchange": "reduce_scatter", "complete": True},
 }
+LESS_OFTEN = ("gradient_dropping", "dgc", "gradient_dropping by reduce-scatter")
 
 
 class Stages(Schedule):
@@ -98,7 +101,17 @@ def test_small_variables_are_dense_where_headers_cost_more():
 
 
 @several
-@pytest.mark.parametrize("method", ["gradient_dropping", "gradient_dropping of the model", "micro", "cltk"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gradient_dropping of the model",
+        "micro",
+        "cltk",
+        "dct",
+        "dgc by reduce-scatter",
+        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in LESS_OFTEN),
+    ],
+)
 @pytest.mark.parametrize("dense_wins", [False, True])
 def test_all_ranks_take_what_is_faster_in_the_mean(monkeypatch, method, dense_wins):
     """Dense takes 4 seconds, payloads 3 or 6 in the mean, but on rank 0 the other way round; nothing is lost."""

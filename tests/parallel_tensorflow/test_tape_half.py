@@ -14,6 +14,8 @@ CASES = [
     ("gradient_dropping", tf.float16, hvd.Average, {}),
     ("gradient_dropping", tf.bfloat16, hvd.Sum, {"scope": "model"}),
     ("gradient_dropping", tf.float16, hvd.Sum, {"values": "float16"}),
+    ("gradient_dropping", tf.float16, hvd.Average, {"exchange": "reduce_scatter"}),
+    ("dgc", tf.float16, hvd.Sum, {"momentum": 0.0, "exchange": "reduce_scatter", "complete": True}),
     ("dct", tf.float16, hvd.Sum, {}),
     ("cltk", tf.float16, hvd.Average, {}),
 ]

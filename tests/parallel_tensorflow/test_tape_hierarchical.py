@@ -278,3 +278,35 @@ def test_uneven_hosts_are_refused():
     layout = [hvd.size() - 1, 1]
     with pytest.raises(ValueError, match="all hosts must have as many ranks"):
         Compression.dgc(list(make_variables().values()), exchange="hierarchical", ranks_per_host=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dgc", {"scope": "model", "clip_norm": 9.0, "clip_scope": "model", "between_hosts": "reduce_scatter"}),
+        pytest.param("dgc", {"clip_norm": 9.0, "weight_decay": 0.05}, marks=pytest.mark.exhaustive),
+        pytest.param("samomentum", {"weight_decay": 0.05}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_loss_scale_changes_nothing_but_the_gradients(method, settings, layout):
+    """Powers of two are exact: gradients and error feedback equal those of a run without a scale, bit for bit."""
+    found = []
+    for scales in ((1.0,), (65536.0, 4096.0, 4096.0, 2.0)):
+        reduce, steps = reduce_with(method, SHAPES, layout, density=0.05, min_numel=100, **settings), []
+        for step in range(9):
+            reduce.compression.loss_scale = scale = scales[step % len(scales)]
+            gradients = {name: gradient * scale for name, gradient in draw(SHAPES, step, hvd.rank()).items()}
+            reduced = reduce(gradients)
+            assert_ranks_agree(reduced)
+            steps.append({name: result / scale for name, result in reduced.items()})
+        found.append((steps, reduce.compression.state_dict()["memory"]))
+    (plain, kept), (scaled, kept_scaled) = found
+    for one, other in zip(plain, scaled, strict=True):
+        for name, shape in SHAPES.items():
+            tolerance = 0.0 if np.prod(shape) >= 100 else 1e-5  # an all-reduce may add in another order
+            np.testing.assert_allclose(other[name], one[name], rtol=tolerance, atol=tolerance, err_msg=name)
+    for name, buffers in kept.items():
+        for kind, values in buffers.items():
+            np.testing.assert_array_equal(kept_scaled[name][kind], values, err_msg=f"{name}.{kind}")
+    assert kept["head.weight"]["residual"].any()

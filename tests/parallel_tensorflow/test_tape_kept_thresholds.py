@@ -7,6 +7,7 @@ import pickle
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 from gradients import draw
 from tf_helpers import Reducer, make_variables, several
 
@@ -14,23 +15,31 @@ from hvd_sparse.tensorflow import Compression
 
 pytestmark = several
 SHAPES = {"weight": (60, 50), "head": (2000,), "bias": (20,)}
-METHODS = {"dct": {"lifespan": 50}, "sidco": {"stages": 2}, "micro": {"controller": "scaling"}}
+METHODS = {"dct": {"lifespan": 50}, "sidco": {"stages": 2}, "micro": {}, "micro, scaling": {"controller": "scaling"}}
 
 
 def make(method, **settings):
     variables = make_variables(SHAPES)
     settings = {"density": 0.01, "min_numel": 100, **METHODS[method], **settings}
-    return Reducer(variables, getattr(Compression, method)(list(variables.values()), **settings), op=hvd.Sum)
+    return Reducer(
+        variables, getattr(Compression, method.split(",")[0])(list(variables.values()), **settings), op=hvd.Sum
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_is_the_uninterrupted_one(method):
+@pytest.mark.parametrize("means", ["state_dict", "tf.train.Checkpoint"])
+def test_a_resumed_run_is_the_uninterrupted_one(means, method, tmp_path):
     """Saved after 17 steps, amid a life-span and five steps of SIDCo; through a file, into a new compressor."""
     whole, resumed = make(method), make(method)
     for t in range(17):
         whole(draw(SHAPES, t, hvd.rank()))
-    file = io.BytesIO(pickle.dumps(whole.compression.state_dict()))
-    resumed.compression.load_state_dict(pickle.load(file))
+    if means == "state_dict":
+        file = io.BytesIO(pickle.dumps(whole.compression.state_dict()))
+        resumed.compression.load_state_dict(pickle.load(file))
+    else:
+        path = tf.train.Checkpoint(compression=whole.compression).save(str(tmp_path / "checkpoint"))
+        restored = tf.train.Checkpoint(compression=resumed.compression).restore(path)
+        restored.assert_existing_objects_matched().assert_consumed()
     for t in range(17, 30):
         one, other = whole(draw(SHAPES, t, hvd.rank())), resumed(draw(SHAPES, t, hvd.rank()))
         for name in SHAPES:

@@ -133,6 +133,9 @@ def test_samomentum_is_that_of_the_paper():
         settings = {"momentum": 0.7, "density": 0.05, "scope": scope, "min_numel": 100, "weight_decay": 0.05}
         make = functools.partial(Compression.samomentum, **settings)
         trials.append(Trial(scope, Method(samomentum=True, **settings), make, 100))
+    settings |= {"clip_norm": 10.0, "clip_scope": "model"}
+    make = functools.partial(Compression.samomentum, **settings)
+    trials.append(Trial("clipped_whole", Method(samomentum=True, **settings), make, 100))
     run(trials, 100)
 
 

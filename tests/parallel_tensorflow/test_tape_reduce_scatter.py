@@ -184,3 +184,33 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
             fed[3] -= whole_numbers(SHAPES, step, 0)["head.weight"][3]
             np.testing.assert_array_equal(total(residual_of(compression, "head.weight")), before + fed)
             assert np.isnan(reduced["head.weight"]).all()
+
+
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() < 3, reason="a part of a job, and a rank outside it, need three processes")
+@pytest.mark.parametrize("complete", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_a_process_set(complete):
+    """What the ranks of the set put in is twice their means and their residuals; other ranks keep their gradients."""
+    pair = hvd.add_process_set([0, hvd.size() - 1])
+    try:
+        variables = make_variables()
+        settings = {"density": 0.05, "min_numel": 50, "momentum": 0.0, "complete": complete, **SCATTER}
+        compression = Compression.dgc(list(variables.values()), process_set=pair, **settings)
+        reduce = Reducer(variables, compression, op=hvd.Average, process_set=pair)
+        fed, out = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+        for step in range(5):
+            gradients = whole_numbers(SHAPES, step, hvd.rank())
+            reduced = reduce(gradients)
+            for name in SHAPES:
+                fed[name] += sum(whole_numbers(SHAPES, step, rank)[name] for rank in pair.ranks)
+                out[name] += 2 * reduced[name]
+                if not pair.included():
+                    np.testing.assert_array_equal(reduced[name], gradients[name])
+        for name in SHAPES:
+            left = total(residual_of(compression, name))
+            assert left.any() == (fed[name].size >= 50)
+            if pair.included():
+                np.testing.assert_array_equal(out[name] + left.reshape(SHAPES[name]), fed[name], err_msg=name)
+        assert compression.stats()["steps"] == 5 * pair.included()
+    finally:
+        assert hvd.remove_process_set(pair)

@@ -141,11 +141,11 @@ def test_a_model_does_not_take_the_buffers_of_its_compression_for_its_own():
     assert [variable is model.kernel for variable in model.variables] == [True]
 
 
-@pytest.mark.parametrize("method", ["dct", "dgc"])
+@pytest.mark.parametrize("method", ["dct", "dgc", "micro"])
 def test_a_checkpoint_that_is_restored_before_the_model_is_built(method, tmp_path):
     def make(variables):
-        settings = {"lifespan": 100} if method == "dct" else {"momentum": 0.9}
-        return getattr(Compression, method)(lambda: variables, density=0.05, min_numel=100, **settings)
+        settings = {"dct": {"lifespan": 100}, "dgc": {"momentum": 0.9}, "micro": {}}
+        return getattr(Compression, method)(lambda: variables, density=0.05, min_numel=100, **settings[method])
 
     def everything_of(compression):
         state = compression.state_dict()
