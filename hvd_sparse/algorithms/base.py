@@ -184,6 +184,16 @@ class Algorithm(abc.ABC):
         return 0.0
 
     @property
+    def clips(self) -> str | None:
+        """What is clipped by its norm: each "tensor", or the "model"'s whole gradient; None: nothing."""
+        return None
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether hosts add their ranks' gradients before they compress."""
+        return False
+
+    @property
     def replaces_optimizer(self) -> bool:
         """Return whether it applies a momentum, weight decay or clip_norm, which the optimizer then must not."""
         return self.local_momentum > 0.0 or self.depends_on_reduction

@@ -139,6 +139,11 @@ class SharedIndices(AtDensity):
         check_choice("exchange", self.exchange, EXCHANGES)
         object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
 
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether the exchange is hierarchical."""
+        return self.exchange == "hierarchical"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicLocalTopK(SharedIndices):

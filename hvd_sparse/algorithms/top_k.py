@@ -210,16 +210,21 @@ class Scoped(AtDensity):
         check_choice("exchange", self.exchange, EXCHANGES)
         object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
         check_choice("between_hosts", self.between_hosts, BETWEEN_HOSTS)
-        if self.between_hosts != "auto" and self.exchange != "hierarchical":
+        if self.between_hosts != "auto" and not self.is_hierarchical:
             raise ValueError(f'between_hosts is for exchange="hierarchical", got exchange={self.exchange!r}')
         if not isinstance(self.complete, bool):
             raise TypeError(f"complete must be True or False, got {self.complete!r}")
-        exchange = self.between_hosts if self.exchange == "hierarchical" else self.exchange
+        exchange = self.between_hosts if self.is_hierarchical else self.exchange
         if self.complete and exchange == "gather":
             raise ValueError(
                 'complete=True needs exchange="reduce_scatter" or "auto", where owners keep a part of the selections; '
                 f"got exchange={self.exchange!r}, between_hosts={self.between_hosts!r}"
             )
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether the exchange is hierarchical."""
+        return self.exchange == "hierarchical"
 
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
         """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather.
@@ -274,6 +279,11 @@ class LocalMomentum(Scoped):
                 'clip_scope="model" needs scope="model", got scope="tensor": the norm of the whole gradient is not '
                 "known while single tensors are sent"
             )
+
+    @property
+    def clips(self) -> str | None:
+        """The scope of the clipping, if there is a bound."""
+        return None if self.clip_norm is None else self.clip_scope
 
     @property
     def local_momentum(self) -> float:

@@ -12,6 +12,14 @@ def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
     return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
+def split_buffers(flat: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return the parts of concatenated buffers, given the number of elements of each; ValueError if it is another."""
+    if sum(sizes.values()) != flat.size:
+        raise ValueError(f"buffers must have {flat.size} elements, as the first server's; got {sum(sizes.values())}")
+    ends = np.cumsum([0, *sizes.values()]).tolist()
+    return {name: flat[end - size : end] for (name, size), end in zip(sizes.items(), ends[1:], strict=True)}
+
+
 def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the flat parameters and buffers of a file that `save` wrote; `buffers` if the file has none.
 

@@ -36,7 +36,7 @@ from hvd_sparse.parameter_server.methods import (
     GradientDroppingAsync,
     Method,
 )
-from hvd_sparse.parameter_server.model_file import flattened
+from hvd_sparse.parameter_server.model_file import flattened, split_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
@@ -185,13 +185,8 @@ class TensorFlowSession(Session):
                 self.replaced.add(name)
 
     def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the buffers of a flat vector, by name; none of an empty one, before any worker has shared."""
-        if averages.size == 0 or not self.buffers:
-            return {}
-        ends = np.cumsum([buffer.shape.num_elements() for buffer in self.buffers.values()])
-        if ends[-1] != averages.size:
-            raise ValueError(f"buffers must have {averages.size} elements, as on the server; got {ends[-1]}")
-        return dict(zip(self.buffers, np.split(averages, ends[:-1]), strict=True))
+        """Return the buffers of a flat vector, by name."""
+        return split_buffers(averages, {name: buffer.shape.num_elements() for name, buffer in self.buffers.items()})
 
 
 class WorkerMemory(tf.train.experimental.PythonState):

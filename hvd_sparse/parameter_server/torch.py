@@ -29,7 +29,7 @@ from hvd_sparse.parameter_server.methods import (
     GradientDroppingAsync,
     Method,
 )
-from hvd_sparse.parameter_server.model_file import flattened
+from hvd_sparse.parameter_server.model_file import flattened, split_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
 
@@ -178,13 +178,10 @@ class TorchSession(Session):
     def _averages(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the buffers of a flat vector, by name, of their types and shapes."""
         buffers = self._buffers()
-        sizes = [buffer.numel() for buffer in buffers.values()]
-        if sum(sizes) != averages.size:
-            raise ValueError(f"buffers must have {averages.size} elements, as the first server's; got {sum(sizes)}")
-        parts = np.split(averages, np.cumsum(sizes)[:-1])
+        parts = split_buffers(averages, {name: buffer.numel() for name, buffer in buffers.items()})
         return {
-            name: torch.from_numpy(part.copy()).to(buffer.dtype).view(buffer.shape)
-            for (name, buffer), part in zip(buffers.items(), parts, strict=bool(buffers))
+            name: torch.from_numpy(parts[name].copy()).to(buffer.dtype).view(buffer.shape)
+            for name, buffer in buffers.items()
         }
 
     def _buffers(self) -> dict[str, torch.Tensor]:

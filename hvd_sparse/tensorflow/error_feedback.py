@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import tensorflow as tf
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.units import Units
@@ -52,7 +52,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
     def factor(self, gradient: tf.Tensor, units: Units) -> tf.Tensor:
         """Return the factor from this gradient to units of the residual, including clipping: a float32 scalar."""
         algorithm = self.algorithm
-        if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
+        if algorithm.clips != "tensor":
             return tf.cast(units.incoming, tf.float32)
         return clip_factor(algorithm, units, [gradient])
 

@@ -98,8 +98,8 @@ class Hosts:
         parts: list[list[tf.Tensor]] = [[] for _ in range(self.host_size)]
         for entry in entries:
             whole = tf.reshape(tf.cast(entry.gradient, tf.float32), [-1])
-            if getattr(algorithm, "clip_norm", None) is not None:
-                factor = entry.factor if algorithm.clip_scope == "model" else clip_factor(algorithm, now.units, [whole])
+            if algorithm.clips is not None:
+                factor = entry.factor if algorithm.clips == "model" else clip_factor(algorithm, now.units, [whole])
                 whole *= factor / incoming
             for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[entry.name])), strict=True):
                 part.append(piece)
@@ -163,8 +163,8 @@ def make_hosts(
     algorithm: Algorithm, variables: Mapping[str, tf.Variable], decays: Mapping[str, float], exchange: Exchange
 ) -> Hosts | None:
     """Return the hosts for a hierarchical exchange; None for other exchanges, and if all steps are dense."""
-    is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical" and not is_always_dense(algorithm.schedule)
-    return Hosts(algorithm, variables, decays, exchange) if is_hierarchical else None
+    adds = algorithm.is_hierarchical and not is_always_dense(algorithm.schedule)
+    return Hosts(algorithm, variables, decays, exchange) if adds else None
 
 
 def _everywhere(name: str, own: str) -> list[str]:

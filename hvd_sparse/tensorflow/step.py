@@ -294,7 +294,7 @@ class Step:
         told = self.codec.told(now)
         if self.hosts is None:
             return tf.zeros([0, 3], tf.float64) if told is None else told[None]
-        if getattr(self.hosts.algorithm, "exchange", "gather") == "gather":
+        if self.hosts.algorithm.exchange == "gather":
             return tf.zeros([0, 3], tf.float64)
         # With "auto", shards of different sizes may decide differently: the rows are there on every rank.
         own = tf.zeros([3], tf.float64) if told is None else told
@@ -348,7 +348,7 @@ class Step:
 
     def _scale(self, entries: list[Entry], units: Units) -> None:
         """Set each entry's factor, from the gradient to units of the error feedback, including clipping."""
-        whole = getattr(self.algorithm, "clip_norm", None) is not None and self.algorithm.clip_scope == "model"
+        whole = self.algorithm.clips == "model"
         if whole:
             factor = clip_factor(self.algorithm, units, [entry.gradient for entry in entries])
         for entry in entries:

@@ -39,7 +39,7 @@ class Compressor(abc.ABC):
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(collectives, self._traffic)
-        make = HierarchicalStep if getattr(algorithm, "exchange", "") == "hierarchical" else Step
+        make = HierarchicalStep if algorithm.is_hierarchical else Step
         self._step = make(algorithm, self._parameters, self._exchange, self._traffic)
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads

@@ -44,8 +44,7 @@ def device_of(parameters: torch.device, collectives: Collectives) -> torch.devic
 
 def crossing(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
-    is_hierarchical = getattr(algorithm, "exchange", "") == "hierarchical"
-    why = 'exchange="hierarchical" works on the CPU' if is_hierarchical else why_not(parameters, collectives)
+    why = 'exchange="hierarchical" works on the CPU' if algorithm.is_hierarchical else why_not(parameters, collectives)
     return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, LocalMomentum, SparsificationAwareMomentum
+from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
@@ -78,7 +78,7 @@ class ErrorFeedback:
     def factor(self, gradient: torch.Tensor, units: Units) -> float:
         """Return the factor from this gradient to units of the residual, including clipping."""
         algorithm = self.algorithm
-        if not isinstance(algorithm, LocalMomentum) or algorithm.clip_norm is None or algorithm.clip_scope != "tensor":
+        if algorithm.clips != "tensor":
             return units.incoming
         return clip_factor(algorithm.clip_norm, units, _norm(gradient))
 
@@ -277,11 +277,6 @@ def destinations(feedback: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
 def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
     """Return the weight decays in the form of `ops.accumulate_bucket`."""
     return [units.decay(one.weight_decay) for one in feedback]
-
-
-def clips_model(algorithm: Algorithm) -> bool:
-    """Return whether a method clips by the norm of all gradients together."""
-    return getattr(algorithm, "clip_norm", None) is not None and algorithm.clip_scope == "model"
 
 
 def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:

@@ -14,7 +14,7 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clips_model, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
@@ -45,7 +45,7 @@ class HierarchicalStep:
         self.entries: dict[str, Entry] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
-        self._clips_model = clips_model(algorithm)
+        self._clips_model = algorithm.clips == "model"
         self._together: DenseBucket | None = None  # the small tensors, if they wait for the norm of all gradients
 
     # State
@@ -282,7 +282,7 @@ class HierarchicalStep:
 
     def _clip(self, entry: Entry) -> float:
         """Return the factor that clips a gradient by its own norm or by the norm of this rank's whole gradient."""
-        if getattr(self.algorithm, "clip_norm", None) is None:
+        if self.algorithm.clips is None:
             return 1.0
         if self._clips_model:
             return self._whole_factor

@@ -21,7 +21,7 @@ from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clips_model, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
@@ -60,7 +60,7 @@ class Step:
         self._bucket_of: dict[str, Bucket | DenseBucket] = {}
         self._deferred: list[Bucket] = []
         self._collectives: list[Pending] = []
-        self._tokens, self._clips_model = Tokens(), clips_model(algorithm)
+        self._tokens, self._clips_model = Tokens(), algorithm.clips == "model"
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
         self._alone: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
