@@ -205,22 +205,10 @@ class WorkerMemory(tf.train.experimental.PythonState):
 
     def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
         """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
-        expected = {(name, kind): part.size for name, kinds in self.arrays().items() for kind, part in kinds.items()}
-        found = {(name, kind): np.size(part) for name, kinds in arrays.items() for kind, part in kinds.items()}
-        differing = sorted(" of ".join(key[::-1]) for key in {*expected, *found} if expected.get(key) != found.get(key))
+        differing = sorted({*arrays} ^ {*self._session.tensors})
         if differing:
-            raise ValueError(
-                f"the state must be of a worker of the same model and method; missing there or here, or of another "
-                f"size: {', '.join(differing)}"
-            )
-        for name, kinds in arrays.items():
-            for kind, part in kinds.items():
-                if not np.isfinite(part).all():
-                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
-        worker = self._session.worker
-        for name, kinds in arrays.items():
-            for kind, part in kinds.items():
-                worker.memory_of(name)[kind][:] = np.reshape(part, -1)
+            raise ValueError(f"the state must be of the same model; missing there or here: {', '.join(differing)}")
+        self._session.worker.load_memory(arrays)
 
     def serialize(self) -> bytes:
         """Return the memory as the bytes of an .npz file."""

@@ -243,19 +243,13 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         """Take over groups and memory; ValueError if they are of another method or model."""
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
+        arrays = {}
         for name, memory in zip(names, kept, strict=False):
-            expected = {kind: array.size for kind, array in worker.memory_of(name).items()}
-            found = {kind: tensor.numel() for kind, tensor in memory.items()}
-            if found not in ({}, expected):
-                raise ValueError(f"the state of {name} must have {expected} elements, got {found}: of another method?")
-            for kind, tensor in memory.items():
-                if not bool(tensor.isfinite().all()):
-                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
-        super().load_state_dict(state_dict)
-        for name, memory in zip(names, kept, strict=True):
-            for kind, array in worker.memory_of(name).items():
-                target = torch.from_numpy(array)
-                target.copy_(memory[kind].detach().reshape(-1) if memory else torch.zeros(()))
+            nothing = {kind: np.zeros_like(part) for kind, part in worker.memory_of(name).items()}
+            arrays[name] = {kind: tensor.detach().cpu().numpy() for kind, tensor in memory.items()} or nothing
+        worker.check_memory(arrays)
+        super().load_state_dict(state_dict)  # which checks the number of parameters
+        worker.load_memory(arrays)
         worker.step = state_dict.get("step", 0)
         self._expose()
 

@@ -126,6 +126,24 @@ class Worker:
             memory["threshold"] = self._kept[name].state
         return memory
 
+    def check_memory(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Raise ValueError if a memory of tensors, {name: {kind: array}}, is of another method, or not finite."""
+        for name, found in arrays.items():
+            expected = {kind: part.size for kind, part in self.memory_of(name).items()}
+            sizes = {kind: np.size(part) for kind, part in found.items()}
+            if sizes != expected:
+                raise ValueError(f"the state of {name} must have {expected} elements, got {sizes}: of another method?")
+            for kind, part in found.items():
+                if not np.isfinite(part).all():
+                    raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
+
+    def load_memory(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Take over a memory of tensors; if `check_memory` raises, nothing changes."""
+        self.check_memory(arrays)
+        for name, found in arrays.items():
+            for kind, part in self.memory_of(name).items():
+                part[:] = np.reshape(found[kind], -1)
+
     def hello(self) -> Messages:
         """Return the first message to each server, which answers with the parameters."""
         lines = introduction(self.layout, self.method, len(self.shards)) + [RESTORED] * self._restores

@@ -287,6 +287,6 @@ def test_a_state_of_another_method_is_refused():
     state["memory"]["a"]["residual"] += 1.0
     with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make("dgs"), **OPTIONS) as session:
         optimizer = session.optimizer(0.1)
-        with pytest.raises(ValueError, match=r"same model and method; .*: velocity of a"):
+        with pytest.raises(ValueError, match=r"the state of a must have .*, got .*velocity.* of another method"):
             optimizer.load_state_dict(state)
         assert not session.worker.residual.any()
