@@ -98,8 +98,3 @@ def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> A
         decays = {name: decay for name, decay in weight_decays.items() if decay}
         settings |= {"clip_norm": None, "clip_scope": "tensor", "weight_decay": decays or 0.0}
     return dataclasses.replace(algorithm, **settings)
-
-
-def row_of(shape: Sequence[int], granularity: str) -> int:
-    """Return the length of a row, which shards do not cut: the number of channels with that granularity, else 1."""
-    return int(shape[-1]) if granularity == "channel" and len(shape) > 1 else 1

@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.granularity import channels_of
 from hvd_sparse.half import HALF
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, hold, once
@@ -73,7 +74,7 @@ class Hosts:
         self.cuts: dict[str, np.ndarray] = {}
         for name, variable in variables.items():
             if variable.shape.num_elements() >= least:
-                rows[name] = row_of(variable.shape.as_list(), algorithm.granularity)
+                rows[name] = channels_of(variable.shape, algorithm)
                 self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
         # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
         self.dense_algorithm = dataclasses.replace(algorithm, min_numel=least)

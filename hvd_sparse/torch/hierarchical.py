@@ -10,8 +10,9 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.granularity import channels_of
 from hvd_sparse.half import rest_of
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy, row_of
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
@@ -119,7 +120,7 @@ class HierarchicalStep:
         self._laid_out_in = collectives.incarnation()
 
     def _row(self, name: str) -> int:
-        return row_of(self.parameters[name].shape, self.algorithm.granularity)
+        return channels_of(self.parameters[name].shape, self.algorithm)
 
     def _part(self, name: str) -> Shard:
         begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()

@@ -5,7 +5,8 @@ import pytest
 
 from hvd_sparse import process_sets
 from hvd_sparse.algorithms import Settings
-from hvd_sparse.hierarchy import between_hosts, by_name, by_size, row_of
+from hvd_sparse.granularity import channels_of
+from hvd_sparse.hierarchy import between_hosts, by_name, by_size
 
 
 def test_hosts_by_name():
@@ -47,9 +48,10 @@ def test_shards_cover_every_element_once(n, row):
 
 
 def test_rows_are_kept_whole_where_channels_share_a_magnitude():
-    assert row_of((30, 20), "channel") == 20
-    assert row_of((30, 20), "tensor") == 1
-    assert row_of((30,), "channel") == 1
+    by_channel, by_tensor = (Settings.dgc(None, granularity=one) for one in ("channel", "tensor"))
+    assert channels_of((30, 20), by_channel) == 20
+    assert channels_of((30, 20), by_tensor) == 1
+    assert channels_of((30,), by_channel) == 1
 
 
 def test_a_column_does_not_clip_again():
