@@ -31,7 +31,7 @@ RUN := scripts/run.sh
 
 help:  ## show this
 	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
-	@echo "make test    what catches faults: native, sanitized, one process, 1 to 3 ranks"
+	@echo "make test    what catches faults: native, sanitized, one process, 1 to 4 ranks"
 	@echo
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
 
