@@ -66,13 +66,13 @@ class PowerSGDStats:
         return {"step": {**step, "ratio": ratio, **rest}, "total": {**total, **rest}, "residual_norm": 0.0}
 
 
-def distribute(model, optimizer, compression, args):
+def distribute(model, optimizer, compression, args, warmup_steps):
     """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
     devices = [torch.cuda.current_device()] if args.device == "cuda" else None
     buckets = {"bucket_cap_mb": ONE_BUCKET} if args.powersgd else {}
     wrapped = DistributedDataParallel(model, device_ids=devices, **buckets)
     if args.powersgd:
-        begin = max(2, args.warmup_steps)  # the steps before send dense gradients
+        begin = max(2, warmup_steps)  # the steps before send dense gradients
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd, start_powerSGD_iter=begin)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         compression = PowerSGDStats(state, sum(parameter.numel() for parameter in model.parameters()))

@@ -13,7 +13,7 @@ def has_cuda():
     return torch.cuda.is_available() and hvd.cuda_built()
 
 
-def distribute(model, optimizer, compression, args):
+def distribute(model, optimizer, compression, args, warmup_steps):
     """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

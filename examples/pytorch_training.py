@@ -87,7 +87,7 @@ def make_sgd(model, args):
 def distribute(model, args, warmup_steps, make_optimizer=make_sgd):
     """Return the model to train, its optimizer and its compressor; all ranks begin with the parameters of rank 0."""
     compression = make_compression(model, args, warmup_steps)
-    return host_of(args).distribute(model, make_optimizer(model, args), compression, args)
+    return host_of(args).distribute(model, make_optimizer(model, args), compression, args, warmup_steps)
 
 
 def save(model, optimizer, compression, rows, steps, args):

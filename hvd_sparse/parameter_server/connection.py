@@ -39,7 +39,7 @@ def serve(
             if looked - before > PAUSE:  # what workers have said meanwhile is still to be read
                 server.excuse(looked - before)
                 last += looked - before
-            for worker in end.arriving(timeout if server.silence is None else min(timeout, 2.0 * server.silence)):
+            for worker in end.arriving(timeout if server.silence is None else min(timeout, server.silence)):
                 server.hear(worker)
             for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)

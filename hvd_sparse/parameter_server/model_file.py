@@ -31,6 +31,7 @@ def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[n
         differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
         if differing:
             raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
-        if file["buffers"].size not in (0, buffers.size):
-            raise ValueError(f"{path} must have {buffers.size} elements of buffers, got {file['buffers'].size}")
-        return layout.flatten(arrays), file["buffers"] if file["buffers"].size else buffers
+        saved = file["buffers"]
+        if buffers.size and saved.size not in (0, buffers.size):
+            raise ValueError(f"{path} must have {buffers.size} elements of buffers, got {saved.size}")
+        return layout.flatten(arrays), saved if buffers.size and saved.size else buffers

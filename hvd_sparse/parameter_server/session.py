@@ -347,6 +347,8 @@ class Session:
         if 0 not in numbers:
             asks = (self._workers_end(), self.placement, self.rank, self._timeout)
             flat, is_restored = first_parameters(*asks, self.layout, self.layout.flatten(parameters), restore)
+            if not self.is_worker:
+                self._workers_end().close(TICK)
         elif restore is not None:
             flat, buffers = restored(restore, self.layout, buffers)
         else:

@@ -44,8 +44,8 @@ class Compressor(abc.ABC):
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
-        momentum = algorithm.local_momentum if collectives.is_first() else 0.0  # one rank warns
-        self._checks = OptimizerChecks(algorithm.name, momentum, [self._parameters[name] for name in self._parameters])
+        parameters = [self._parameters[name] for name in self._parameters]
+        self._checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
         self._loss_scale = 1.0
         self._log: Log | None = None
         self._under_way = self._finished = self._overflowed = False
@@ -226,6 +226,7 @@ class Compressor(abc.ABC):
     def _begin(self) -> None:
         """Begin a step."""
         self._drop()
+        self._checks.is_used = True
         self._parameters.restart()
         self._step.begin(self._number, self._units())
         self._under_way, self._finished = True, False

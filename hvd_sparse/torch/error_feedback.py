@@ -77,10 +77,8 @@ class ErrorFeedback:
 
     def factor(self, gradient: torch.Tensor, units: Units) -> float:
         """Return the factor from this gradient to units of the residual, including clipping."""
-        algorithm = self.algorithm
-        if algorithm.clips != "tensor":
-            return units.incoming
-        return clip_factor(algorithm.clip_norm, units, _norm(gradient))
+        ratio = clip_ratio(self.algorithm, units, [gradient]) if self.algorithm.clips == "tensor" else 1.0
+        return ratio * units.incoming
 
     def accumulate(self, gradient: torch.Tensor, factor: float, units: Units) -> torch.Tensor:
         """Accumulate a gradient, scaled by `factor`; return, as bool, whether it was finite everywhere.
@@ -279,16 +277,10 @@ def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
     return [units.decay(one.weight_decay) for one in feedback]
 
 
-def whole_clip_factor(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
-    """Return the factor that clips by the L2 norm of all the gradients of this rank together."""
-    squares = (_norm(gradient) ** 2 for gradient in gradients)
-    return clip_factor(algorithm.clip_norm, units, sum(squares) ** 0.5)
-
-
-def clip_factor(clip_norm: float, units: Units, norm: float) -> float:
-    """Return the factor that converts a gradient of this L2 norm to units of the residual and clips it."""
-    bound = units.clip_bound(clip_norm)
-    return (bound / norm if norm > bound else 1.0) * units.incoming
+def clip_ratio(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
+    """Return the factor that clips gradients of this rank by their joint L2 norm; 1.0 if this is within the bound."""
+    norm, bound = sum(_norm(gradient) ** 2 for gradient in gradients) ** 0.5, units.clip_bound(algorithm.clip_norm)
+    return bound / norm if norm > bound else 1.0
 
 
 def _enlarge(sent: torch.Tensor, units: Units) -> torch.Tensor | bool:

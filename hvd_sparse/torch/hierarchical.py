@@ -15,7 +15,7 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
@@ -272,7 +272,7 @@ class HierarchicalStep:
         """Compute the factor that clips the whole gradient, and start one all-reduce of all small tensors."""
         entries = [self.entries[name] for name in sorted(self.entries)]
         gradients = [entry.gradient for entry in entries if not entry.frozen]
-        self._whole_factor = whole_clip_factor(self.algorithm, self.units, gradients) * self.units.loss_scale
+        self._whole_ratio = clip_ratio(self.algorithm, self.units, gradients)
         small = [entry for entry in entries if entry.name not in self.cuts]
         if small:
             whole = torch.cat([self._take_dense(entry).reshape(-1) for entry in small])
@@ -285,9 +285,7 @@ class HierarchicalStep:
         """Return the factor that clips a gradient by its own norm or by the norm of this rank's whole gradient."""
         if self.algorithm.clips is None:
             return 1.0
-        if self._clips_model:
-            return self._whole_factor
-        return whole_clip_factor(self.algorithm, self.units, [entry.gradient]) * self.units.loss_scale
+        return self._whole_ratio if self._clips_model else clip_ratio(self.algorithm, self.units, [entry.gradient])
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""

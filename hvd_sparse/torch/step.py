@@ -21,7 +21,7 @@ from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, make_error_feedback, whole_clip_factor
+from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
@@ -302,7 +302,7 @@ class Step:
         """Send the buckets and those dense entries that Horovod does not all-reduce itself; start the vote."""
         if self._clips_model:
             training = [entry.gradient for entry in entries if not entry.frozen]
-            self._whole_factor = whole_clip_factor(self.algorithm, self.units, training)
+            self._whole_factor = clip_ratio(self.algorithm, self.units, training) * self.units.incoming
         for bucket in buckets:
             self._start(bucket)
         dense = [entry for entry in entries if entry.carries_token and entry.name in self._dense]

@@ -66,6 +66,23 @@ def test_the_last_compression_of_a_model_counts():
     scaled_step(again, optimizer, torch.amp.GradScaler("cpu", init_scale=64.0))
 
 
+def test_a_compression_that_is_not_used_says_nothing():
+    """As with one process under Accelerate, or where Horovod calls none: the optimizer has the momentum."""
+    model = nn.Linear(40, 30)
+    Compression.dgc(model.named_parameters(), min_numel=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled_step(model, optimizer, torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+def test_dense_steps_without_momentum_need_no_loss_scale():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    Compression.topk(model.module.named_parameters(), density=1.0).register(model)
+    scaled_step(model, sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "warned"),
     [
