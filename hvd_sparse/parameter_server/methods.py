@@ -69,6 +69,10 @@ class Method:
         check_choice("pull_values", self.pull_values, WIRE_VALUES)
         check_choice("level", self.level, LEVELS)
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
+        if not isinstance(self.nesterov, bool):
+            raise TypeError(f"nesterov must be True or False, got {self.nesterov!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
 
     @property
     def momentum(self) -> float:

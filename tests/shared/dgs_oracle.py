@@ -24,7 +24,9 @@ class DgsOracle:
         dense_below=0,
         lifespan=1,
         band=None,
+        nesterov=False,
     ):
+        self.nesterov = nesterov
         self.method, self.density, self.m, self.pull = method, density, momentum, pull_density
         self.dense_below = dense_below
         self.theta_0 = {j: np.array(layer, np.float64).reshape(-1) for j, layer in theta.items()}
@@ -115,9 +117,13 @@ class DgsOracle:
         return r * mask
 
     def dgc_async(self, k, j, g):
-        """Deep Gradient Compression, Algorithm 3, lines 11 to 16. Dense layers have ordinary momentum."""
-        self.u[k][j] = self.m * self.u[k][j] + g
-        v = self.r[k][j] + self.u[k][j]
+        """Deep Gradient Compression, Algorithm 3, lines 11 to 16; Appendix B. Dense layers have ordinary momentum."""
+        if self.nesterov:
+            self.u[k][j] = self.m * (self.u[k][j] + g)
+            v = self.r[k][j] + self.u[k][j] + g
+        else:
+            self.u[k][j] = self.m * self.u[k][j] + g
+            v = self.r[k][j] + self.u[k][j]
         mask = self.mask(v, self.density)
         self.r[k][j] = v * ~mask
         if v.size >= self.dense_below and self.density < 1.0:
@@ -128,5 +134,6 @@ class DgsOracle:
         return g
 
     def msgd(self, k, j, g):
+        """As torch.optim.SGD."""
         self.u[k][j] = self.m * self.u[k][j] + g
-        return self.u[k][j]
+        return g + self.m * self.u[k][j] if self.nesterov else self.u[k][j]

@@ -73,6 +73,7 @@ def check(simulation, oracle):
 CASES = {
     "dgs": ({"momentum": 0.7}, {"density": 0.05}),
     "dgc_async": ({"momentum": 0.7}, {"density": 0.05}),
+    "dgc_async, nesterov": ({"momentum": 0.7, "nesterov": True}, {"density": 0.05}),
     "gd_async": ({}, {"density": 0.05}),
     "dct_async": ({"lifespan": 10, "band": None}, {"density": 0.05}),
     "dct_async, band": ({"lifespan": 1000, "band": 1.5}, {"density": 0.05}),
@@ -100,9 +101,11 @@ def test_methods_are_those_of_the_paper(name, pull_density, arrivals, servers):
                 np.testing.assert_allclose(worker.residual[piece.begin : piece.end], expected, rtol=1e-4, atol=2e-5)
 
 
-def test_msgd_is_momentum_sgd_on_one_worker():
-    method = METHODS["msgd"](momentum=0.9)
-    simulation, oracle = run_both(method, {"momentum": 0.9}, 1, arrivals=in_turn(1), steps=60)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_msgd_is_momentum_sgd_on_one_worker(nesterov):
+    settings = {"momentum": 0.9, "nesterov": nesterov}
+    method = METHODS["msgd"](**settings)
+    simulation, oracle = run_both(method, settings, 1, arrivals=in_turn(1), steps=60)
     check(simulation, oracle)
     with pytest.raises(ValueError, match="at most 1 worker"):
         Simulation(method, start(), 2)

@@ -116,6 +116,8 @@ BAD_ARGUMENTS = [
     ),
     (lambda join: join(network()).serve(), RuntimeError, "^$"),
     (lambda join: DGS(momentum=1.0), ValueError, "momentum must be in"),
+    (lambda join: DGCAsync(momentum=0.0, nesterov=True), ValueError, "nesterov=True needs a momentum above 0"),
+    (lambda join: DGCAsync(nesterov=1), TypeError, "nesterov must be True or False, got 1"),
     (lambda join: DGS(density=0.0), ValueError, "density must be in"),
     (lambda join: DGS(pull_density=2), ValueError, "pull_density must be in"),
     (lambda join: DGS(values="int3"), ValueError, "values must be one of"),
