@@ -153,6 +153,7 @@ def test_a_server_that_fails_after_its_worker_has_left(run_job):
         """
         session = Job(servers="colocated")
         session.train(3)
+        MPI.COMM_WORLD.Barrier()
         if RANK == 0:
             def fail(*arguments):
                 raise MemoryError("no room")

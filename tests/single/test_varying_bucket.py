@@ -117,7 +117,7 @@ def test_torch_is_its_tensors_one_by_one(rule, form, dtype, is_active):
     payloads, thresholds, counts, are_finite = twin.expected(is_active=is_active)
     same(message, np.concatenate(payloads))
     offsets = np.cumsum([0, *(len(payload) for payload in payloads)])[:-1]
-    same(info, np.stack([thresholds, counts, offsets, np.zeros(5)], axis=1).astype(np.float64))
+    same(info, np.stack([thresholds, counts, offsets], axis=1).astype(np.float64))
     assert finite.tolist() == are_finite
     same_memory(drawn.residuals + drawn.velocities, twin.residuals + twin.velocities)
 
@@ -131,7 +131,7 @@ def test_tensorflow_is_its_variables_one_by_one(rule, form, dtype, is_active, tr
     message, finite, info = variables.call(is_active=is_active)
     payloads, thresholds, counts, are_finite = twin.expected(is_active=is_active)
     same(message, np.concatenate(payloads))
-    same(info, np.stack([thresholds, counts, np.zeros(5)], axis=1).astype(np.float64))
+    same(info, np.stack([thresholds, counts], axis=1).astype(np.float64))
     assert finite.numpy().tolist() == are_finite
     same_memory([*variables.residuals, *variables.velocities], twin.residuals + twin.velocities)
 
@@ -177,7 +177,7 @@ def test_a_k_of_zeros_sends_what_is_not_zero():
     gradient, residual = torch.zeros(10), torch.zeros(10)
     gradient[3] = 2.0
     message, info, _ = ops.filter_bucket([gradient], [residual], factors=[1.0], thresholds=[0.0], ks=[4])
-    assert info.tolist() == [[SMALLEST, 1.0, 0.0, 0.0]]
+    assert info.tolist() == [[SMALLEST, 1.0, 0.0]]
     assert ops.unpack(message, 10, 1)[0].tolist() == [3]
 
 
