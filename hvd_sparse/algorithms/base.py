@@ -97,7 +97,10 @@ def documented(method: Signature) -> Signature:
 
 
 def _not_called(name: str) -> Callable:
+    """Return a function that says what is wrong if a compressor is asked for without its parameters."""
+
     def compress(*_):
+        """Raise TypeError: the method must be called."""
         raise TypeError(
             f"hvd_sparse: compression=Compression.{name} must be a call, with the model's parameters: for example "
             f"compression=Compression.{name}(model.named_parameters()) in PyTorch, "

@@ -56,6 +56,15 @@ class Ledger:
         for name, result in reduced.items():
             self.out[name] += result.detach().double().numpy()
 
+    def run(self, compressor, parameters, steps=8):
+        """Take steps whose gradients arrive in different orders on different ranks; all ranks must agree."""
+        for t in range(steps):
+            gradients = whole_numbers(SHAPES, t, hvd.rank(), most=200)
+            self.feed(gradients)
+            reduced = drive(compressor, parameters, gradients, order=shuffled(gradients, t, hvd.rank()))
+            assert_ranks_agree(reduced)
+            self.receive(reduced)
+
     def check(self, compressor, tolerance=0.0):
         for name, shape in SHAPES.items():
             left = whole(compressor, name).numpy().reshape(shape)
@@ -71,12 +80,7 @@ def test_nothing_is_lost(values, scope, layout):
     settings = {"exchange": "hierarchical", "ranks_per_host": layout, "dense_fallback": None, "values": values}
     compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, scope=scope, **settings)
     ledger = Ledger()
-    for t in range(8):
-        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=200)
-        ledger.feed(gradients)
-        reduced = drive(compressor, parameters, gradients, order=shuffled(gradients, t, hvd.rank()))
-        assert_ranks_agree(reduced)
-        ledger.receive(reduced)
+    ledger.run(compressor, parameters)
     ledger.check(compressor, 1.0 if values == "int1" else 0.0)
     kept = {name: own["residual"].numel() for name, own in compressor.state_dict()["memory"].items() if own}
     if not isinstance(layout, list):
@@ -93,12 +97,7 @@ def test_a_reduce_scatter_between_hosts_loses_nothing(complete, scope, layout):
         parameters.items(), 0.05, min_numel=100, exchange="hierarchical", complete=complete, **settings
     )
     ledger = Ledger()
-    for t in range(8):
-        gradients = whole_numbers(SHAPES, t, hvd.rank(), most=200)
-        ledger.feed(gradients)
-        reduced = drive(compressor, parameters, gradients)
-        assert_ranks_agree(reduced)
-        ledger.receive(reduced)
+    ledger.run(compressor, parameters)
     ledger.check(compressor)
 
 
