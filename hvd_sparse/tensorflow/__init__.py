@@ -10,12 +10,14 @@ from hvd_sparse.library import require_horovod
 
 if TYPE_CHECKING:
     from hvd_sparse.tensorflow.compression import Compression, SparseCompressor
+    from hvd_sparse.tensorflow.reduction import reduce_gradients
 
-__all__ = ["Compression", "SparseCompressor"]
+__all__ = ["Compression", "SparseCompressor", "reduce_gradients"]
 
 
 def __getattr__(name: str):
     if name in __all__:
         require_horovod("tensorflow")
-        return getattr(importlib.import_module("hvd_sparse.tensorflow.compression"), name)
+        module = "reduction" if name == "reduce_gradients" else "compression"
+        return getattr(importlib.import_module(f"hvd_sparse.tensorflow.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

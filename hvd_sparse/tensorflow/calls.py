@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,11 +16,23 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.members import two_momenta
+from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.variables import Variables
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
+NOT_SCALED = (
+    "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
+    "clip_norm and weight_decay are in wrong units. Scale the loss inside the tape, loss = "
+    "self.optimizer.scale_loss(loss), and before the gradients are reduced set compression.loss_scale = "
+    "self.optimizer.scale_loss(1.0); with Keras 2: get_scaled_loss(loss) and self.optimizer.loss_scale"
+)
+NEVER_CALLED = (
+    "hvd_sparse: Horovod's optimizer has reduced no gradients with this compression yet. Only fit and "
+    "optimizer.minimize(loss, variables, tape=tape) reduce: with tape.gradient() and optimizer.apply_gradients() each "
+    "rank trains alone. There, use hvd.DistributedGradientTape(tape, compression=...) and an optimizer of Keras' own"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Call:
     passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
     scaler: Any  # Keras' loss scaler, which unscales the result; None without one, or under a tape
     sums_passes: bool  # whether Horovod's Keras optimizer sums several backward passes before
+    applier: Any  # under a tape: `self.optimizer` of a caller, such as a model with a train_step; None without one
 
     def positions(self, tensor) -> list[int]:
         """Return the positions of a gradient in the list."""
@@ -56,7 +70,7 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    frame, known, optimizer, lists, helper, scaler = sys._getframe(1), {}, None, None, None, None
+    frame, known, optimizer, lists, helper, scaler, applier = sys._getframe(1), {}, None, None, None, None, None
     for _ in range(deepest):
         if frame is None:
             break
@@ -73,13 +87,16 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
             scaler = local["self"]
         elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
             optimizer = local["self"]
+        elif applier is None:
+            applier = getattr(local.get("self"), "optimizer", None)
         frame = frame.f_back
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
     averages = helper is not None and helper.average_aggregated_gradients
     passes = helper.backward_passes_per_step if averages else 1
     reduction, process_set = known["reduction"], known["process_set"]
-    return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None)
+    applier = applier if optimizer is None and scaler is None else None
+    return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None, applier)
 
 
 def _holds(gradients, tensor) -> bool:
@@ -117,7 +134,7 @@ class TracedCall:
 
 
 def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
-    """Refuse other reductions and process sets, and functions that run eagerly; warn of a second momentum."""
+    """Refuse other reductions and process sets, functions that run eagerly, and scalers of several passes."""
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd_sparse: a compression is traced once, as a graph, and tf.config.run_functions_eagerly(True) prevents "
@@ -133,9 +150,40 @@ def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
             "hvd_sparse: a LossScaleOptimizer changes its scale where a single rank's pass overflows, if Horovod sums "
             "several passes: use backward_passes_per_step=1, or LossScaleOptimizer(..., dynamic=False, initial_scale=S)"
         )
-    outer = getattr(call.optimizer, "momentum", getattr(call.optimizer, "beta_1", 0.0))
-    if algorithm.local_momentum > 0.0 and isinstance(outer, float) and outer > 0.0 and exchange.rank() == 0:
-        warnings.warn(two_momenta(outer, algorithm.name, algorithm.local_momentum), stacklevel=5)
+
+
+def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_scaled: bool) -> None:
+    """Refuse a loss scaler whose scale is not known; warn of a second momentum, and of accumulated gradients.
+
+    is_scaled: whether the compression's loss_scale was set.
+    """
+    outer, inner = _momentum_of(call.optimizer), algorithm.local_momentum
+    if inner > 0.0 and outer > 0.0 and exchange.rank() == 0:
+        warnings.warn(two_momenta(outer, algorithm.name, inner), stacklevel=5)
+    has_no_effect = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
+    scales = hasattr(call.applier, "dynamic_growth_steps") or getattr(call.applier, "loss_scale_factor", None)
+    if scales and not is_scaled and not has_no_effect:
+        raise RuntimeError(NOT_SCALED)
+    steps = getattr(getattr(call.applier, "inner_optimizer", call.applier), "gradient_accumulation_steps", None)
+    if steps and exchange.rank() == 0:
+        warnings.warn(
+            f"hvd_sparse: the optimizer has gradient_accumulation_steps={steps}, but each micro-batch is reduced and "
+            "counts as a step of the compression: its momentum and warm-up are too fast. Leave it at None, sum the "
+            "micro-batches' gradients, and reduce the sum with hvd_sparse.tensorflow.reduce_gradients",
+            stacklevel=5,
+        )
+
+
+def _momentum_of(optimizer) -> float:
+    """Return the momentum, or beta1, of Horovod's optimizer around one of Keras or TensorFlow 1; 0 without one."""
+    if hasattr(optimizer, "get_config"):
+        with tf.init_scope():  # a hyperparameter may be a variable
+            config = optimizer.get_config()
+        found = config.get("momentum", config.get("beta_1"))
+    else:
+        inner = getattr(optimizer, "_optimizer", None)
+        found = getattr(inner, "_momentum", getattr(inner, "_beta1", None))
+    return float(found) if isinstance(found, Real) else 0.0
 
 
 def warn_of_twins(call: Call, variables: Variables) -> None:

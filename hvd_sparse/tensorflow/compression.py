@@ -6,8 +6,6 @@ Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOpt
 
 import itertools
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,10 +16,12 @@ from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED, is_elastic, passes_by
 from hvd_sparse.tensorflow.calls import (
+    NEVER_CALLED,
     Call,
     Traced,
     TracedCall,
     check_call,
+    check_optimizer,
     find_call,
     is_stand_in,
     makes_optimizer,
@@ -29,8 +29,9 @@ from hvd_sparse.tensorflow.calls import (
     warn_of_twins,
 )
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
-from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import make_hosts
+from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import check_open, evaluate, gather_state, place_of, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
@@ -68,6 +69,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.feedback: dict[str, ErrorFeedback] = {}
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
         self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
+        self.names: tf.Variable | None = None  # a digest of the variables' names
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
         if self._parts.variables.is_loaded():
@@ -84,7 +86,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         # Horovod caches its traced function by this hash. It must be traced again with other ranks, and for each Keras
         # optimizer, whose loss scale and number of passes are part of the graph.
         ranks = (hvd.rank(), hvd.size()) if is_elastic() and hvd.is_initialized() else ()
-        return hash((id(self), *ranks, next(_optimizers) if makes_optimizer() else 0))
+        is_made = makes_optimizer()
+        self._parts.has_optimizer |= is_made
+        return hash((id(self), *ranks, next(_optimizers) if is_made else 0))
 
     def __eq__(self, other):
         return self is other
@@ -124,6 +128,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         value = unwrapped(value)
         known = value if tf.is_tensor(value) or isinstance(value, tf.Variable) else checked_loss_scale(value)
         self._parts.loss_scale.assign(tf.cast(known, tf.float64))
+        self._parts.is_scaled = True
 
     @untraced
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
@@ -165,7 +170,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of
             tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with
             "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+
+        Raises:
+            ValueError: A graph of TensorFlow 1 needs `session`.
+            RuntimeError: Inside a `tf.function`.
         """
+        parts, exchange = self._parts, self._parts.exchange
+        if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_alone():
+            warnings.warn(NEVER_CALLED, stacklevel=2)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
         rule = {"rule": self.algorithm.dense_fallback}
@@ -217,7 +229,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
         Raises:
             ValueError: A graph of TensorFlow 1 needs `session`.
-            RuntimeError: The graph is finalized. With `summed`: another rank did not call within 600 s.
+            RuntimeError: Inside a `tf.function`. With `summed`: the graph is finalized, or another rank did not call
+                within 600 s.
         """
         self._load()
         return gather_state(self, self._parts.threshold_rows, self._parts.exchange, summed, session)
@@ -233,7 +246,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
                 buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
                 job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
-            RuntimeError: The graph is finalized, or another rank did not call within 600 s.
+            RuntimeError: Inside a `tf.function`, the graph is finalized, or another rank did not call within 600 s.
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
@@ -252,10 +265,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _own_place(self) -> list[tuple]:
         """Return the change after which the error feedback is this rank's own."""
-        if self.place is None or self._parts.step.place is None:
-            return []
-        own = self._parts.step.place[1]
-        return [(self.place, lambda _: own)]
+        marks = self._parts.step.marks if self.feedback else []
+        return [(variable, lambda _, own=own: own) for variable, own in marks]
 
     @staticmethod
     def _change(changes, session) -> None:
@@ -293,8 +304,10 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         exchange = self._parts.exchange
         if self.place is None and hvd.is_initialized() and exchange.is_used():
             own = [-1 if number is None else number for number in place_of(self.hosts, exchange).values()]
+            names = [int(number) for number in digest_numbers(list(self._parts.variables))]
             self.place = make_variable([len(own)], "hvd_sparse/place", tf.int64, own)
-            self._parts.step.place = self.place, own
+            self.names = make_variable([len(names)], "hvd_sparse/names", tf.int64, names)
+            self._parts.step.marks = [(self.place, own), (self.names, names)]
 
     @staticmethod
     def _find_call(tensor: tf.Tensor) -> Call:
@@ -302,7 +315,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         if call is None:
             raise ValueError(
                 "hvd_sparse: this gradient did not come through hvd.DistributedGradientTape or a Horovod optimizer; "
-                "give the compression to one of these"
+                "give the compression to one of these. Gradients that are computed already, as the sum over several "
+                "micro-batches: hvd_sparse.tensorflow.reduce_gradients(gradients, variables, compression=compression)"
             )
         return call
 
@@ -310,6 +324,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """Lay out a step for all gradients of the call that is being traced."""
         parts, exchange = self._parts, self._parts.exchange
         check_call(call, parts.algorithm, exchange)
+        check_optimizer(call, parts.algorithm, exchange, parts.is_scaled)
         self._load()
         self._mark_place()
         warn_of_twins(call, parts.variables)
@@ -347,34 +362,6 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         reduction = 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
         scale = None if call.scaler is None else tf.cast(call.scaler.loss_scale, tf.float64)
         return reduction, call.passes, scale
-
-
-class Parts:
-    """The parts of a compressor that TensorFlow need not track."""
-
-    step: Step  # once the variables are known
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        loss_scale: tf.Variable,
-        variables: Variables,
-        exchange: Exchange,
-        traffic: Traffic,
-    ):
-        self.algorithm = algorithm
-        self.loss_scale = loss_scale
-        self.variables = variables
-        self.exchange = exchange
-        self.traffic = traffic
-        self.threshold_rows: Mapping[str, int] = {}
-        self.agreed = False
-        self.norm: tf.Tensor | None = None  # of the residuals, in a graph of TensorFlow 1
-        self.reduced: set[str] = set()  # names of the variables in calls so far
-        self.log: Callable[[int], None] | None = None  # reports a step
-        self.logs = False  # whether steps are traced with a report
-        self.call: TracedCall | None = None  # the one that is being traced
-        self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
 
 
 class Compression(CompressionMethods[Any, SparseCompressor]):

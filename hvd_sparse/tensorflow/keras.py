@@ -12,7 +12,9 @@ class LogCompression(tf.keras.callbacks.Callback):
         compression: A compressor of `hvd_sparse.tensorflow.Compression`.
         prefix: The names are `{prefix}/ratio`, `{prefix}/density` and so on.
 
-    At the end of an epoch, numbers are those of its last step. Put it before the callbacks that are to see them.
+    At the end of an epoch, numbers are those of its last step. Put it before the callbacks that are to see them. With
+    Horovod's `MetricAverageCallback`, pass it on every rank, or after that one: on rank 0 alone, rank 0 would wait for
+    the others to average its numbers.
     """
 
     def __init__(self, compression, prefix: str = "compression"):

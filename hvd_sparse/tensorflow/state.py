@@ -62,7 +62,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     evaluate(changes, session)
     sizes = {name: memory.size for name, memory in feedback.items()}
     compressor.regions.clear()
-    compressor.regions.update(restored(state.get("regions", []), sizes, exchange.rank()))
+    compressor.regions.update(restored(state.get("regions", []), sizes))
 
 
 def place_of(hosts, exchange) -> dict[str, int | None]:
@@ -104,11 +104,12 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
 
 
 def check_open(session) -> None:
-    """Raise RuntimeError if operations cannot be added to a session's graph."""
+    """Raise RuntimeError inside a tf.function, or if operations cannot be added to a session's graph."""
+    _refuse_tracing()
     if session is not None and session.graph.finalized:
         raise RuntimeError(
-            "hvd_sparse: the graph of this session is finalized, as in a MonitoredTrainingSession. Load, reset or sum "
-            "the state of a compression earlier, in a plain Session"
+            "hvd_sparse: the graph of this session is finalized, so no state of a compression can be loaded, reset or "
+            "summed. In a MonitoredTrainingSession, let a Scaffold save and restore it: see docs/tensorflow.md"
         )
 
 
@@ -116,6 +117,16 @@ def evaluate(values: list, session) -> list:
     """Return the values of variables and tensors, eagerly or through a session."""
     if tf.executing_eagerly():
         return [value.numpy() for value in values]
+    _refuse_tracing()
     if session is None:
         raise ValueError("hvd_sparse: a graph of TensorFlow 1 is read through a session; pass session=...")
     return session.run(values)
+
+
+def _refuse_tracing() -> None:
+    if tf.compat.v1.executing_eagerly_outside_functions() and not tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd_sparse: a tf.function cannot read or change the state of a compression: call stats(), state_dict(), "
+            "load_state_dict() and reset() between steps, outside it. In a step, log with log_to(); in fit, also with "
+            "hvd_sparse.tensorflow.keras.LogCompression"
+        )

@@ -21,6 +21,7 @@ from time import perf_counter
 import numpy as np
 import tensorflow as tf
 
+from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEPS_TOLD
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
@@ -60,16 +61,15 @@ class Step:
         self._loss_scale = loss_scale
         self._traffic = traffic
         self._fallback: DenseFallback | None = None
-        self.place: tuple[tf.Variable, list[int]] | None = None  # whose error feedback this is, and who this rank is
+        self.marks: list[tuple[tf.Variable, list[int]]] = []  # whose error feedback this is, and this rank's own
         self._began = 0.0  # start of the last step, if steps are timed
         self._timings = 0  # steps begun and durations noted since the timing started
         self._between = (algorithm, exchange) if hosts is None else (hosts.algorithm, hosts.column)
-        self.codec = CODECS[algorithm.layout](self._between[0], feedback, self._between[1])
+        self.codec = CODECS[algorithm.selection](self._between[0], feedback, self._between[1])
 
     def describe(self) -> list[str]:
         """Return one line for each variable with weight decay, for the configuration check across ranks."""
-        decays = {name: feedback.weight_decay for name, feedback in self.feedback.items()}
-        return [f"weight_decay of {name} = {decay!r}" for name, decay in decays.items() if decay]
+        return weight_decay.describe({name: feedback.weight_decay for name, feedback in self.feedback.items()})
 
     def fallback(self) -> DenseFallback:
         """Return the rule that decides which tensors are sent dense at the current world size."""
@@ -248,8 +248,9 @@ class Step:
         other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
         scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
         misplaced = (
-            "hvd_sparse: a checkpoint has restored the error feedback of another rank, or of another number of ranks. "
-            "Each rank saves and restores its own, or all load one state_dict(summed=True). Ranks with another's:"
+            "hvd_sparse: a checkpoint has restored the error feedback of another rank, of another number of ranks, or "
+            "of variables with other names. Each rank saves and restores its own, of a model with the same names, or "
+            "all load one state_dict(summed=True). Ranks with another's:"
         )
         loading = tf.debugging.Assert(sums[0] < BETWEEN_STEPS, ["hvd_sparse: some", RANKS_APART])
         with tf.control_dependencies([loading]):
@@ -264,11 +265,12 @@ class Step:
         return tf.group(*checks)
 
     def _is_misplaced(self) -> tf.Tensor:
-        """Return 1.0 if a checkpoint has restored what another rank saved, else 0.0."""
-        if self.place is None or is_elastic():
-            return tf.zeros([], tf.float64)
-        restored, own = self.place
-        return tf.cast(tf.reduce_any(tf.not_equal(restored.read_value(), own)), tf.float64)
+        """Return 1.0 if a checkpoint has restored what another rank, or another model, saved, else 0.0.
+
+        In an elastic job too: rank and size are those at creation, which a later change of ranks does not change.
+        """
+        differ = [tf.reduce_any(tf.not_equal(restored.read_value(), own)) for restored, own in self.marks]
+        return tf.cast(tf.reduce_any(differ), tf.float64) if differ else tf.zeros([], tf.float64)
 
     def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)

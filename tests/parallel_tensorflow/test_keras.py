@@ -273,18 +273,47 @@ def test_saved_model_needs_no_horovod(form, tmp_path):
         np.testing.assert_allclose(json.loads(done.stdout), model(np.ones((1, 20), np.float32)), rtol=1e-5)
 
 
+OPTIMIZERS = {
+    "new": lambda: tf.keras.optimizers.SGD(0.1, momentum=0.5),
+    "Adam": lambda: tf.keras.optimizers.Adam(0.1, beta_1=0.5),
+    "legacy": lambda: tf.keras.optimizers.legacy.SGD(0.1, momentum=0.5),
+    "legacy Adam": lambda: tf.keras.optimizers.legacy.Adam(0.1, beta_1=0.5),
+}
+
+
 @needs_two
-@pytest.mark.parametrize("passes", [1, 2])
-def test_second_momentum_warns(passes):
+@pytest.mark.parametrize(("which", "passes"), [*((which, 1) for which in OPTIMIZERS), ("new", 2), ("legacy", 2)])
+def test_second_momentum_warns(which, passes):
     model = make_model()
     compression = Compression.dgc(model.trainable_variables, **SETTINGS)
-    optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.5)
-    compile_with(model, compression, optimizer, backward_passes_per_step=passes)
+    compile_with(model, compression, OPTIMIZERS[which](), backward_passes_per_step=passes)
     if hvd.rank() == 0:
         with pytest.warns(UserWarning, match=r"momentum \(or beta1\) 0.5 .* both are applied"):
             fit(model)
     else:
         fit(model)
+
+
+@needs_two
+@pytest.mark.parametrize("how", ["apply_gradients", "minimize"])
+def test_an_optimizer_whose_gradients_are_not_reduced_warns(how):
+    """Horovod's apply_gradients reduces nothing: each rank trains alone."""
+    model, (x, y) = make_model(), samples(8)
+    compression = Compression.gradient_dropping(model.trainable_variables, **SETTINGS)
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression)
+    loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with tf.GradientTape() as tape:
+        loss = loss_of(y, model(x))
+    if how == "minimize":
+        optimizer.minimize(loss, model.trainable_variables, tape=tape)
+        assert compression.stats()["steps"] == 1
+        assert_alike(model)
+    else:
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        with pytest.warns(UserWarning, match=r"Only fit and optimizer\.minimize.* reduce"):
+            assert compression.stats()["steps"] == 0
 
 
 @pytest.mark.rank_counts

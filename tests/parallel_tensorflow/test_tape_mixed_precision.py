@@ -1,13 +1,15 @@
-"""The training loop of docs/mixed-precision.md, unchanged."""
+"""The training loops of the documentation, unchanged, with a loss scaler."""
 
 import horovod.tensorflow as hvd
 import numpy as np
+import pytest
 import tensorflow as tf
 from documented import code_of
-from tf_helpers import assert_ranks_agree, several
+from tf_helpers import assert_alive, assert_ranks_agree, several
 
 pytestmark = several
 LOOP = code_of("mixed-precision.md", 1)
+TRAIN_STEP = code_of("tensorflow.md", 2)
 
 
 def run_loop(loop, steps=12):
@@ -35,3 +37,45 @@ def test_the_documented_loop():
         moved = np.linalg.norm(expected - before)
         assert moved > 0.0 and np.linalg.norm(found - expected) < 0.02 * moved
     assert_ranks_agree({str(i): weight for i, weight in enumerate(scaled["model"].get_weights())})
+
+
+@pytest.fixture
+def keras_3():
+    """Return Keras 3, which an earlier TensorFlow may not have; keep its policy."""
+    keras = pytest.importorskip("keras", minversion="3")
+    before = keras.config.dtype_policy()
+    yield keras
+    keras.config.set_dtype_policy(before)
+
+
+def moved_by(script):
+    """Run a script; return by how much its model's weights have moved, as one vector, and its compression."""
+    names = {"__name__": "script"}
+    first = script.replace("epochs=2", "epochs=0")
+    assert first != script
+    start = {}
+    exec(compile(first, "docs/tensorflow.md", "exec"), start)
+    exec(compile(script, "docs/tensorflow.md", "exec"), names)
+    pairs = zip(start["model"].get_weights(), names["model"].get_weights(), strict=True)
+    return np.concatenate([(after - before).ravel() for before, after in pairs]), names["compression"]
+
+
+def test_the_documented_train_step_under_a_policy_of_float16(keras_3):
+    """Keras 3 puts a scaler around the optimizer by itself: the model trains as with float32."""
+    expected, _ = moved_by(TRAIN_STEP)
+    keras_3.config.set_dtype_policy("mixed_float16")
+    found, compression = moved_by(TRAIN_STEP)
+    assert compression.loss_scale.numpy() == 2.0**15
+    norm = np.linalg.norm(expected)
+    assert norm > 0.0 and abs(np.linalg.norm(found) / norm - 1.0) < 0.05
+    assert found @ expected > 0.9 * norm**2
+    assert_ranks_agree({"moved": found})
+
+
+def test_a_scaler_whose_scale_is_not_known_is_refused(keras_3):
+    keras_3.config.set_dtype_policy("mixed_float16")
+    unknown = TRAIN_STEP.replace("compression.loss_scale =", "unknown =")
+    assert unknown != TRAIN_STEP
+    with pytest.raises(RuntimeError, match=r"compression\.loss_scale was never set.*scale_loss\(1\.0\)"):
+        exec(compile(unknown, "docs/tensorflow.md", "exec"), {})
+    assert_alive()

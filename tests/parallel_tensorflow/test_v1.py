@@ -1,6 +1,7 @@
 """A TensorFlow 1 graph: hvd.DistributedOptimizer around a v1 optimizer, run by sessions."""
 
 import time
+import warnings
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -26,14 +27,15 @@ def gradients_of(step, rank):
     return {name: generator.standard_normal(shape) for name, shape in SHAPES.items()}
 
 
-def build(compression_of, **options):
+def build(compression_of, optimizer=None, **options):
     """Return placeholders for gradients, the variables, the compression, and an operation that takes a step."""
     variables = {
         name: v1.get_variable(name, shape, initializer=v1.zeros_initializer()) for name, shape in SHAPES.items()
     }
     fed = {name: v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()}
     compression = compression_of(list(variables.values()))
-    optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(LR), compression=compression, **options)
+    optimizer = optimizer or v1.train.GradientDescentOptimizer(LR)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression, **options)
     loss = tf.add_n([tf.reduce_sum(variables[name] * fed[name]) for name in SHAPES])
     return fed, variables, compression, optimizer.minimize(loss)
 
@@ -78,6 +80,22 @@ def test_optimizer_follows_the_paper(scope):
             np.testing.assert_array_equal(one[kind], other[kind])
 
 
+@pytest.mark.parametrize("which", ["momentum", "beta1", "none"])
+def test_second_momentum_warns(which):
+    """Horovod's optimizer holds the one that has it."""
+    with tf.Graph().as_default():
+        optimizers = {
+            "momentum": lambda: v1.train.MomentumOptimizer(LR, momentum=0.5),
+            "beta1": lambda: v1.train.AdamOptimizer(LR, beta1=0.5),
+            "none": lambda: v1.train.GradientDescentOptimizer(LR),
+        }
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build(lambda variables: Compression.dgc(variables, density=0.05, min_numel=100), optimizers[which]())
+    told = sum("momentum (or beta1) 0.5" in str(one.message) for one in caught)
+    assert told == (which != "none" and hvd.rank() == 0)
+
+
 def test_a_finalized_graph():
     """As in a MonitoredTrainingSession: statistics and a rank's state can be read, and what adds operations says so."""
     with tf.Graph().as_default() as graph:
@@ -97,6 +115,41 @@ def test_a_finalized_graph():
             ):
                 with pytest.raises(RuntimeError, match="the graph of this session is finalized"):
                     call()
+
+
+def train_monitored(folder, until):
+    """Continue in a MonitoredTrainingSession up to a step, as documented; return the weights and this rank's state."""
+    with tf.Graph().as_default():
+        counter = v1.train.get_or_create_global_step()
+        fed, variables, compression, step = build(lambda found: Compression.dgc(found, density=0.05, min_numel=100))
+        with tf.control_dependencies([step]):
+            step = counter.assign_add(1)
+        own = [variable for variable in v1.local_variables() if variable.name.startswith("hvd_sparse/")]
+        others = [variable for variable in v1.local_variables() if not variable.name.startswith("hvd_sparse/")]
+        scaffold = v1.train.Scaffold(
+            init_op=v1.variables_initializer(v1.global_variables() + own),
+            local_init_op=tf.group(v1.variables_initializer(others), v1.tables_initializer()),
+            saver=v1.train.Saver(v1.global_variables() + own),
+        )
+        directory = f"{folder}/{hvd.rank()}"
+        with v1.train.MonitoredTrainingSession(checkpoint_dir=directory, scaffold=scaffold) as session:
+            begun = int(session.run(counter))
+            assert compression.stats(session)["steps"] == begun
+            take_steps(session, fed, step, range(begun, until))
+            return begun, session.run(variables), compression.state_dict(session=session)
+
+
+def test_a_monitored_session_goes_on_from_its_checkpoint(tmp_path):
+    folder = hvd.broadcast_object(str(tmp_path), name="folder")
+    train_monitored(f"{folder}/resumed", 3)
+    begun, values, state = train_monitored(f"{folder}/resumed", 6)
+    _, whole, expected = train_monitored(f"{folder}/whole", 6)
+    assert begun == 3 and state["step"] == expected["step"] == 6
+    for name in SHAPES:
+        np.testing.assert_array_equal(values[name], whole[name], err_msg=name)
+        for kind, buffer in expected["memory"][name].items():
+            np.testing.assert_array_equal(state["memory"][name][kind], buffer, err_msg=f"{name} {kind}")
+            assert buffer.any()
 
 
 def test_backward_passes_per_step():

@@ -234,8 +234,8 @@ def test_what_has_not_changed_is_not_assigned():
     variables = variables_of({name: np.zeros(100, np.float32) for name in "abcd"})
     method = METHODS["gd_async"](density=0.01, scope="model", min_numel=1)  # 4 elements a step, of any tensor
     with asynchronous.connect(list(variables.values()), method, **OPTIONS) as session:
-        assigned, updated = [], session.updated
-        session.updated = lambda names: (assigned.append(names), updated(names))
+        assigned, updated = [], session._updated
+        session._updated = lambda names: (assigned.append(names), updated(names))
         step = stepper(session.optimizer(1.0), variables, tf.function)
         for name, factor in (("b", 1.0), ("d", 10.0)):  # the residual of b is smaller
             step({other: tf.fill([100], factor if other == name else 0.125) for other in variables})

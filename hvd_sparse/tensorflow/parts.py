@@ -1,0 +1,43 @@
+"""The parts of a compressor that TensorFlow does not track."""
+
+import weakref
+from collections.abc import Callable, Mapping
+
+import tensorflow as tf
+
+from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.tensorflow.calls import TracedCall
+from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.step import Step
+from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.variables import Variables
+
+
+class Parts:
+    """The parts of a compressor that TensorFlow need not track."""
+
+    step: Step  # once the variables are known
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        loss_scale: tf.Variable,
+        variables: Variables,
+        exchange: Exchange,
+        traffic: Traffic,
+    ):
+        self.algorithm = algorithm
+        self.loss_scale = loss_scale
+        self.variables = variables
+        self.exchange = exchange
+        self.traffic = traffic
+        self.threshold_rows: Mapping[str, int] = {}
+        self.agreed = False
+        self.norm: tf.Tensor | None = None  # of the residuals, in a graph of TensorFlow 1
+        self.reduced: set[str] = set()  # names of the variables in calls so far
+        self.log: Callable[[int], None] | None = None  # reports a step
+        self.logs = False  # whether steps are traced with a report
+        self.call: TracedCall | None = None  # the one that is being traced
+        self.is_scaled = False  # whether loss_scale was set
+        self.has_optimizer = False  # whether a Keras optimizer of Horovod was made with it
+        self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
