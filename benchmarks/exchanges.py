@@ -1,12 +1,13 @@
 """Measure the bytes that a rank receives and its decoding time, with a gather and a reduce-scatter, on simulated ranks.
 
-    python benchmarks/exchanges.py [--parameters 25557032] [--density 0.01] [--jobs 2 3 4 8 16]
+    python benchmarks/exchanges.py
+    python benchmarks/exchanges.py --density 0.001 --jobs --out FOLDER
 
-The ranks run one after the other with the code of real training jobs (`hvd_sparse.reduce_scatter` and the core's
-payloads), but slices of arrays replace the collectives. Half of each rank's selection is common to all ranks. Nine
-tenths of it are in one tenth of the elements, as in a model whose layers differ. A second table has the bytes received
-in real jobs of a small model under mpirun (`exchanges_job.py`). Writes results/exchanges.json and .md. The last line of
-output is one JSON object.
+The ranks run one after the other, on one thread, with the code of real training jobs (`hvd_sparse.reduce_scatter`, and
+`reduce_payloads` of a gather), but slices of arrays replace the collectives. Half of each rank's selection is common to
+all ranks. Nine tenths of it are in one tenth of the elements, as in a model whose layers differ. A second table has the
+bytes received in real jobs of a small model under mpirun (`exchanges_job.py`). Writes exchanges.json and .md to
+benchmarks/results, and with other settings to the folder `--out`. The last line of output is one JSON object.
 """
 
 import argparse
@@ -17,10 +18,12 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from entries import ENTRY_BYTES
 
 from hvd_sparse import native
 from hvd_sparse.reduce_scatter import Entries, Form, Regions
+from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
 HERE = Path(__file__).resolve().parent
@@ -81,9 +84,7 @@ def measure(n: int, k: int, ranks: int) -> dict:
 
 def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
     """Raise an error unless the result has the exact sums over ranks, and each region's largest ones."""
-    total = np.zeros(regions.form.n, np.float32)
-    for own in selected:
-        total[own.indices] += own.values
+    total = sum_of(selected, regions.form.n)
     if not np.array_equal(total[kept.indices], kept.values):
         raise RuntimeError("what owners keep are not the sums of all ranks")
     rest = np.abs(total)
@@ -95,15 +96,23 @@ def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
 
 
 def decode_all(selected: list[Entries], n: int, k: int) -> float:
-    """Return the seconds to decode the payloads of all ranks, and to add them to a dense gradient."""
-    payloads = [native.pack(own.indices, own.values, n, k) for own in selected]
-    total = np.ones(n, np.float32)  # as in `measure`
+    """Return the seconds of a job's call that decodes the payloads of all ranks into a dense gradient; check it."""
+    gathered = torch.from_numpy(np.stack([native.pack(own.indices, own.values, n, k) for own in selected]))
+    out = torch.ones(n)  # as in `measure`
     start = perf_counter()
-    total[:] = 0.0
-    for payload in payloads:
-        indices, values = native.unpack(payload, n, k)
-        total[indices] += values
-    return perf_counter() - start
+    ops.reduce_payloads(gathered, 0, n, k, out)
+    seconds = perf_counter() - start
+    if not np.array_equal(out.numpy(), sum_of(selected, n)):
+        raise RuntimeError("the decoded gradient is not the sum of all ranks")
+    return seconds
+
+
+def sum_of(selected: list[Entries], n: int) -> np.ndarray:
+    """Return the sum of all ranks' selections, float32[n], added in rank order."""
+    total = np.zeros(n, np.float32)
+    for own in selected:
+        total[own.indices] += own.values
+    return total
 
 
 def run_job(ranks: int) -> dict:
@@ -113,7 +122,7 @@ def run_job(ranks: int) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def write(simulated: list[dict], jobs: list[dict], n: int, density: float) -> None:
+def write(simulated: list[dict], jobs: list[dict], n: int, density: float, out: Path) -> None:
     """Write the results and two tables."""
     lines = [
         f"{n:,} elements, density {density:g}, one rank of so many (`python benchmarks/exchanges.py`):",
@@ -136,8 +145,9 @@ def write(simulated: list[dict], jobs: list[dict], n: int, density: float) -> No
         for exchange in ("gather", "reduce_scatter"):
             cells += [f"{one[f'{exchange}_bytes']:,.0f} bytes", f"{one[f'{exchange}_entries']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    (RESULTS / "exchanges.md").write_text("\n".join([*lines, ""]))
-    (RESULTS / "exchanges.json").write_text(json.dumps({"simulated": simulated, "jobs": jobs}, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "exchanges.md").write_text("\n".join([*lines, ""]))
+    (out / "exchanges.json").write_text(json.dumps({"simulated": simulated, "jobs": jobs}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -147,7 +157,12 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--jobs", type=int, nargs="*", default=[2, 3, 4, 8, 16], help="ranks of real jobs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    defaults = vars(parser.parse_args([]))
+    if args.out == RESULTS and vars(args) != defaults:
+        parser.error(f"{RESULTS}/exchanges.json has results of the default settings: name another folder with --out")
+    torch.set_num_threads(1)
     k = top_k_count(args.parameters, args.density)
     simulated, jobs = [], []
     measure(args.parameters, k, 2)  # the first call takes longer
@@ -157,7 +172,7 @@ def main() -> None:
     for ranks in args.jobs:
         jobs.append(run_job(ranks))
         print(json.dumps(jobs[-1]), flush=True)
-    write(simulated, jobs, args.parameters, args.density)
+    write(simulated, jobs, args.parameters, args.density, args.out)
     print(json.dumps({"simulated": simulated, "jobs": jobs}))
 
 

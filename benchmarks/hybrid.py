@@ -1,10 +1,10 @@
 """Compare hybrid training (pipeline and data parallelism) with dense training: the loss over seeds, and bytes per link.
 
-    make results-hybrid      or: python benchmarks/hybrid.py --seeds 0 1 2 --steps 2000
+    make results-hybrid      or: python benchmarks/hybrid.py --seeds 0 1 2
 
 Runs `examples/pytorch_dct_hybrid.py` under mpirun: replicas of a click model in stages, as in Tables 1 to 3 of "Dynamic
-Communication Thresholding". Writes results/hybrid.{json,md}, and skips runs that the file already has. The last line of
-output is one JSON object.
+Communication Thresholding". Writes results/hybrid.{json,md}, and skips runs that the file already has. Results of
+another number of steps are never overwritten. The last line of output is one JSON object.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from convergence import RESULTS, machine
+from convergence import RESULTS, number, refuse_other_settings
+from machine import machine
 from tqdm import tqdm
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pytorch_dct_hybrid.py"
@@ -35,7 +36,7 @@ def run(name: str, seed: int, steps: int) -> dict:
     stages, density, dp_density = RUNS[name]
     options = {"stages": stages, "density": density, "dp-density": dp_density, "seed": seed, "steps": steps}
     switches = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    command = ["mpirun", "-np", str(2 * stages), sys.executable, str(EXAMPLE), "--quiet", *switches]
+    command = ["mpirun", "-np", str(2 * stages), "--oversubscribe", sys.executable, str(EXAMPLE), "--quiet", *switches]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
@@ -55,8 +56,8 @@ def table(results: list[dict]) -> str:
         if not runs:
             continue
         dense = [losses.get((DENSE[stages], one["seed"])) for one in runs]
-        each = [100.0 * (one["loss"] / base - 1.0) for one, base in zip(runs, dense, strict=True) if base]
-        mean = {key: statistics.mean(one[key] for one in runs) for key in ("loss", "accuracy", *RATIOS)}
+        each = [100.0 * (number(one["loss"]) / base - 1.0) for one, base in zip(runs, dense, strict=True) if base]
+        mean = {key: statistics.mean(number(one[key]) for one in runs) for key in ("loss", "accuracy", *RATIOS)}
         difference = f"{statistics.mean(each):+.2f} | {', '.join(f'{value:+.2f}' for value in each)}" if each else " | "
         lines.append(
             f"| {name} | {mean['loss']:.4f} | {difference} | {mean['accuracy']:.2f} | "
@@ -92,12 +93,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     file = args.out / "hybrid.json"
-    before = json.loads(file.read_text()) if file.exists() else {"steps": None}
-    results = before["runs"] if before["steps"] == args.steps else []
+    before = json.loads(file.read_text()) if file.exists() else {"steps": args.steps, "runs": []}
+    refuse_other_settings(file, {"steps": before["steps"]}, {"steps": args.steps})
+    results = before["runs"]
     known = {(one["name"], one["seed"]) for one in results}
     wanted = [(name, seed) for seed in args.seeds for name in args.runs if (name, seed) not in known]
     for name, seed in tqdm(wanted, unit="run"):

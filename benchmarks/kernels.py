@@ -83,7 +83,7 @@ def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str,
 
 
 def ratio(seconds: float, others: float) -> float:
-    """Return the ratio of two times, rounded to three digits; at least the smallest positive result."""
+    """Return the ratio of two times, rounded to three digits."""
     return float(f"{seconds / others:.3g}")
 
 

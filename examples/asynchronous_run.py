@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import time
 
@@ -217,11 +216,11 @@ def train(session, task, args, step, evaluate):
 
 
 def report(example, rows, stats, seconds, task, args):
-    """Print the traffic and a JSON line; draw the plot."""
+    """Print the traffic and a JSON line; then draw the plot."""
     if args.verbose:
         print(asynchronous_report.report(stats))
-    if args.plot:
-        reporting.save_plot(lambda: asynchronous_report.draw(stats), args.plot)
     settings = {name: getattr(args, name) for name in SETTINGS.split()}
     results = {"loss": rows[-1]["loss"], task.METRIC: rows[-1][task.METRIC], "seconds": seconds, "workers": args.size}
-    print(json.dumps({"example": example, **settings, **results, "stats": stats}), flush=True)
+    reporting.print_record({"example": example, **settings, **results, "stats": stats})
+    if args.plot:
+        reporting.save_plot(lambda: asynchronous_report.draw(stats), args.plot)

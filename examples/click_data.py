@@ -43,10 +43,19 @@ class Clicks:
         return float(-(chance * np.log(chance) + (1 - chance) * np.log1p(-chance)).mean())
 
 
+def check_rows(rows, batch_size, parts=1):
+    """Raise a ValueError unless each of `parts` parts of the rows fills a batch."""
+    if rows // parts < batch_size:
+        raise ValueError(f"--batch-size {batch_size} is more than the {rows // parts} rows of a replica: raise --rows")
+
+
 def batches(clicks, batch_size, seed, part=0, parts=1):
-    """Yield the indices of batches endlessly, epoch after epoch; each of `parts` parts gets its share of an epoch."""
-    if len(clicks) // parts < batch_size:
-        raise SystemExit(f"--batch-size {batch_size} is more than the {len(clicks) // parts} rows of a replica")
+    """Yield the indices of batches endlessly, epoch after epoch; each of `parts` parts gets its share of an epoch.
+
+    Raises:
+        ValueError: A part has fewer rows than a batch.
+    """
+    check_rows(len(clicks), batch_size, parts)
     epoch = 0
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(len(clicks))[part::parts]

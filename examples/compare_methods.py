@@ -11,7 +11,6 @@ comparison.md and comparison.png into --out; the last line is one JSON object.
 import argparse
 import ast
 import importlib
-import json
 import time
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def parse_arguments():
     everything = [variant(method) for method in reporting.METHODS if method != "fp16"]
     parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch", help="(default: %(default)s)")
     parser.add_argument(
-        "--methods", nargs="+", type=variant, default=everything, metavar="METHOD", help="(default: all)"
+        "--methods", nargs="+", type=variant, default=everything, metavar="METHOD", help="(default: all but fp16)"
     )
     parser.add_argument("--density", type=reporting.density, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=reporting.positive_integer, default=4, help="(default: %(default)s)")
@@ -147,7 +146,7 @@ def main():
         results[label] = train(label, method, own, data, args)
     if args.rank == 0:
         comparison_report.write(results, args)
-        print(json.dumps(comparison_report.as_json(results, args)), flush=True)
+        reporting.print_record(comparison_report.as_json(results, args))
 
 
 if __name__ == "__main__":

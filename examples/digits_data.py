@@ -45,15 +45,15 @@ def end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic):
 
 
 def report(example, rows, traffic, seconds, args):
-    """Print the JSON line and draw the curves, on rank 0."""
+    """Print the JSON line, then draw the curves, on rank 0."""
     if args.rank != 0:
         return
+    results = {"accuracy": rows[-1]["accuracy"], "loss": rows[-1]["test_loss"]}
+    reporting.print_json(example, args, traffic, **results, seconds=seconds, epochs=args.epochs)
     path = f"digits-{args.method}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "test_loss"], ["accuracy"], ["bytes_per_step"]]
         reporting.plot_curves(rows, "epoch", panels, f"digits, {args.method}, {args.size} ranks", path)
-    results = {"accuracy": rows[-1]["accuracy"], "loss": rows[-1]["test_loss"]}
-    reporting.print_json(example, args, traffic, **results, seconds=seconds, epochs=args.epochs)
 
 
 def load():

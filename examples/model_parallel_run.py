@@ -13,7 +13,6 @@ cut into stages of whole blocks. An example has a trainer, one a rank, with
 """
 
 import argparse
-import json
 import math
 import time
 
@@ -152,19 +151,17 @@ def train(trainer, args):
 
 
 def report(example, rows, everyone, seconds, args):
-    """Print a table and a JSON line of all ranks' reports, and draw the plot; on rank 0."""
+    """Print a table and a JSON line of all ranks' reports, then draw the plot; on rank 0."""
     if args.verbose:
         print("\nsent between stages, headers included")
         reporting.print_table([table_row(one) for one in everyone])
-    if args.plot:
-        title = f"{args.boundaries} boundaries, density {args.density:g}, {args.threshold}"
-        reporting.plot_curves(rows, "step", [["train_loss", "loss"], ["perplexity"]], title, args.plot)
     settings = {name: getattr(args, name) for name in SETTINGS}
     results = {name: rows[-1][name] for name in ("loss", "perplexity")} | summary(everyone)
     places = {"world_size": args.size, "stages": args.grid.stages, "replicas": args.grid.replicas}
-    record = {"example": example, **results, "seconds": seconds, **settings, **places}
-    record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    print(json.dumps(record, allow_nan=False), flush=True)
+    reporting.print_record({"example": example, **results, "seconds": seconds, **settings, **places})
+    if args.plot:
+        title = f"{args.boundaries} boundaries, density {args.density:g}, {args.threshold}"
+        reporting.plot_curves(rows, "step", [["train_loss", "loss"], ["perplexity"]], title, args.plot)
 
 
 def describe(trainer, args):

@@ -53,6 +53,11 @@ def load_text():
 def training_windows(characters, args):
     """Yield (inputs, targets, is_start) endlessly from this rank's streams, in reading order."""
     streams = char_data.split_streams(characters, args.batch_size * args.size)[args.rank :: args.size].to(args.device)
+    if streams.shape[1] <= args.sequence_length:
+        raise SystemExit(
+            f"{len(characters)} characters are too few for {args.size} ranks with --batch-size {args.batch_size} and "
+            f"windows of {args.sequence_length} characters: make --batch-size or the windows smaller"
+        )
     while True:
         for start in range(0, streams.shape[1] - args.sequence_length, args.sequence_length):
             window = streams[:, start : start + args.sequence_length + 1]
@@ -87,11 +92,6 @@ def evaluate(model, characters, args):
 def run(args):
     """Train; every rank takes part, rank 0 reports."""
     train_text, held_out_text = load_text()
-    if len(train_text) // (args.batch_size * args.size) <= args.sequence_length:
-        raise SystemExit(
-            f"{len(train_text)} characters are too few for {args.size} ranks with --batch-size "
-            f"{args.batch_size} and --sequence-length {args.sequence_length}"
-        )
     args.warmup_steps = min(args.warmup_steps, args.steps)
     model = Model(args.hidden).to(args.device)
     model, optimizer, compression = training.distribute(model, args, args.warmup_steps)

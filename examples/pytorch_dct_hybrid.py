@@ -9,7 +9,6 @@ stages of a replica, gradients by Horovod between the replicas of a stage, with 
 """
 
 import argparse
-import json
 import math
 import time
 
@@ -62,6 +61,10 @@ def parse_arguments():
         parser.error(f"--batch-size {args.batch_size} is less than --micro-batches {args.micro_batches}")
     where = hybrid(args.stages, args.order)
     args.rank, args.grid = where.grid.rank, where.grid
+    try:
+        click_data.check_rows(args.rows, args.batch_size, args.grid.replicas)
+    except ValueError as error:
+        parser.error(str(error))
     args.verbose = args.rank == 0 and not args.quiet
     return args, where
 
@@ -167,7 +170,7 @@ def report(rows, everyone, seconds, args):
     settings = {name: getattr(args, name) for name in SETTINGS}
     places = {"world_size": args.grid.size, "replicas": args.grid.replicas}
     record = {"example": "pytorch_dct_hybrid", **results, **ratios, "seconds": seconds, **settings, **places}
-    print(json.dumps({**record, "data": "generated", "links": links}), flush=True)
+    reporting.print_record({**record, "data": "generated", "links": links})
 
 
 def table_row(one):

@@ -58,12 +58,22 @@ class PowerSGDStats:
         self._state, self._dense_bytes = state, 4 * parameters
 
     def stats(self):
-        """Return {"step": ..., "total": ...}; bytes are those of the factors, and of what is no matrix."""
-        ratio, before, after = self._state.compression_stats()
-        total = {"dense_bytes": 4 * before, "payload_bytes": 4 * after, "ratio": ratio}
-        step = {"dense_bytes": self._dense_bytes, "payload_bytes": int(self._dense_bytes / max(ratio, 1.0))}
-        rest = {"density": 1.0, "seconds": {}}
-        return {"step": {**step, "ratio": ratio, **rest}, "total": {**total, **rest}, "residual_norm": 0.0}
+        """Return {"step": ..., "total": ...}; bytes are those of the factors, and of what is no matrix.
+
+        The first steps are dense, and PyTorch does not count them.
+        """
+        state = self._state
+        ratio, before, after = state.compression_stats()
+        first = min(state.iter, state.start_powerSGD_iter) * self._dense_bytes
+        step = bytes_of(self._dense_bytes, int(self._dense_bytes / max(ratio, 1.0)))
+        return {"step": step, "total": bytes_of(first + 4 * before, first + 4 * after), "residual_norm": 0.0}
+
+
+def bytes_of(dense_bytes, sent):
+    """Return the entry of `stats()` for some bytes, which all-reduces send."""
+    ratio = dense_bytes / sent if sent else 1.0
+    sizes = {"dense_bytes": dense_bytes, "payload_bytes": sent, "received_bytes": sent}
+    return {**sizes, "ratio": ratio, "density": 1.0, "seconds": {}}
 
 
 def distribute(model, optimizer, compression, args, warmup_steps):

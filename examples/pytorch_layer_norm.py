@@ -10,7 +10,6 @@ tensor over the density of all.
 """
 
 import argparse
-import json
 import math
 import statistics
 
@@ -143,7 +142,7 @@ def main():
             reporting.print_table(rows)
         settings = {name: getattr(args, name) for name in ("steps", "batch_size", "hidden", "layers", "lr", "seeds")}
         record = {"example": "pytorch_layer_norm", "target_density": args.density, "world_size": args.size}
-        print(json.dumps({**record, **settings, "runs": rows}), flush=True)
+        reporting.print_record({**record, **settings, "runs": rows})
 
 
 if __name__ == "__main__":

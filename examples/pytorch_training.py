@@ -6,7 +6,6 @@ own and run without the plugin.
 
 import importlib
 import math
-import os
 
 import char_data
 import reporting
@@ -107,7 +106,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 def load(model, optimizer, compression, args):
     """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
-    if not args.checkpoint or not os.path.exists(args.checkpoint):
+    if not reporting.has_checkpoint(args, host_of(args).sum_over_ranks):
         return [], 0
     state = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
     reporting.check_method(state["method"], args)
@@ -116,8 +115,11 @@ def load(model, optimizer, compression, args):
     optimizer.load_state_dict(state["optimizer"])
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)  # with one rank the optimizer has the momentum, not the compression
-    if reporting.compresses(args) and "compression" in state:
-        compression.load_state_dict(state["compression"])
+    if "compression" in state:
+        if reporting.compresses(args):
+            compression.load_state_dict(state["compression"])
+        else:
+            reporting.warn_of_dropped_residuals(args)
     return state["rows"], state["steps"]
 
 
@@ -175,16 +177,16 @@ def train_steps(model, optimizer, losses, evaluate, traffic, args):
 
 
 def report_steps(example, title, rows, traffic, seconds, args, **settings):
-    """Plot the rows of `train_steps`, unless `--plot ""`, and print the JSON line; rank 0 alone does."""
+    """Print the JSON line, then plot the rows of `train_steps`, unless `--plot ""`; rank 0 alone does."""
     if args.rank != 0:
         return
+    last = {"perplexity": rows[-1]["perplexity"], "loss": rows[-1]["held_out_loss"], "seconds": seconds}
+    curve = [[row["step"], row["held_out_loss"]] for row in rows]
+    reporting.print_json(example, args, traffic, **last, curve=curve, **settings)
     path = f"{example.removeprefix('pytorch_')}-{args.method}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]]
         reporting.plot_curves(rows, "step", panels, f"{title}, {args.method}, {args.size} ranks", path)
-    last = {"perplexity": rows[-1]["perplexity"], "loss": rows[-1]["held_out_loss"], "seconds": seconds}
-    curve = [[row["step"], row["held_out_loss"]] for row in rows]
-    reporting.print_json(example, args, traffic, **last, curve=curve, **settings)
 
 
 def sum_over_ranks(values, name, args):

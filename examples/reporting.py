@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 import sys
 
 from tqdm import tqdm
@@ -128,7 +129,7 @@ def parse_arguments(parser, hvd):
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
     if args.exchange != "gather" and args.method not in HOSTED:
-        parser.error(f"{args.method} always gathers: leave out --exchange {args.exchange}")
+        parser.error(f"--exchange is of {', '.join(HOSTED)}: leave it out with --method {args.method}")
     if args.nesterov and args.method == "samomentum":
         parser.error("samomentum has no --nesterov: use dgc")
     if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
@@ -142,6 +143,30 @@ def parse_arguments(parser, hvd):
 def compresses(args):
     """Return whether a compressor of the plugin is in use: a single process never calls it."""
     return args.method not in DENSE_METHODS and args.size > 1
+
+
+def has_checkpoint(args, sum_over_ranks):
+    """Return whether there is a checkpoint to resume from; end the program if only some ranks can read it.
+
+    sum_over_ranks(values, name): as in the frameworks' modules.
+    """
+    if not args.checkpoint:
+        return False
+    found = round(sum_over_ranks([float(os.path.exists(args.checkpoint))], "checkpoint")[0])
+    if found not in (0, args.size):
+        raise SystemExit(
+            f"--checkpoint {args.checkpoint}: {found} of {args.size} ranks find this file, but all read it. Name a "
+            "path on a disk that all hosts share, or copy it to each host"
+        )
+    return found > 0
+
+
+def warn_of_dropped_residuals(args):
+    """Say that a single process, which never calls the compressor, does not continue a checkpoint's residuals."""
+    print(
+        f"--checkpoint {args.checkpoint}: one process compresses nothing, so the residuals in this file are dropped",
+        file=sys.stderr,
+    )
 
 
 def check_method(method, args):
@@ -220,18 +245,19 @@ class Traffic:
     """Count the gradient bytes that this rank sends; `dense` is what float32 would have taken."""
 
     def __init__(self, parameters, compression, args):
-        self.parameters, self.compression, self.steps, self.seen = parameters, compression, 0, (0, 0)
+        self.parameters, self.compression, self.seen = parameters, compression, (0, 0)
+        self.steps = self.resumed_at = 0
         self.dense = DenseStats(parameters, args.method, args.size > 1)
 
     def stats(self):
         """Return {"step": ..., "total": ...} with dense_bytes, payload_bytes, ratio, density and seconds."""
         if hasattr(self.compression, "stats"):
             return self.compression.stats()
-        return self.dense.stats(self.steps)
+        return self.dense.stats(self.steps - self.resumed_at)
 
     def resume(self, steps):
         """Resume after a number of steps; bytes are counted from here."""
-        self.steps = steps
+        self.steps = self.resumed_at = steps
         self.seen = (self.stats()["total"]["payload_bytes"], steps)
 
     def since_last(self):
@@ -242,14 +268,18 @@ class Traffic:
         return {"bytes_per_step": int(mean), "density": stats["step"]["density"]}
 
     def summary(self):
-        """Return the JSON fields: totals of the run under plain names, the last step's under `last_step`."""
+        """Return the JSON fields: totals under plain names, the last step's under `last_step`.
+
+        The totals are those of `counted_steps`: of all `steps` but those before a checkpoint that the run resumed from.
+        """
         stats = self.stats()
-        fields = ("dense_bytes", "payload_bytes", "ratio", "density")
+        fields = ("dense_bytes", "payload_bytes", "received_bytes", "ratio", "density")
         return {
             **{name: stats["total"][name] for name in fields},
             "compression_seconds": stats["total"]["seconds"],
             "last_step": {name: stats["step"][name] for name in fields},
             "steps": self.steps,
+            "counted_steps": self.steps - self.resumed_at,
             "parameters": self.parameters,
         }
 
@@ -304,7 +334,7 @@ def save_plot(draw, path):
     """
     try:
         draw().savefig(path, dpi=120)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, ValueError) as error:  # ValueError: matplotlib cannot write this kind of file
         print(f"no plot in {path}: {error}", file=sys.stderr)
 
 
@@ -325,9 +355,25 @@ def _draw(rows, x, panels, title):
     return figure
 
 
+def finite(value):
+    """Return a value for JSON: numbers that are not finite become None, also inside dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_record(record):
+    """Print a dict as one line of JSON; numbers that are not finite become null."""
+    print(json.dumps(finite(record), allow_nan=False), flush=True)
+
+
 def print_json(example, args, traffic, **results):
-    """Print the run as one line of JSON; numbers that are not finite become null."""
-    settings = {name: getattr(args, name) for name in ("scope", "values", "seed", "batch_size", "lr")}
+    """Print the run as one line of JSON, with the settings that its method has."""
+    used = compression_settings(args, 0) if compresses(args) else {}
+    settings = {name: used[name] for name in ("scope", "values", "exchange") if name in used}
+    settings |= {name: getattr(args, name) for name in ("seed", "batch_size", "lr")}
     record = {
         "example": example,
         "method": args.method,
@@ -337,5 +383,4 @@ def print_json(example, args, traffic, **results):
         "target_density": args.density,
         "world_size": args.size,
     }
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    print(json.dumps(finite, allow_nan=False), flush=True)
+    print_record(record)

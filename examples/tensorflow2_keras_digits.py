@@ -98,6 +98,7 @@ def main():
     model.fit(
         Batches(train_images, train_labels, args),
         epochs=args.epochs,
+        shuffle=False,  # else Keras draws another order of the batches
         callbacks=callbacks,
         validation_data=(test_images[..., None], test_labels),  # the whole of it on every rank: the mean is exact
         validation_batch_size=len(test_images),

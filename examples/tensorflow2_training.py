@@ -109,7 +109,7 @@ def save(model, optimizer, compression, rows, steps, args):
 
 def load(model, optimizer, compression, args):
     """Restore args.checkpoint; return metrics and number of steps: [] and 0 without a checkpoint."""
-    if not args.checkpoint or not os.path.exists(args.checkpoint):
+    if not reporting.has_checkpoint(args, sum_over_ranks):
         return [], 0
     optimizer.build(model.trainable_variables)
     with np.load(args.checkpoint) as file:
@@ -124,9 +124,12 @@ def load(model, optimizer, compression, args):
             name, _, kind = place.rpartition("/")
             if what == "memory":
                 memory.setdefault(name, {})[kind] = file[key]
-    if reporting.compresses(args) and "compression" in told:
-        memory |= {name: {} for name in told["compression"].pop("names") if name not in memory}
-        compression.load_state_dict({**told["compression"], "memory": memory})
+    if "compression" in told:
+        if reporting.compresses(args):
+            memory |= {name: {} for name in told["compression"].pop("names") if name not in memory}
+            compression.load_state_dict({**told["compression"], "memory": memory})
+        else:
+            reporting.warn_of_dropped_residuals(args)
     return told["rows"], told["steps"]
 
 

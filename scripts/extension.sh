@@ -11,6 +11,10 @@ with=()
 [ "$frameworks" = torch ] && with+=(HVD_SPARSE_WITHOUT_TENSORFLOW=1) || with+=(HVD_SPARSE_WITH_TENSORFLOW=1)
 how=--editable
 [ "$VENV" = "$ROOT/.venv" ] || how=--force-reinstall
+# CMake would take the libraries of another build in this place, such as that of gpu.sh, for its own.
+[ "$how" != --editable ] || for framework in numpy ${frameworks/all/torch tensorflow}; do
+    rm -f "hvd_sparse/lib/libhvd_sparse_$framework.so"
+done
 # The objects are kept: the next build compiles what changed, and the native tests link the core.
 step "hvd_sparse: extension for $frameworks" env "${with[@]}" HVD_SPARSE_BUILD="$BUILD" \
     pip install --disable-pip-version-check --no-build-isolation --no-deps $how . || {

@@ -18,7 +18,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from curves import Curve, follow
 from hosts import Hosts, enter_switch, hosts
-from records import load, save
+from records import UNLIMITED, load, save
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -181,7 +181,7 @@ def main() -> None:
             if wanted in known:
                 continue
             run = dict(zip(KEYS, wanted, strict=True))
-            lab.shape(run["rate"])
+            lab.shape(None if run["rate"] == UNLIMITED else run["rate"])
             run["curve"] = train(lab, run)
             results.append(run)
             save(path, results)

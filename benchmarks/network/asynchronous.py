@@ -7,8 +7,8 @@ answers have density 0.01, too. Figure 6: 5 M parameters. Workers sleep 50 ms fo
 the cores of this machine. The speed-up is over one worker without an exchange. Figures 8a and 8c: the time of a push
 relative to ASGD's, for life-spans at density 0.05, and for densities at a life-span of 1000.
 
-Writes results/network_asynchronous.json, .md and .png, and skips runs that the file already has. The last line of
-output is one JSON object.
+Writes results/network_asynchronous.json, .md and .png, and skips runs that the file already has; the page has the runs
+of this call's `--steps` and `--seconds`. The last line of output is one JSON object.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from curves import follow
 from hosts import Hosts, enter_switch, hosts
-from records import load, save
+from records import UNLIMITED, load, save
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,8 +29,9 @@ WORKER = Path(__file__).resolve().parent / "push_worker.py"
 FIGURES = ("curve", "speedup", "pushes_per_second")  # what a run adds to its description
 METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
 NUMEL, STEP_SECONDS = 5_000_000, 0.05  # for Figure 6
-STEPS = 150  # for Figure 5, per worker
+STEPS, SECONDS = 150, 6.0  # for Figure 5, per worker; of a run for the others
 TASK = ["--task", "char_lstm", "--hidden", "512", "--sequence-length", "16", "--batch-size", "4"]
+LENGTHS = {5: {"steps": STEPS}, 6: {"seconds": SECONDS}, 8: {"seconds": SECONDS}}
 LOSS_WORKERS = 8
 DCT_PLACE = {"figure": 8, "workers": 4, "servers": 1, "method": "dct_async"}
 DCT = [(0.05, 1), (0.05, 10), (0.05, 100), (0.05, 1000), (0.25, 1000), (0.1, 1000), (0.02, 1000), (0.005, 1000)]
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2], help="of Figure 6 (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of Figure 5 (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a run of Figure 6 (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of other runs (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
@@ -79,15 +80,17 @@ def asked_for(args: argparse.Namespace) -> list[dict]:
     """Return the runs, ordered by the number of hosts."""
     runs = []
     if "5" in args.figures:
-        same = {"figure": 5, "rate": "1gbit", "workers": LOSS_WORKERS, "servers": 1}
+        same = {"figure": 5, "rate": "1gbit", "workers": LOSS_WORKERS, "servers": 1, "steps": args.steps}
         runs += [{**same, "method": method} for method in args.methods]
     if "6" in args.figures:
         for workers, servers, rate, method in itertools.product(args.workers, args.servers, args.rates, args.methods):
-            runs.append({"figure": 6, "rate": rate, "workers": workers, "servers": servers, "method": method})
+            place = {"figure": 6, "rate": rate, "workers": workers, "servers": servers}
+            runs.append({**place, "method": method, "seconds": args.seconds})
     if "8" in args.figures:
         for rate in args.rates:
-            runs.append({**DCT_PLACE, "rate": rate, "method": "asgd"})
-            runs += [{**DCT_PLACE, "rate": rate, "density": density, "lifespan": span} for density, span in DCT]
+            place = {**DCT_PLACE, "rate": rate, "seconds": args.seconds}
+            runs.append({**place, "method": "asgd"})
+            runs += [{**place, "density": density, "lifespan": span} for density, span in DCT]
     return sorted(runs, key=lambda run: run["workers"] + run["servers"])
 
 
@@ -166,22 +169,24 @@ def main() -> None:
     args = parse_arguments()
     enter_switch()
     path = args.out / "network_asynchronous.json"
-    results = load(path)
+    results = [{**LENGTHS[one["figure"]], **one} for one in load(path)]  # as all were that do not say it
     known = [{key: value for key, value in one.items() if key not in FIGURES} for one in results]
     wanted = [run for run in asked_for(args) if run not in known]
     for count, runs in itertools.groupby(wanted, key=lambda run: run["workers"] + run["servers"]):
         with hosts(count) as lab:
             for run in runs:
-                lab.shape(run["rate"])
+                lab.shape(None if run["rate"] == UNLIMITED else run["rate"])
                 is_loss = run["figure"] == 5
                 found = loss_against_time(lab, run["method"], args.steps) if is_loss else speed(lab, run, args.seconds)
                 results.append({**run, **found})
                 save(path, results)
                 told = "seconds, loss: {:.0f}, {:.3f}".format(*found["curve"][-1]) if is_loss else f"{found}"
                 print(f"{run}: {told}", flush=True)
-    write(results, args.out)
-    ends = {one["method"]: one["curve"][-1] for one in results if one["figure"] == 5}
-    speeds = [one for one in results if one["figure"] != 5]
+    chosen = [one for one in results if one.get("steps", args.steps) == args.steps]
+    chosen = [one for one in chosen if one.get("seconds", args.seconds) == args.seconds]
+    write(chosen, args.out)
+    ends = {one["method"]: one["curve"][-1] for one in chosen if one["figure"] == 5}
+    speeds = [one for one in chosen if one["figure"] != 5]
     print(json.dumps({"benchmark": "network_asynchronous", "loss_at_seconds": ends, "speedups": speeds}))
 
 

@@ -54,12 +54,13 @@ def measure(
 ) -> Iterator[dict]:
     """Yield the figures of each method as they arrive. One job measures all methods, because its start takes long.
 
-    In TensorFlow each round has a job: Horovod keeps every compression, and so its model, until the process ends.
+    In TensorFlow each round has a job: Horovod keeps every compression, and so its model, until the process ends. With
+    `--in-turns`, all rounds need the same models, and have one job.
 
     Args:
         more: Options of `worker.py`.
     """
-    if point["framework"] == "tensorflow" and args.rounds > 1:
+    if point["framework"] == "tensorflow" and args.rounds > 1 and "--in-turns" not in more:
         for _ in range(args.rounds):
             yield from measure(lab, point, methods, argparse.Namespace(**{**vars(args), "rounds": 1}), more)
         return

@@ -1,14 +1,35 @@
 """The benchmarks run at small sizes: their checks hold, and their last line has their figures."""
 
+import argparse
+import contextlib
 import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def load(name, monkeypatch):
+    """Import a benchmark, such as network/run: both folders have a module `asynchronous`."""
+    path = BENCHMARKS / f"{name}.py"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(path.parent))
+    specification = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def start(module, monkeypatch, *options):
+    """Run a benchmark's main function with options."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, options)])
+    module.main()
 
 
 @pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
@@ -73,6 +94,172 @@ def test_hybrid_tables(monkeypatch, tmp_path):
     assert "| both 0.05 | 1 | 0 | 5.00 | 5.00 | 5.00 |" in text
     assert json.loads((tmp_path / "hybrid.json").read_text())["runs"] == runs
     assert (tmp_path / "hybrid.md").read_text().strip() == text
+
+
+def test_a_batch_that_is_larger_than_the_data_does_not_hang():
+    command = [sys.executable, str(BENCHMARKS / "boundaries.py"), "--rows", "200", "--processes", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--batch-size 256 is more than --rows 200" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "before", "options"),
+    [
+        ("boundaries", "boundaries.json", {"settings": {"steps": 2000}, "runs": []}, ["--steps", "3"]),
+        ("hybrid", "hybrid.json", {"steps": 1000, "runs": []}, ["--steps", "3"]),
+        ("asynchronous", "asynchronous_tuned.json", {"batch_size": 8, "runs": []}, ["--batch-size", "4"]),
+        ("convergence", "convergence_digits.json", {"runs": [{"world_size": 4}]}, ["--ranks", "2"]),
+        ("convergence", "convergence_digits.json", {"runs": [{"world_size": 4}]}, ["--epochs", "1"]),
+    ],
+)
+def test_results_of_other_settings_are_not_overwritten(name, file, before, options, monkeypatch, tmp_path):
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(subprocess, "run", None)  # no job is started
+    monkeypatch.setattr("multiprocessing.get_context", None)
+    (tmp_path / file).write_text(json.dumps(before))
+    with pytest.raises(SystemExit, match=f"{file} has results of .* name another folder with --out"):
+        start(module, monkeypatch, "--seeds", 0, "--out", tmp_path, *options)
+    assert json.loads((tmp_path / file).read_text()) == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_that_diverged_is_in_the_tables(monkeypatch, tmp_path):
+    convergence = load("convergence", monkeypatch)
+    answers = iter([2.0, None])
+    row = {"world_size": 4, "ratio": 1.0, "density": 1.0}
+
+    def train(script, options, ranks, seed, extra):
+        loss = next(answers)
+        return {**row, "seed": seed, "loss": loss, "curve": [[1, 2.0], [2, loss]]}
+
+    monkeypatch.setattr(convergence, "train", train)
+    monkeypatch.setitem(convergence.EXPERIMENTS, "transformer", ("", [], "loss", {"dense": []}))
+    start(convergence, monkeypatch, "--experiments", "transformer", "--seeds", 0, 1, "--out", tmp_path)
+    assert "| dense | nan | 2.000, nan |" in (tmp_path / "convergence_transformer.md").read_text()
+    hybrid = load("hybrid", monkeypatch)
+    runs = [made_up_run("dense", 0, 0.5, 10**8), made_up_run("both 0.05", 0, None, 10**6)]
+    assert "| both 0.05 | nan | +nan | +nan |" in hybrid.write(runs, 3, tmp_path)
+
+
+def test_the_description_of_a_machine_has_what_is_installed(monkeypatch):
+    module = load("machine", monkeypatch)
+
+    def version(package):
+        if package == "tensorflow":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.2"
+
+    monkeypatch.setattr(module, "version", version)
+    assert "torch 1.2, horovod 1.2" in module.machine() and "tensorflow" not in module.machine()
+
+
+def test_exchanges(monkeypatch, tmp_path):
+    """A gather is decoded by one call of a job's operator, whose sum is checked. --out is needed with other sizes."""
+    module = load("exchanges", monkeypatch)
+    small = ["--parameters", 30_000, "--ranks", 2, 3, "--jobs"]
+    with pytest.raises(SystemExit):
+        start(module, monkeypatch, *small)
+    start(module, monkeypatch, *small, "--out", tmp_path)
+    assert [one["ranks"] for one in json.loads((tmp_path / "exchanges.json").read_text())["simulated"]] == [2, 3]
+    shapes = []
+    monkeypatch.setattr(module.ops, "reduce_payloads", lambda gathered, *others: shapes.append(len(gathered)))
+    entries = module.Entries(np.arange(5), np.ones(5, np.float32))
+    with pytest.raises(RuntimeError, match="not the sum of all ranks"):
+        module.decode_all([entries] * 3, 100, 5)
+    assert shapes == [3]
+
+
+@pytest.mark.parametrize(("more", "jobs"), [(["--in-turns"], 1), ([], 9)])
+def test_rounds_in_turns_have_one_job_in_tensorflow(more, jobs, monkeypatch):
+    """`--in-turns` takes all rounds in one job; a job for each round would leave one of them."""
+    run = load("network/run", monkeypatch)
+    started = []
+
+    class Lab:
+        addresses = ("10.0.0.1",)
+
+        def mpirun(self, command):
+            started.append(command[command.index("--rounds") + 1])
+            return [sys.executable, "-c", "print('{}')"]
+
+        def stop(self):
+            pass
+
+    point = {"framework": "tensorflow", "model": "mlp10"}
+    args = argparse.Namespace(seconds=1.0, batch_size=8, rounds=9)
+    assert list(run.measure(Lab(), point, ["dense"], args, more)) == [{}] * jobs
+    assert started == [str(9 // jobs)] * jobs
+
+
+class Rates:
+    """Hosts that keep the rates of their links."""
+
+    def __init__(self):
+        self.rates = []
+
+    def shape(self, rate):
+        self.rates.append(rate)
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """Return a function that imports a module of network/ without hosts, and the rates that they would have."""
+    rates = Rates()
+
+    def load_without_hosts(name):
+        module = load(f"network/{name}", monkeypatch)
+        monkeypatch.setattr(module, "enter_switch", lambda: None)
+        monkeypatch.setattr(module, "hosts", lambda count: contextlib.nullcontext(rates))
+        return module, rates.rates
+
+    return load_without_hosts
+
+
+def test_the_time_to_accuracy_without_a_limit(lab, monkeypatch, tmp_path):
+    module, rates = lab("accuracy")
+    monkeypatch.setattr(module, "train", lambda hosts, run: [(1.0, 99.0)])
+    options = ["--rates", "none", "1gbit", "--examples", "digits", "--methods", "dense", "--seeds", 0]
+    start(module, monkeypatch, *options, "--out", tmp_path)
+    assert rates == [None, "1gbit"]
+
+
+def test_asynchronous_runs_of_other_lengths_are_other_runs(lab, monkeypatch, tmp_path):
+    module, rates = lab("asynchronous")
+    lengths = []
+
+    def figure_5(hosts, method, steps):
+        lengths.append(steps)
+        return {"curve": [(0.0, 3.0), (float(steps), 2.0)]}
+
+    def figure_6(hosts, run, seconds):
+        lengths.append(seconds)
+        return {"speedup": seconds}
+
+    monkeypatch.setattr(module, "loss_against_time", figure_5)
+    monkeypatch.setattr(module, "speed", figure_6)
+    before = [{"figure": 5, "rate": "1gbit", "workers": 8, "servers": 1, "method": "asgd", "curve": [[9.0, 2.0]]}]
+    before += [{"figure": 6, "rate": "none", "workers": 1, "servers": 1, "method": "asgd", "speedup": 0.5}]
+    (tmp_path / "network_asynchronous.json").write_text(json.dumps(before))
+    options = ["--figures", "5", "6", "--methods", "asgd", "--workers", 1, "--servers", 1, "--rates", "none"]
+    for more in ([], ["--steps", 300, "--seconds", 2], ["--steps", 300, "--seconds", 2]):
+        start(module, monkeypatch, *options, "--out", tmp_path, *more)
+    assert sorted(lengths) == [2.0, 300]  # those of the file have the default lengths
+    assert sorted(rates, key=str) == ["1gbit", None]
+    page = (tmp_path / "network_asynchronous.md").read_text()
+    assert "| asgd | 300 | 1.0 | 2.000 |" in page and "| none | 1 | asgd | 2.0 |" in page
+    assert len(json.loads((tmp_path / "network_asynchronous.json").read_text())) == 4
+
+
+def test_the_page_of_simulated_ranks_has_all_commands(monkeypatch, tmp_path):
+    module = load("exchange_convergence", monkeypatch)
+    figures = {"metric": 99.0, "residual_norm": 1.0, "received": 1000.0, "changed": 10.0}
+    monkeypatch.setattr(module, "train", lambda run: {**run, **figures})
+    options = ["--out", tmp_path, "--densities", 0.01, "--exchanges", "gather", "--ranks", 4, "--seeds", 0]
+    with pytest.raises(SystemExit):  # the name of a run that is always there
+        start(module, monkeypatch, *options, "--methods", "dense")
+    for task in ("digits", "char_lstm"):
+        start(module, monkeypatch, *options, "--methods", "dgc", "--tasks", task)
+    heading = (tmp_path / "exchange_convergence.md").read_text().splitlines()[2]
+    assert "--tasks digits`, `python benchmarks/exchange_convergence.py" in heading and "--tasks char_lstm`" in heading
 
 
 def test_a_share_is_of_a_run_without_a_limit_of_the_same_session(monkeypatch, tmp_path):

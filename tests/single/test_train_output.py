@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 TRAIN = ROOT / "scripts" / "train.py"
 RESULT = dict.fromkeys(("accuracy", "loss", "density", "dense_bytes", "payload_bytes", "ratio", "seconds", "steps"), 1)
-RESULT |= {"method": "stub", "last_step": {"ratio": 1}}
+RESULT |= {"received_bytes": 1, "method": "stub", "last_step": {"ratio": 1}}
 # What Open MPI makes of two ranks' unbuffered output: tags in the middle of lines, pieces of several ranks in turn.
 TAGGED = f"""#!/bin/sh
 test "$TF_CPP_MIN_LOG_LEVEL" = 3 || echo "log level: $TF_CPP_MIN_LOG_LEVEL"
@@ -73,14 +74,35 @@ def assert_clean(stdout):
 
 
 def test_a_prediction_adds_what_the_network_takes():
-    """4 ranks, 10 steps of 12.5 MB dense: 18.75 MB in 6 messages each; 1.25 MB payloads: 3.75 MB in 2 messages."""
+    """4 ranks, 10 steps of 12.5 MB dense: 18.75 MB in 6 messages each. 3.75 MB received of payloads, in 2 messages.
+
+    What a rank sends is more than a third of that: rows of an all-reduce are sent once, and received once.
+    """
     dense = {"seconds": 7.0, "steps": 10, "payload_bytes": 125_000_000}
-    sparse = {"seconds": 9.0, "steps": 10, "payload_bytes": 12_500_000}
+    sparse = {"seconds": 9.0, "steps": 10, "payload_bytes": 20_000_000, "received_bytes": 37_500_000}
     slow, fast = load(TRAIN).predicted(dense, sparse, ranks=4)
     assert slow["none"] == pytest.approx(7 + 10 * (1.5 + 6 * 5e-5))
     assert slow["dgc"] == pytest.approx(9 + 10 * (0.3 + 2 * 5e-5))
     assert fast["none"] == pytest.approx(7 + 10 * (0.15 + 6 * 5e-5))
     assert fast["dgc"] == pytest.approx(9 + 10 * (0.03 + 2 * 5e-5))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("first", "second"), [("torch", "tensorflow"), ("tensorflow", "pytorch"), ("torch", "keras")])
+def test_the_second_framework_builds_both(first, second, tmp_path):
+    """Horovod for one framework replaces Horovod for the other, whose mark that it is there would stay."""
+    for name in (".environment", f".horovod-{first}", f".extension-{first}"):
+        (tmp_path / name).touch()
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+
+    def planned(framework):
+        command = ["make", "-n", "train", f"FRAMEWORK={framework}", f"VENV={tmp_path}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return [line.split(" && ")[0] for line in done.stdout.splitlines()]
+
+    assert planned(second)[:2] == ["scripts/horovod.sh all", "scripts/extension.sh all"]
+    again = planned({"torch": "pytorch"}.get(first, first))
+    assert len(again) == 1 and again[0].startswith("scripts/run.sh python scripts/train.py")
 
 
 def test_without_a_terminal_there_is_no_bar(tmp_path):
