@@ -13,9 +13,8 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kFitMargin = 0.97;          // elements above this fraction of the guessed threshold are gathered
-constexpr int64_t kFitSpan = 1 << 20;        // elements that are accumulated before their part of the sample is read
-constexpr double kSmallestFloat = 0x1p-149;  // the smallest positive float32
+constexpr double kFitMargin = 0.97;    // elements above this fraction of the guessed threshold are gathered
+constexpr int64_t kFitSpan = 1 << 20;  // elements that are accumulated before their part of the sample is read
 
 // Returns the residuals at ascending indices, with zeros where there is no part.
 std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {

@@ -17,12 +17,8 @@ class FilterBucketKernel : public AccumulatingKernel {
   explicit FilterBucketKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "filter_bucket") {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
-    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
-    std::string name;
-    OP_REQUIRES_OK(construction, construction->GetAttr("distribution", &name));
-    distribution_ = name == "gamma"    ? Distribution::kGamma
-                    : name == "pareto" ? Distribution::kPareto
-                                       : Distribution::kExponential;
+    OP_REQUIRES_OK(construction, GetNamed(construction, "level", kLevelNames, &level_));
+    OP_REQUIRES_OK(construction, GetNamed(construction, "distribution", kDistributionNames, &distribution_));
   }
 
  protected:

@@ -217,12 +217,12 @@ def test_hints_of_a_wrong_shape_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ks": [1, 1]}, "ks must have one entry a selection, 5, got 2"),
-        ({"ks": [1, 1], "is_joint": True}, "ks must have one entry a selection, 1, got 2"),
-        ({"sizes": [1, 7]}, "ks must have one entry a selection, 2, got 5"),
+        ({"ks": [1, 1]}, "ks must have 5 entries, one a selection; got 2"),
+        ({"ks": [1, 1], "is_joint": True}, "ks must have 1 entries, one a selection; got 2"),
+        ({"sizes": [1, 7]}, "ks must have 2 entries, one a selection; got 5"),
         ({"sizes": [1, 7, 1000, 65_537, 69_999]}, "gradient 4 must have 69999 elements, got 70000"),
         ({"sizes": [1, 7, 1000, 65_537, -1]}, r"sizes must be in \[0, 2\^48\], got -1"),
-        ({"channels": [1, 1]}, "channels must have one entry a member, 5, got 2"),
+        ({"channels": [1, 1]}, "channels must have 5 entries, one a member; got 2"),
         ({"members": [0, 1, 2, 3]}, "gradients must have 4 entries, one a member; got 5"),
         ({"members": [0, 1, 2, 4, 3]}, r"members must ascend in \[0, 5\), got 3 after 4"),
         ({"members": [0, 1, 2, 3, 3]}, r"members must ascend in \[0, 5\), got 3 after 3"),

@@ -236,7 +236,7 @@ WRONG = [
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
     ({"ks": [0, -8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),  # exactly 8
-    ({"channels": [1, 2]}, "channels must have one entry a member, 5, got 2"),
+    ({"channels": [1, 2]}, "channels must have 5 entries, one a member; got 2"),
     ({"channels": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "channels"),
 ]
 
@@ -264,7 +264,7 @@ def test_wrong_sums_are_named():
             ops.reduce_located_bucket(gathered, *arguments)
     with pytest.raises(Invalid, match="ranks must be at least 1, got 0"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 0)
-    with pytest.raises(Invalid, match="channels must have one entry a member, 5, got 1"):
+    with pytest.raises(Invalid, match="channels must have 5 entries, one a member; got 1"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
 
