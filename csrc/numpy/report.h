@@ -9,6 +9,7 @@
 #include "../core/payload.h"
 #include "../core/select.h"
 
+#include "../core/denormals.h"
 #define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
 
 // `hvd_sparse.native` defines a structure with the same layout.

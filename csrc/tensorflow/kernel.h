@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "../core/parallel.h"
+#include "../core/denormals.h"
 #include "../core/payload.h"
 #include "../core/select.h"
 #include "absl/strings/str_cat.h"
 #include "attributes.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/platform/denormal.h"
 #include "tensorflow/core/util/work_sharder.h"
 
 namespace hvd_sparse {
@@ -24,10 +24,6 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::TensorShapeUtils;
-
-// TensorFlow's own threads flush denormals to zero, but the calling thread does not. Either may run a kernel, and a sum
-// must have the same bits on every rank, so all kernels keep denormals.
-using KeepDenormals = tensorflow::port::ScopedDontFlushDenormal;
 
 // Returns the data of a tensor in row-major order. The op's interface restricts its type.
 inline Array AsArray(const Tensor& tensor) {
@@ -150,7 +146,8 @@ class Call {
     return OutputSelected(values, selection.indices);
   }
 
-  // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too.
+  // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too. TensorFlow's own
+  // threads flush denormals to zero, and must not be left by an exception.
   ParallelFor Pool() const {
     auto* workers = context_->device()->tensorflow_cpu_worker_threads()->workers;
     return [workers](int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {

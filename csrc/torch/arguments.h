@@ -7,19 +7,36 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../core/accumulate.h"
-#include "../core/payload.h"
 #include "../core/denormals.h"
 #include "../core/names.h"
+#include "../core/payload.h"
 
 namespace hvd_sparse {
 
 using at::Tensor;
 
+// Each of PyTorch's threads has its own setting of torch.set_flush_denormal.
 inline void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
-  at::parallel_for(begin, end, grain, body);
+  at::parallel_for(begin, end, grain, [&body](int64_t first, int64_t last) {
+    const KeepDenormals keep;
+    body(first, last);
+  });
 }
+
+// Registers an op so that its calling thread keeps denormals, too: m.impl(name, &Keeping<&Op>::Call).
+template <auto op>
+struct Keeping;
+
+template <typename Result, typename... Arguments, Result (*op)(Arguments...)>
+struct Keeping<op> {
+  static Result Call(Arguments... arguments) {
+    const KeepDenormals keep;
+    return op(std::forward<Arguments>(arguments)...);
+  }
+};
 
 inline void Raise(const char* op, const Status& status) {
   TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);

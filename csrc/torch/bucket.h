@@ -43,7 +43,7 @@ inline void CheckStages(const char* op, int64_t stages) {
 // Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit: returns that of one.
 template <typename FitOne>
 void FitEach(size_t count, double* rows, const FitOne& fit) {
-  at::parallel_for(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
+  TorchParallelFor(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Fit found = fit(static_cast<size_t>(i));
       rows[2 * i] = found.threshold;

@@ -99,7 +99,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate_bucket", &hvd_sparse::AccumulateBucketOp);
-  m.impl("clear_bucket", &hvd_sparse::ClearBucketOp);
-  m.impl("reduce_bucket", &hvd_sparse::ReduceBucketOp);
+  m.impl("accumulate_bucket", &hvd_sparse::Keeping<&hvd_sparse::AccumulateBucketOp>::Call);
+  m.impl("clear_bucket", &hvd_sparse::Keeping<&hvd_sparse::ClearBucketOp>::Call);
+  m.impl("reduce_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceBucketOp>::Call);
 }

@@ -124,8 +124,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("filter_bucket", &hvd_sparse::FilterBucketOp);
-  m.impl("accumulate_partition", &hvd_sparse::AccumulatePartitionOp);
-  m.impl("fit_thresholds", &hvd_sparse::FitThresholdsOp);
-  m.impl("reduce_located_bucket", &hvd_sparse::ReduceLocatedBucketOp);
+  m.impl("filter_bucket", &hvd_sparse::Keeping<&hvd_sparse::FilterBucketOp>::Call);
+  m.impl("accumulate_partition", &hvd_sparse::Keeping<&hvd_sparse::AccumulatePartitionOp>::Call);
+  m.impl("fit_thresholds", &hvd_sparse::Keeping<&hvd_sparse::FitThresholdsOp>::Call);
+  m.impl("reduce_located_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceLocatedBucketOp>::Call);
 }
