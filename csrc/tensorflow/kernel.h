@@ -2,14 +2,15 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <new>
 #include <type_traits>
 #include <vector>
 
-#include "../core/parallel.h"
 #include "../core/denormals.h"
+#include "../core/parallel.h"
 #include "../core/payload.h"
 #include "../core/select.h"
 #include "absl/strings/str_cat.h"
@@ -155,16 +156,18 @@ class Call {
       if (begin >= end) return;
       const int64_t size = end - begin;
       const int64_t parts = std::clamp<int64_t>(size / grain, 1, workers->NumThreads());
-      std::atomic<bool> out_of_memory{false};
+      std::mutex mutex;
+      std::exception_ptr failure;
       tensorflow::Shard(workers->NumThreads(), workers, parts, kWorthAThread, [&](int64_t first, int64_t last) {
         const KeepDenormals keep;
         try {
           body(begin + size * first / parts, begin + size * last / parts);
-        } catch (const std::bad_alloc&) {
-          out_of_memory = true;
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          failure = std::current_exception();
         }
       });
-      if (out_of_memory) throw std::bad_alloc();
+      if (failure) std::rethrow_exception(failure);
     };
   }
 
@@ -187,6 +190,8 @@ class Kernel : public tensorflow::OpKernel {
       OP_REQUIRES_OK(context, Run(Call(context, verb_, copy_)));
     } catch (const std::bad_alloc&) {  // TensorFlow knows no exceptions: the process would end
       OP_REQUIRES(context, false, absl::ResourceExhaustedError(absl::StrCat("hvd_sparse.", verb_, ": out of memory")));
+    } catch (const std::exception& error) {
+      OP_REQUIRES(context, false, absl::InternalError(absl::StrCat("hvd_sparse.", verb_, ": ", error.what())));
     }
   }
 
