@@ -241,15 +241,26 @@ def test_wrong_arguments_are_named(changes, message):
         Bucket({}, {}).accumulate(**changes)
 
 
-def test_a_damaged_payload_names_its_rank_and_touches_nothing():
+@pytest.mark.parametrize("member", [0, 4])
+def test_a_damaged_payload_names_its_rank_and_touches_nothing(member):
     bucket = Bucket({}, {})
     bucket.accumulate()
     gathered = torch.stack([bucket.out, bucket.out])
-    gathered[1, 34] ^= 1
+    gathered[1, bucket.offsets[member] + 34] ^= 1
     outs = [torch.full((n,), 9.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_bucket: from rank 1: payload checksum"):
         ops.reduce_bucket(gathered, outs, layout=bucket.layout)
-    assert bool((outs[0] == 9.0).all())
+    assert all(bool((out == 9.0).all()) for out in outs)
+
+
+def test_a_wrong_residual_of_the_last_member_changes_no_other():
+    bucket, before = Bucket({}, {}), Bucket({}, {})
+    bucket.residuals[4] = torch.zeros(3)
+    with pytest.raises(ValueError, match="accumulate_bucket: residual must have 70000 elements"):
+        bucket.accumulate()
+    with pytest.raises(ValueError, match="clear_bucket: residual must have 70000 elements"):
+        ops.clear_bucket(before.one_by_one()[0], bucket.residuals, layout=bucket.layout)
+    assert all(map(torch.equal, bucket.residuals[:4], Bucket({}, {}).residuals))
 
 
 def test_opcheck():
