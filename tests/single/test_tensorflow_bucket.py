@@ -271,14 +271,14 @@ def test_wrong_arguments_of_joint_members_touch_nothing():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.clear_bucket(packed(), [2, 2], False, [zeros(5)]), "clear_bucket: ks must have one entry"),
+        (lambda: ops.clear_bucket(packed(), [2, 2], False, [zeros(5)]), "clear_bucket: ks must have 1 entries"),
         (lambda: ops.clear_bucket(packed(), [3], False, [zeros(5)]), "clear_bucket: message must have .* bytes"),
         (lambda: ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(6)]), "velocity and residual differ"),
         (lambda: ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(5), zeros(5)]), "2 velocities but 1 resid"),
         (lambda: ops.clear_bucket(packed(), [2], [False], [zeros(5)]), "clear_bucket: is_void must be a scalar"),
         (lambda: ops.clear_bucket(packed()[None], [2], False, [zeros(5)]), "message must have one dimension"),
         (lambda: ops.clear_bucket(packed(6), [2], False, [zeros(5)]), "clear_bucket: payload"),
-        (lambda: ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have one entry"),
+        (lambda: ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have 1 entries"),
         (lambda: ops.reduce_bucket(packed(), [5], 2, [2]), "reduce_bucket: gathered must be a message of .* 2 ranks"),
         (lambda: ops.reduce_bucket(packed(), [5], 0, [2]), "gathered must be a message of .* 0 ranks"),
         (lambda: ops.reduce_bucket(packed(), [5], -1, [2]), "gathered must be a message of .* -1 ranks"),
