@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from hvd_sparse.wire import checked_integer
+from hvd_sparse.checks import checked_integer
 
 VERSION = 2
 REASON_BYTES = 512  # of the reason why a rank cannot load its state, in the message to other ranks

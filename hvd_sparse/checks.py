@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import operator
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -10,9 +11,42 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
+def check_bool(name: str, value: bool) -> None:
+    """Raise TypeError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def check_number(name: str, value: float, expected: str, holds) -> None:
     """Raise TypeError unless value is a number, ValueError unless it is finite and `holds`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number {expected}, got {value!r} of type {type(value).__name__}")
     if not math.isfinite(value) or not holds(value):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raise TypeError unless value is a number, ValueError unless it is finite and above 0."""
+    check_number(name, value, "above 0 and finite, in seconds", lambda seconds: seconds > 0.0)
+
+
+def checked_density(name: str, value: float) -> float:
+    """Return value as a float; TypeError unless it is a number, ValueError unless it is in (0, 1]."""
+    check_number(name, value, "in (0, 1]", lambda density: 0.0 < density <= 1.0)
+    return float(value)
+
+
+def checked_integer(name: str, value: int, least: int | None = None, most: int | None = None) -> int:
+    """Return value as Python's int; TypeError for a bool or what is no integer, ValueError if it is out of range."""
+    expected = "an integer"
+    if least is not None:
+        expected += f" of at least {least}" if most is None else f" from {least} to {most}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be {expected}, got {value!r} of type {type(value).__name__}")
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} must be {expected}, got {number}")
+    return number

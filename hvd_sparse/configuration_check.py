@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 
+AGREE_SECONDS = 600  # how long a rank waits for the others in a check
 DIGEST_BYTES = 32
 
 

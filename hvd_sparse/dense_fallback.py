@@ -91,7 +91,7 @@ class DenseFallback:
             return frozenset()
         if isinstance(self.algorithm.schedule, Constant) and self.density(self._settled) >= 1.0:
             return frozenset(self._tensors)
-        if self.algorithm.layout not in ("tensor", "threshold"):  # they share a payload
+        if self.algorithm.selection not in ("tensor", "threshold"):  # they share a payload
             return frozenset()
         settled = self._settled
         return frozenset(name for name in self._tensors if self._costs_more((name,), settled))
@@ -131,14 +131,14 @@ class DenseFallback:
         """Return N / (N - 1) times the bytes that a rank receives for these tensors."""
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
         if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size, self._numels):
-            selections = [tensors] if algorithm.layout == "model" else [[tensor] for tensor in tensors]
+            selections = [tensors] if algorithm.selection == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)
             completing = 2 * VALUE_BYTES * kept if algorithm.complete else 0  # an all-reduce
             return 2 * (size + self.world_size * HEADER_BYTES) + completing  # entries to the owners, and kept sums
-        if algorithm.layout in ("tensor", "threshold"):
+        if algorithm.selection in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
-        if algorithm.layout == "model":
+        if algorithm.selection == "model":
             return self.world_size * self._payload(tensors, density)
         n = sum(tensor.numel for tensor in tensors)
         k = top_k_count(n, density)
@@ -157,8 +157,8 @@ class DenseFallback:
     def _index_bytes(self, n: int, k: int) -> int:
         """Return the bytes of all ranks' messages with k shared indices."""
         coding = self.algorithm.coding
-        if self.algorithm.layout == "random":
+        if self.algorithm.selection == "random":
             return 0
-        if self.algorithm.layout == "leader":
+        if self.algorithm.selection == "leader":
             return payload_size(n, k, coding, "none") + (self.world_size - 1) * payload_size(n, 1, coding, "none")
         return self.world_size * payload_size(n, max(1, k // self.world_size), coding, "none")

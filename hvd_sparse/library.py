@@ -64,6 +64,18 @@ def mpi():
     return MPI
 
 
+def checked_communicator(communicator):
+    """Return an mpi4py communicator, COMM_WORLD for None; ValueError for COMM_NULL."""
+    if communicator is None:
+        return mpi().COMM_WORLD
+    if communicator == mpi().COMM_NULL:
+        raise ValueError(
+            "communicator must be one that this rank is in, got COMM_NULL: ranks that Split(MPI.UNDEFINED) leaves out "
+            "must not take part"
+        )
+    return communicator
+
+
 def _build(switches: str) -> str:
     return f"In the source tree of hvd_sparse: {switches}pip install --no-build-isolation --force-reinstall --no-deps ."
 

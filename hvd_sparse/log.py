@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_sparse.wire import checked_integer
+from hvd_sparse.checks import checked_integer
 
 Writer = Callable[[dict[str, float], int], Any]
 

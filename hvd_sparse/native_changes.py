@@ -21,9 +21,8 @@ from hvd_sparse.native_call import (
     declare,
     make_form,
 )
+from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import BLOCK, HEADER_BYTES, payload_size
-
-TINIEST = 2.0**-149  # the smallest magnitude of float32 above 0
 
 declare(
     {
@@ -165,7 +164,7 @@ def select_marked(
     k: int,
     part: tuple[int, int] | None = None,
     seed: int = 0,
-    floor: float = TINIEST,
+    floor: float = SMALLEST,
 ) -> Marked:
     """Select among marked elements the k largest of minuend - subtrahend, float32[n] both, that reach a floor.
 
@@ -201,7 +200,7 @@ def add_marked(
     marks: np.ndarray,
     indices: np.ndarray,
     values: np.ndarray,
-    floor: float = TINIEST,
+    floor: float = SMALLEST,
 ) -> None:
     """Add values to subtrahend at indices; take away the marks where minuend - subtrahend is then below the floor."""
     n = checked("minuend", minuend, np.float32).size

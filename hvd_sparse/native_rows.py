@@ -2,14 +2,15 @@
 
 Every function has a twin of the same name in `hvd_sparse.reference`, which specifies it. Values are a contiguous matrix
 of float32, float64, float16, ml_dtypes.bfloat16, or, where `value_dtype="bfloat16"` says so, of the bits of bfloat16 as
-uint16; masks are bool. Bad arguments and damaged payloads raise ValueError. Calls run in the caller's thread, and let
-others run meanwhile.
+uint16; masks are bool. Bad arguments and damaged payloads raise ValueError, a size that is no integer TypeError.
+Calls run in the caller's thread, and let others run meanwhile.
 """
 
 import ctypes
 
 import numpy as np
 
+from hvd_sparse.checks import checked_integer
 from hvd_sparse.native_call import (
     POINTER,
     SIZE,
@@ -21,7 +22,7 @@ from hvd_sparse.native_call import (
     make_form,
     values_type,
 )
-from hvd_sparse.wire import VALUE_BYTES, VALUE_DTYPES, checked_integer, payload_size
+from hvd_sparse.wire import VALUE_BYTES, VALUE_DTYPES, payload_size
 
 _TYPES = tuple(name for name, size in VALUE_BYTES.items() if size > 0)
 

@@ -33,6 +33,8 @@ BALANCE_STEPS = 64  # steps between two agreements on the regions
 BINS = 4096  # of the histogram of selected indices
 SPARE = 1.25  # capacity of a padded message, relative to its average number of entries
 
+Bounds = dict[tuple[str, ...], np.ndarray]  # the bounds of the regions, int64[N + 1], by the tensors of their message
+
 
 class Entries(NamedTuple):
     """Sparse entries of a message: indices and values."""
@@ -232,7 +234,16 @@ def add_in_order(parts: Sequence[Entries]) -> Entries:
     return Entries(*native_changes.add_entries(indices, values, np.array([part.indices.size for part in parts])))
 
 
-def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:
+def known_bounds(regions: Bounds, names: Sequence[str], n: int, world_size: int) -> np.ndarray | None:
+    """Return the bounds of a message that the ranks agreed on before; None if these are for another message.
+
+    Those of another world size are from before an elastic job lost or gained ranks.
+    """
+    bounds = regions.get(tuple(names))
+    return None if bounds is None or (bounds[-1], bounds.size - 1) != (n, world_size) else bounds
+
+
+def told(regions: Bounds, step: int) -> list[float]:
     """Return a rank's numbers for the presence sum, from which all ranks know whether to agree on regions.
 
     They are whether an agreement is due in this step, and a digest of all regions that this rank knows, by the tensors
@@ -240,9 +251,8 @@ def told(regions: Mapping[tuple[str, ...], Regions], step: int) -> list[float]:
     other regions.
     """
     digest = 0
-    for names, one in sorted(regions.items()):
-        if one.bounds is not None:
-            digest = zlib.crc32(one.bounds.tobytes(), zlib.crc32("\n".join(names).encode(), digest))
+    for names, bounds in sorted(regions.items()):
+        digest = zlib.crc32(bounds.tobytes(), zlib.crc32("\n".join(names).encode(), digest))
     digest %= 1 << 16
     return [float(step % BALANCE_STEPS == 0), float(digest), float(digest**2)]
 
@@ -253,18 +263,16 @@ def must_agree(sums: Sequence[float], world_size: int) -> bool:
     return due > 0.0 or digests**2 != squares * world_size  # equal only if all digests are equal (Cauchy-Schwarz)
 
 
-def state_of(regions: Mapping[tuple[str, ...], Regions]) -> list[tuple[list[str], list[int]]]:
-    """Return the known regions in the layout of a checkpoint: the tensors of a message, and its bounds."""
-    return [(list(names), one.bounds.tolist()) for names, one in sorted(regions.items()) if one.bounds is not None]
+def state_of(regions: Bounds) -> list[tuple[list[str], list[int]]]:
+    """Return the regions in the layout of a checkpoint: the tensors of a message, and its bounds."""
+    return [(list(names), bounds.tolist()) for names, bounds in sorted(regions.items())]
 
 
-def restored(state: Sequence[tuple[list[str], list[int]]], sizes: Mapping[str, int], rank: int) -> dict:
-    """Return {names: Regions} from the result of `state_of`; regions that do not fit these tensors are left out."""
+def restored(state: Sequence[tuple[list[str], list[int]]], sizes: Mapping[str, int]) -> Bounds:
+    """Return the regions from the result of `state_of`; those that do not fit these tensors are left out."""
     found = {}
     for names, bounds in state:
         n = sum(sizes.get(name, 0) for name in names)
         if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == n > 0 and list(bounds) == sorted(bounds):
-            regions = Regions(Form(n, 1, "run_length", "float32", "mean"), len(bounds) - 1, rank)
-            regions.bounds = np.array(bounds, np.int64)
-            found[tuple(names)] = regions
+            found[tuple(names)] = np.array(bounds, np.int64)
     return found

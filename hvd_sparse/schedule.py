@@ -9,10 +9,9 @@ final density, not only 0.1 %, follows the same geometric law.
 
 import abc
 import itertools
-import operator
 from dataclasses import dataclass
 
-from hvd_sparse.wire import checked_density
+from hvd_sparse.checks import checked_density, checked_integer
 
 STAGE_TOLERANCE = 0.05  # a stage this close to the final density is not worth having: 0.25**5 = 0.000977 is 0.001
 
@@ -76,7 +75,7 @@ class Constant(Schedule):
 
     def density(self, step: int) -> float:
         """Return the density; ValueError for a negative step."""
-        checked_step(step)
+        checked_integer("step", step, 0)
         return self.value
 
     def describe(self) -> str:
@@ -99,13 +98,13 @@ class WarmUp(Schedule):
 
     Args:
         final: Density after the warm-up, in (0, 1].
-        steps: Optimizer steps of the warm-up, at least 1.
+        steps: Optimizer steps of the warm-up, at least 1; for no warm-up use `Constant`.
         initial: Density of the first stage, in (0, 1].
         factor: Ratio of each stage's density to the previous one's, in (0, 1).
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is no number, or `steps` no integer.
     """
 
     final: float
@@ -117,11 +116,9 @@ class WarmUp(Schedule):
         object.__setattr__(self, "final", checked_density("density", self.final))
         object.__setattr__(self, "initial", checked_density("initial", self.initial))
         object.__setattr__(self, "factor", checked_density("factor", self.factor))
-        object.__setattr__(self, "steps", checked_count("steps", self.steps))
+        object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
         if self.factor == 1.0:
             raise ValueError("factor must be below 1, or the density never falls; got 1.0")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}; for no warm-up use Constant({self.final!r})")
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -142,7 +139,7 @@ class WarmUp(Schedule):
 
     def density(self, step: int) -> float:
         """Return the density of the stage that holds this step; ValueError for a negative step."""
-        step = checked_step(step)
+        step = checked_integer("step", step, 0)
         stages = self.stages
         if step >= self.steps or not stages:
             return self.final
@@ -185,29 +182,6 @@ def make_schedule(density, warmup=None) -> Schedule:
         return warmup
     if warmup is None:
         return Constant(density)
-    if isinstance(warmup, bool) or not hasattr(type(warmup), "__index__"):
-        raise TypeError(
-            f"warmup must be None, a number of optimizer steps (an int; for epochs, multiply by the steps of an epoch)"
-            f" or a Schedule, got {warmup!r} of type {type(warmup).__name__}"
-        )
-    steps = operator.index(warmup)
-    if steps < 0:
-        raise ValueError(f"warmup must be at least 0 optimizer steps, got {steps}; use None or 0 for no warm-up")
+    what = "warmup (optimizer steps: epochs times the steps of an epoch), unless None or a Schedule,"
+    steps = checked_integer(what, warmup, 0)
     return WarmUp(density, steps) if steps else Constant(density)
-
-
-def checked_count(name: str, value) -> int:
-    """Return value as an int; TypeError if a bool or no integer."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(
-            f"{name} must be a whole number of optimizer steps (an int), got {value!r} of type {type(value).__name__}"
-        )
-    return operator.index(value)
-
-
-def checked_step(step: int) -> int:
-    """Return step as an int; ValueError if negative, TypeError if no integer."""
-    number = checked_count("step", step)
-    if number < 0:
-        raise ValueError(f"step must be at least 0, got {number}")
-    return number

@@ -1,6 +1,7 @@
 """Traffic statistics: bytes, elements and seconds, of the last step and in total."""
 
 from collections import defaultdict
+from collections.abc import Collection
 from time import perf_counter
 
 TIMERS = ("compress", "exchange", "decompress")
@@ -31,6 +32,15 @@ class Traffic:
         for name, count in counts.items():
             self._step[name] += count
 
+    def count_gradients(self, entries: Collection, token_bytes: int) -> None:
+        """Count the gradients of a step, the bytes that Horovod alone would have sent for them, and their tokens."""
+        gradients = [entry.gradient for entry in entries]
+        self.count(
+            elements=sum(gradient.numel() for gradient in gradients),
+            dense_bytes=sum(gradient.nbytes for gradient in gradients),
+            payload_bytes=sum(entry.carries_token for entry in entries) * token_bytes,
+        )
+
     def timed(self, name: str) -> "Timed":
         """Return a context manager that adds the time of its block to one of TIMERS."""
         return Timed(self, name)
@@ -53,10 +63,7 @@ class Traffic:
 
 
 class PartOfStep(Traffic):
-    """The counters of a step within a step: bytes, elements sent and seconds are those of the whole.
-
-    The whole counts its gradients and their tokens itself, so a count of `elements` is not passed on.
-    """
+    """The counters of a step within a step: bytes, elements sent and seconds are those of the whole."""
 
     def __init__(self, whole: Traffic):
         super().__init__()
@@ -64,8 +71,10 @@ class PartOfStep(Traffic):
 
     def count(self, **counts: int) -> None:
         """Add to the counters of the whole step."""
-        if "elements" not in counts:
-            self._whole.count(**counts)
+        self._whole.count(**counts)
+
+    def count_gradients(self, entries: Collection, token_bytes: int) -> None:
+        """Count nothing: the whole step counts its gradients."""
 
     def timed(self, name: str) -> "Timed":
         """Return `Traffic.timed` of the whole."""

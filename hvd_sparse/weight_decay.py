@@ -27,6 +27,11 @@ def weight_decays(given: WeightDecay, parameters: Iterable[tuple[str, object]]) 
     return {name: float(value) for name, value in returned.items()}
 
 
+def describe(decays: Mapping[str, float]) -> list[str]:
+    """Return one line for each parameter with weight decay, for the configuration check across ranks."""
+    return [f"weight_decay of {name} = {decay!r}" for name, decay in sorted(decays.items()) if decay]
+
+
 def check_weight_decay(given: WeightDecay) -> None:
     """Raise TypeError or ValueError unless it is a number, a mapping of names to numbers, or a function."""
     if isinstance(given, Mapping):

@@ -37,11 +37,11 @@ counts (for parallel decoding, without filler entries), a header and a checksum.
 
 import functools
 import math
-import numbers
-import operator
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from hvd_sparse.checks import checked_density, checked_integer
 
 MAGIC = 0x53445648  # the bytes "HVDS"
 VERSION = 1
@@ -88,7 +88,7 @@ def block_count(n: int) -> int:
 def top_k_count(n: int, density: float) -> int:
     """Return k, the number of n elements to send at a density: max(1, min(n, floor(density * n + 0.5))).
 
-    Raises ValueError unless n is an integer of at least 1 and density in (0, 1]; TypeError if density is no number.
+    Raises TypeError unless n is an integer and density a number, ValueError unless n >= 1 and density is in (0, 1].
     """
     n = checked_integer("n", n, 1)
     return max(1, min(n, math.floor(checked_density("density", density) * n + 0.5)))
@@ -100,7 +100,8 @@ def payload_layout(
     """Return the offsets of the sections of a payload of k of n elements.
 
     Raises ValueError unless 1 <= k <= n, coding and value_dtype are known, k = n if coding is "dense", and the
-    segments begin at 0, ascend below n, and have at least 1 channel and at most as many as elements.
+    segments begin at 0, ascend below n, and have at least 1 channel and at most as many as elements; TypeError if n or
+    k is no integer.
     """
     n = checked_integer("n", n, 1)
     k = checked_integer("k", k, 1)
@@ -185,7 +186,7 @@ def payload_size(
 ) -> int:
     """Return the size in bytes of a payload of k of n elements: a multiple of 8, the same on every rank.
 
-    Raises ValueError as `payload_layout` does.
+    Raises ValueError and TypeError as `payload_layout` does.
     """
     return payload_layout(n, k, coding, value_dtype, segments).size
 
@@ -207,7 +208,7 @@ def entries_of(payload, n: int) -> int:
 def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> float:
     """Return the bytes of n float32 / the bytes of the payload (the ratio of Deep Gradient Compression, section 4).
 
-    Raises ValueError as `payload_layout` does.
+    Raises ValueError and TypeError as `payload_layout` does.
     """
     return 4.0 * n / payload_size(n, k, coding, value_dtype)
 
@@ -215,24 +216,3 @@ def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: s
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
-
-
-def checked_integer(name: str, value: int, least: int) -> int:
-    """Return value as an int; ValueError naming the argument if it is no integer, a bool, or below `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return number
-
-
-def checked_density(name: str, value: float) -> float:
-    """Return value as a float in (0, 1]; ValueError if out of it or NaN, TypeError if a bool or no number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number in (0, 1], got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if not 0.0 < number <= 1.0:
-        raise ValueError(f"{name} must be in (0, 1], got {number!r}")
-    return number

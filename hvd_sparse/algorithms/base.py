@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_sparse._version import __version__
-from hvd_sparse.checks import check_choice
+from hvd_sparse.checks import check_choice, checked_integer
 from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
-from hvd_sparse.wire import LEVELS, checked_integer
+from hvd_sparse.wire import LEVELS
 
 SCOPES = ("tensor", "model")
 CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
@@ -111,7 +111,7 @@ def _not_called(name: str) -> Callable:
 
 
 def checked_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    """Return `ranks_per_host` with Python's integers; ValueError unless it fits the exchange."""
+    """Return `ranks_per_host` with Python's integers; TypeError for others, ValueError unless it fits the exchange."""
     if ranks_per_host is None:
         return None
     if exchange != "hierarchical":
@@ -173,8 +173,8 @@ class Algorithm(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def layout(self) -> str:
-        """The codec of a step: "tensor" or "model", the scope of a selection of exactly k; or another name."""
+    def selection(self) -> str:
+        """The kind of selection, which has a codec: "tensor" or "model", the scope of exactly k; or another name."""
 
     @property
     @abc.abstractmethod
@@ -207,9 +207,12 @@ class Algorithm(abc.ABC):
 
     def describe(self) -> list[str]:
         """Return one line per setting, and the version, for the configuration check across ranks."""
-        settings = [field.name for field in fields(self)]
         start = [f"hvd_sparse = {__version__}", f"method = {self.name}"]
-        return start + [f"{name} = {getattr(self, name)!r}" for name in settings]
+        return start + [f"{name} = {text}" for name, text in self._described().items()]
+
+    def _described(self) -> dict[str, str]:
+        """Return the text of each setting that ranks compare."""
+        return {field.name: repr(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +231,8 @@ class AtDensity(Algorithm):
         """The density of each optimizer step."""
         return make_schedule(self.density, self.warmup)
 
-    def describe(self) -> list[str]:
-        """Return one line per setting, for the configuration check across ranks."""
-        own = [line for line in super().describe() if not line.startswith(("density = ", "warmup = "))]
-        return [*own, f"density = {self.schedule.describe()}"]
+    def _described(self) -> dict[str, str]:
+        """Return the text of each setting; `density` and `warmup` are one schedule."""
+        texts = super()._described() | {"density": self.schedule.describe()}
+        del texts["warmup"]
+        return texts

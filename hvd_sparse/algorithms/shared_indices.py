@@ -150,7 +150,7 @@ class CyclicLocalTopK(SharedIndices):
     """The settings of `Compression.cltk`."""
 
     name: ClassVar[str] = "cltk"
-    layout = "leader"
+    selection = "leader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class MiCRO(SharedIndices):
     controller: str
 
     name: ClassVar[str] = "micro"
-    layout = "partition"
+    selection = "partition"
 
     def __post_init__(self):
         super().__post_init__()
@@ -172,4 +172,4 @@ class RandomK(SharedIndices):
     """The settings of `Compression.random_k`."""
 
     name: ClassVar[str] = "random_k"
-    layout = "random"
+    selection = "random"

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvd_sparse.algorithms.base import Algorithm, AtDensity, Compressor, Methods, Parameters, documented
-from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.checks import check_choice, check_number, checked_integer
 from hvd_sparse.schedule import Constant, Schedule
-from hvd_sparse.wire import checked_integer
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 
@@ -132,11 +131,11 @@ class DynamicCommunicationThresholding(AtDensity):
 
     name: ClassVar[str] = "dct"
     DEFAULT_DENSITY: ClassVar[float] = 0.01
-    layout = "threshold"
+    selection = "threshold"
 
     def __post_init__(self):
         super().__post_init__()
-        check_kept(self.lifespan, self.drain, self.band)
+        check_lifespan(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ class SIDCo(AtDensity):
     distribution: str
 
     name: ClassVar[str] = "sidco"
-    layout = "threshold"
+    selection = "threshold"
 
     def __post_init__(self):
         super().__post_init__()
@@ -163,20 +162,20 @@ class HardThreshold(Algorithm):
 
     name: ClassVar[str] = "hard_threshold"
     schedule = Constant(0.01)  # messages are laid out by it; no density is aimed at
-    layout = "threshold"
+    selection = "threshold"
 
     def __post_init__(self):
         super().__post_init__()
         check_number("value", self.value, "above 0", lambda value: value > 0.0)
 
 
-def check_kept(lifespan: int, drain: int | None, band: float | None) -> None:
-    """Check the settings of thresholds that are kept."""
-    checked_integer("lifespan", lifespan, 1)
-    if drain is not None:
-        checked_integer("drain", drain, 1)
-    if band is not None:
-        check_number("band", band, "above 1, or None for no band", lambda value: value > 1.0)
+def check_lifespan(settings) -> None:
+    """Check a method's `lifespan`, `drain` and `band`; store the first two as Python's int."""
+    object.__setattr__(settings, "lifespan", checked_integer("lifespan", settings.lifespan, 1))
+    if settings.drain is not None:
+        object.__setattr__(settings, "drain", checked_integer("drain", settings.drain, 1))
+    if settings.band is not None:
+        check_number("band", settings.band, "above 1, or None for no band", lambda value: value > 1.0)
 
 
 def density_of(density: float | Schedule | None, sparsity: float | None, default: float) -> float | Schedule:

@@ -16,7 +16,7 @@ from hvd_sparse.algorithms.base import (
     checked_hosts,
     documented,
 )
-from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.checks import check_bool, check_choice, check_number
 from hvd_sparse.performance_model import favours_scattered
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
@@ -212,8 +212,7 @@ class Scoped(AtDensity):
         check_choice("between_hosts", self.between_hosts, BETWEEN_HOSTS)
         if self.between_hosts != "auto" and not self.is_hierarchical:
             raise ValueError(f'between_hosts is for exchange="hierarchical", got exchange={self.exchange!r}')
-        if not isinstance(self.complete, bool):
-            raise TypeError(f"complete must be True or False, got {self.complete!r}")
+        check_bool("complete", self.complete)
         exchange = self.between_hosts if self.is_hierarchical else self.exchange
         if self.complete and exchange == "gather":
             raise ValueError(
@@ -234,12 +233,12 @@ class Scoped(AtDensity):
         if self.exchange != "auto":
             return self.exchange == "reduce_scatter" and world_size > 1
         large = [n for n in numels if n >= max(1, self.min_numel)]
-        selections = (sum(large),) if self.layout == "model" and large else tuple(large)
+        selections = (sum(large),) if self.selection == "model" and large else tuple(large)
         form = (self.coding, self.values, self.complete)
         return favours_scattered(selections, self.schedule.planned, world_size, *form)
 
     @property
-    def layout(self) -> str:
+    def selection(self) -> str:
         """The scope."""
         return self.scope
 
@@ -295,12 +294,12 @@ class LocalMomentum(Scoped):
         """Return whether a clip_norm or a weight_decay is set."""
         return self.clip_norm is not None or self.weight_decay != 0.0
 
-    def describe(self) -> list[str]:
-        """Return one line per setting, without a function as weight_decay, whose text differs between ranks."""
-        lines = super().describe()
-        if isinstance(self.weight_decay, numbers.Real):
-            return lines
-        return [line for line in lines if not line.startswith("weight_decay = ")]
+    def _described(self) -> dict[str, str]:
+        """Return the text of each setting, but of no weight_decay that is a function: it differs between ranks."""
+        texts = super()._described()
+        if not isinstance(self.weight_decay, numbers.Real):
+            del texts["weight_decay"]
+        return texts
 
     def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:
         """Return {name: weight decay} of (name, parameter) pairs; TypeError or ValueError for wrong decays."""
@@ -318,9 +317,8 @@ class DeepGradientCompression(LocalMomentum):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("nesterov", "factor_masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_bool("nesterov", self.nesterov)
+        check_bool("factor_masking", self.factor_masking)
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
 

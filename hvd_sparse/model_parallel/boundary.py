@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from hvd_sparse.checks import check_choice, check_number
+from hvd_sparse.checks import check_choice, check_number, checked_density, checked_integer
 from hvd_sparse.wire import top_k_count
 
 THRESHOLDS = ("topk", "laplace")
@@ -19,16 +19,14 @@ class BoundarySettings(NamedTuple):
     seed: int
 
     def checked(self) -> "BoundarySettings":
-        """Return self; ValueError or TypeError says which argument is wrong."""
-        check_number("density", self.density, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
+        """Return the settings with Python's numbers; ValueError or TypeError says which argument is wrong."""
+        density = checked_density("density", self.density)
         check_choice("threshold", self.threshold, THRESHOLDS)
         check_number("momentum", self.momentum, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
-        for name, value in (("start_dim", self.start_dim), ("seed", self.seed)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-        if self.start_dim == 0:
+        start_dim, seed = checked_integer("start_dim", self.start_dim), checked_integer("seed", self.seed)
+        if start_dim == 0:
             raise ValueError("start_dim must not be 0: at least the first dimension counts samples; got 0")
-        return self
+        return self._replace(density=density, start_dim=start_dim, seed=seed)
 
     def kept(self, columns: int) -> int:
         """Return the number of a row's elements that "topk" keeps: round(density * f), half rounded up, at least 1."""

@@ -9,7 +9,7 @@ from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.notices import Notices
 from hvd_sparse.model_parallel.process_grid import ProcessGrid
 
-SHUTDOWN_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
+LEAVE_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
 GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the word was sent first
 
 
@@ -28,17 +28,17 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     order: see `ProcessGrid`. Pass the communicator to `Pipeline`, the process set to `Compression` and to Horovod's
     optimizer. At exit, ranks wait for each other. If an error ends one rank, the others raise PipelineError in their
     current or next step, or show the reason below the error that Horovod raises.
-    Raises ValueError if stages do not divide the world size, RuntimeError without MPI or if Horovod has been started.
+    Raises what the frameworks' `hybrid` lists.
     """
     world = mpi().COMM_WORLD
     grid = ProcessGrid(world.Get_rank(), world.Get_size(), stages, order).checked()
     if hvd.is_initialized():
         raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
-    if stages == 1:
+    if grid.stages == 1:
         hvd.init()
         process_set = hvd.global_process_set
     else:
-        sets = [hvd.ProcessSet(grid.stage_ranks(stage)) for stage in range(stages)]
+        sets = [hvd.ProcessSet(grid.stage_ranks(stage)) for stage in range(grid.stages)]
         hvd.init(process_sets=sets)
         process_set = sets[grid.stage]
     if hvd.size() != grid.size:
@@ -54,7 +54,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     return Hybrid(grid, process_set, communicator)
 
 
-def leave_together(communicator, notices: Notices, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+def leave_together(communicator, notices: Notices, timeout: float = LEAVE_TIMEOUT) -> None:
     """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends one of them.
 
     The first rank to shut Horovod down does so for all, and the replicas of one stage may be done while those of

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from hvd_sparse._version import __version__
-from hvd_sparse.checks import check_choice
-from hvd_sparse.library import mpi
+from hvd_sparse.checks import check_choice, check_seconds, checked_integer
+from hvd_sparse.library import checked_communicator
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.batch import Batch, Pass
 from hvd_sparse.model_parallel.channel import Channel
@@ -35,8 +35,12 @@ class Pipeline(abc.ABC):
         reduction: str,
         timeout: float,
     ):
-        if communicator is None:
-            communicator = mpi().COMM_WORLD
+        communicator = checked_communicator(communicator)
+        error = None
+        try:
+            check_seconds("timeout", timeout)
+        except (TypeError, ValueError) as caught:  # the other stages wait in `agree`
+            error, timeout = caught, TIMEOUT
         named = isinstance(boundary, Mapping)
         self._boundary = {str(name): one for name, one in boundary.items()} if named else boundary
         self.boundaries = boundaries
@@ -44,9 +48,10 @@ class Pipeline(abc.ABC):
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
         self._step = self._trained = 0  # numbers of batches, and of those to train with
         self._traffic: Counter = Counter()
-        error = None
         try:
-            _check_micro_batches(micro_batches)
+            if error is not None:
+                raise error
+            micro_batches = checked_integer("micro_batches", micro_batches, 1, MOST_MICRO_BATCHES)
             check_choice("schedule", schedule, tuple(SCHEDULES))
             check_choice("reduction", reduction, REDUCTIONS)
             if self.is_last and not callable(loss):
@@ -381,13 +386,6 @@ class Pipeline(abc.ABC):
         dense, sent = count[f"{name} dense"], count[f"{name} sent"]
         ratio = dense / sent if sent else 1.0
         return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}
-
-
-def _check_micro_batches(number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, got {number!r}")
-    if number > MOST_MICRO_BATCHES:
-        raise ValueError(f"micro_batches must be at most {MOST_MICRO_BATCHES}, got {number}")
 
 
 def _key(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from hvd_sparse.checks import check_choice, checked_integer
+
 ORDERS = ("pipeline", "replica")
 
 
@@ -18,17 +20,18 @@ class ProcessGrid(NamedTuple):
     order: str = "pipeline"
 
     def checked(self) -> "ProcessGrid":
-        """Return self; ValueError if stages do not divide the ranks."""
-        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
-            raise ValueError(f"stages must be a whole number of at least 1, got {self.stages!r}")
-        if self.size % self.stages:
+        """Return the grid with Python's numbers.
+
+        Raises TypeError if stages are no integer, ValueError if they do not divide the ranks or the order is unknown.
+        """
+        stages = checked_integer("stages", self.stages, 1)
+        if self.size % stages:
             raise ValueError(
-                f"stages must divide the number of ranks, got stages={self.stages} on {self.size} ranks: start a "
-                f"multiple of {self.stages}"
+                f"stages must divide the number of ranks, got stages={stages} on {self.size} ranks: start a multiple "
+                f"of {stages}"
             )
-        if self.order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}; got {self.order!r}")
-        return self
+        check_choice("order", self.order, ORDERS)
+        return self._replace(stages=stages)
 
     @property
     def replicas(self) -> int:

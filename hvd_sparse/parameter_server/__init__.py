@@ -16,7 +16,7 @@ from hvd_sparse.parameter_server.methods import (
 )
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.simulation import Simulation, by_speed, in_turn
-from hvd_sparse.parameter_server.transport import MPIEndpoint, Network
+from hvd_sparse.parameter_server.transport import InProcessNetwork, MPIEndpoint
 from hvd_sparse.parameter_server.worker import ServerRefused, Worker
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "DCTAsync",
     "DGCAsync",
     "GradientDroppingAsync",
+    "InProcessNetwork",
     "MPIEndpoint",
     "Method",
-    "Network",
     "ParameterLayout",
     "Server",
     "ServerRefused",

@@ -60,10 +60,15 @@ def serve(
 
 def tell_failure(end: Endpoint, ranks: Iterable[int], error: BaseException) -> None:
     """Tell ranks why this server has stopped."""
-    text = protocol.as_body(f"the server has stopped: {type(error).__name__}: {error}")
+    text = protocol.as_body(f"the server has stopped: {described(error)}")
     for rank in ranks:
         end.send(rank, protocol.encode(Message(Kind.REFUSED, reason=Reason.WRONG, body=text)))
     end.close(TICK)
+
+
+def described(error: BaseException) -> str:
+    """Return an error's type and text."""
+    return f"{type(error).__name__}: {error}"
 
 
 def first_parameters(

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
-from hvd_sparse.algorithms.threshold import check_kept
-from hvd_sparse.checks import check_choice, check_number
-from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
-from hvd_sparse.wire import LEVELS, checked_density, checked_integer
+from hvd_sparse.algorithms.threshold import check_lifespan
+from hvd_sparse.checks import check_bool, check_choice, check_number, checked_density, checked_integer
+from hvd_sparse.schedule import Schedule, check_one_density, is_always_dense, make_schedule
+from hvd_sparse.wire import LEVELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,7 @@ class Method:
         check_choice("pull_values", self.pull_values, WIRE_VALUES)
         check_choice("level", self.level, LEVELS)
         check_number("momentum", self.momentum, "in [0, 1)", lambda value: 0.0 <= value < 1.0)
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(f"nesterov must be True or False, got {self.nesterov!r}")
+        check_bool("nesterov", self.nesterov)
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
 
@@ -176,7 +175,7 @@ class DCTAsync(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        check_kept(self.lifespan, self.drain, self.band)
+        check_lifespan(self)
         check_choice("scope", self.scope, ("tensor",))
 
 
@@ -191,7 +190,7 @@ class ASGD(Method):
     def __post_init__(self):
         super().__post_init__()
         check_number("density", self.density, "1: use gd_async for less", lambda value: value == 1.0)
-        if isinstance(self.warmup, Schedule):
+        if not is_always_dense(self.schedule):
             raise ValueError(f"warmup must be None in {self.name}, which is dense, got {self.warmup!r}: use gd_async")
 
 

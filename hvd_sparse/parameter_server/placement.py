@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from hvd_sparse.checks import checked_integer
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 
@@ -17,6 +18,11 @@ class Placement(NamedTuple):
 
     workers: list[int]
     servers: list[int]
+
+    @property
+    def serving_ranks(self) -> list[int]:
+        """The ranks that serve, each once."""
+        return sorted(set(self.servers))
 
     def on(self, rank: int) -> list[int]:
         """Return the numbers of the servers on a rank."""
@@ -42,16 +48,17 @@ def place(ranks: int, servers: int | str, threads: int = 1) -> Placement:
     threads: servers on each of these ranks.
 
     Raises:
+        TypeError: `threads` or `servers` is of another type.
         ValueError: No rank would train, none would serve, or there are too many threads.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
-        raise ValueError(f"threads must be a number from 1 to {MOST_THREADS}, got {threads!r}")
-    if servers == COLOCATED:
+    threads = checked_integer("threads", threads, 1, MOST_THREADS)
+    if isinstance(servers, str) and servers == COLOCATED:
         return Placement(list(range(ranks)), [rank for rank in range(ranks) for _ in range(threads)])
-    if isinstance(servers, bool) or not isinstance(servers, int) or not 1 <= servers < ranks:
+    number = checked_integer(f"servers, if not {COLOCATED!r},", servers)
+    if not 1 <= number < ranks:
         raise ValueError(
-            f"servers must be {COLOCATED!r} or a number from 1 to one less than the {ranks} ranks, got {servers!r}: "
+            f"servers must be {COLOCATED!r} or a number from 1 to one less than the {ranks} ranks, got {number}: "
             "with one server and two workers start three ranks, mpirun -np 3"
         )
-    first = ranks - servers
+    first = ranks - number
     return Placement(list(range(first)), [rank for rank in range(first, ranks) for _ in range(threads)])

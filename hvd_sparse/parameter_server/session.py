@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from hvd_sparse.checkpoint import atomic_file
-from hvd_sparse.library import mpi
+from hvd_sparse.checks import check_bool, check_seconds
+from hvd_sparse.library import checked_communicator, mpi
 from hvd_sparse.parameter_server.connection import (
     TICK,
     Connection,
     Heartbeat,
+    described,
     first_parameters,
     interrupted_by_sigterm,
     serve,
@@ -45,15 +47,14 @@ class Session:
         servers: Number of ranks that serve, the last ones; or "colocated": every rank trains and serves.
         threads: Number of threads in which each of these ranks serves, each with its own shard.
         overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
-        restore: Path of a file written by `save`, whose parameters and buffers replace those of the first server, which
-            reads it.
+        restore: Path of a file of `save`, which the first server reads: the run starts from its parameters and buffers.
         timeout: Seconds to wait for an answer, or for a worker to join.
         silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: COMM_WORLD.
 
     Raises:
-        TypeError: `method` is not a method.
-        ValueError: `servers`, `threads`, the number of workers, or the model in `restore` is wrong.
+        TypeError: `method` is not a method, or another argument has the wrong type.
+        ValueError: An argument is out of range, or the model in `restore` is another one.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
     """
 
@@ -73,7 +74,11 @@ class Session:
     ):
         if not isinstance(method, Method):
             raise TypeError(f"method must be one of {', '.join(sorted(METHODS))}, such as DGS(); got {method!r}")
-        self.communicator = communicator or mpi().COMM_WORLD
+        check_bool("overlap", overlap)
+        check_seconds("timeout", timeout)
+        if silence is not None:
+            check_seconds("silence", silence)
+        self.communicator = checked_communicator(communicator)
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers, threads)
         self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
@@ -83,10 +88,10 @@ class Session:
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._threads: list[threading.Thread] = []  # of the servers
-        self._failure: BaseException | None = None  # raised by a server
-        self._failed = ""  # the error, if this rank failed to join
+        self._server_error: BaseException | None = None  # raised by a server
+        self._join_error = ""  # the error, if this rank failed to join
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
-        self._end: MPIEndpoint | None = None  # the worker's
+        self._worker_endpoint: MPIEndpoint | None = None
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
@@ -130,7 +135,7 @@ class Session:
             RuntimeError: This rank is not a server.
         """
         if not self._servers:
-            raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self._serving_ranks} serve")
+            raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.serving_ranks} serve")
         if not self.is_worker:
             first, *others = self._servers
             try:
@@ -140,39 +145,39 @@ class Session:
                     self._join_threads()
             finally:
                 self._release()
-            if self._failure is not None:
-                raise self._failure
+            if self._server_error is not None:
+                raise self._server_error
             self._report()
         return departures(self._servers.values())
 
-    def join(self, parameters: dict[str, np.ndarray]) -> None:
+    def _join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         place = (len(self.placement.servers), incarnation, self._restores)
         worker = Worker(self.rank, self.layout, self.method, parameters, *place)
-        connection = Connection(worker, self._workers_end(), self._serving_ranks, self._timeout)
+        connection = Connection(worker, self._open_worker_endpoint(), self.placement.serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
         try:
             connection.join()
         except BaseException as error:
             self._stop_heartbeat()
-            self._failed = f"{type(error).__name__}: {error}"
-            connection.leave(self._failed)  # some servers may have accepted this worker
+            self._join_error = described(error)
+            connection.leave(self._join_error)  # some servers may have accepted this worker
             self._join_threads()
             self._release()
             raise
         self._connection = connection
         atexit.register(self._close_at_exit)
         try:
-            self.take_model()
+            self._take_model()
         except BaseException as error:
             self._close(error)
             raise
 
-    def exchange(self, gradients, lr, weight_decay=None) -> None:
+    def _push(self, gradients, lr, weight_decay=None) -> None:
         """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
-        self._raise_failure()
+        self._raise_server_error()
         connection = self._connected()
         if self.overlap:
             self.synchronize()
@@ -181,34 +186,36 @@ class Session:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for the answer to the last push and apply it. Only needed with `overlap`."""
+        """Wait for the answer to the last push and apply it. Only needed with `overlap`.
+
+        Raises:
+            TimeoutError: The servers do not answer.
+            ServerRefused: The servers have stopped, or differ from this worker.
+            RuntimeError: This rank is no worker, or has left the run.
+        """
         connection = self._connected()
         connection.wait()
         changed, connection.worker.changed = connection.worker.changed, set()
-        self.updated(changed)
+        self._updated(changed)
 
-    def take_model(self) -> None:
+    def _take_model(self) -> None:
         """Take over the servers' model, after joining. Frameworks that have buffers override this method."""
         self.synchronize()
 
-    def updated(self, names: set[str]) -> None:
+    def _updated(self, names: set[str]) -> None:
         """Handle changed parameters. Frameworks that must copy parameters override this method."""
 
-    def share(self, buffers: np.ndarray) -> None:
+    def _share(self, buffers: np.ndarray) -> None:
         """Send this worker's buffers, float32[n], to the first server, which averages the workers' buffers."""
         self._connected().share(buffers)
 
-    def state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the servers' current parameters.
-
-        Returns:
-            {name: float32 array}, and the average of the workers' buffers, float32[n].
-        """
+    def _state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the servers' parameters, {name: float32 array}, and the average of all buffers, float32[n]."""
         answers = self._answers("state")
         flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
         return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
 
-    def averages(self) -> np.ndarray:
+    def _averages(self) -> np.ndarray:
         """Return the average of the workers' buffers, float32[n]; before the first send, the first server's buffers."""
         return self._answers("buffers")[0][1]["buffers"]
 
@@ -216,10 +223,12 @@ class Session:
         """Write the servers' parameters, the averaged buffers and the settings to a file for `connect(restore=)`.
 
         Args:
-            path: Path of the file, in NumPy's .npz format. If the process is killed during the write, the file has
-                either the old or the new model.
+            path: Path of the file, in NumPy's .npz format. If the write is interrupted, it has the old or new model.
+
+        Raises:
+            TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
-        parameters, buffers = self.state()
+        parameters, buffers = self._state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
         settings = {"method": self.method.describe(), "statistics": self.stats()}
         with atomic_file(path) as file:
@@ -231,6 +240,9 @@ class Session:
         Returns:
             Bytes in both directions, the compression ratios, the number of pushes, the staleness, updates per second,
             and the servers' memory in bytes. The entry "all" covers all workers.
+
+        Raises:
+            TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
         descriptions = [description for description, _ in self._answers("statistics")]
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
@@ -253,7 +265,7 @@ class Session:
 
     def _close(self, raised: BaseException | None) -> None:
         """Leave the run. raised: the error because of which this worker leaves."""
-        error, last = raised or self._failure, None
+        error, last = raised or self._server_error, None
         if self._connection is not None and not error:
             try:
                 self.synchronize()
@@ -262,7 +274,7 @@ class Session:
         connection, self._connection = self._connection, None
         self._stop_heartbeat()
         if connection is not None:
-            connection.leave(f"{type(error).__name__}: {error}" if error else "")
+            connection.leave(described(error) if error else "")
         atexit.unregister(self._close_at_exit)
         if self._threads:
             self._join_threads()
@@ -272,11 +284,11 @@ class Session:
         if last is not None:
             raise last
         if raised is None and connection is not None:
-            self._raise_failure()
+            self._raise_server_error()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the server on this rank has stopped: {self._failure}") from self._failure
+    def _raise_server_error(self) -> None:
+        if self._server_error is not None:
+            raise RuntimeError(f"the server on this rank has stopped: {self._server_error}") from self._server_error
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -319,52 +331,41 @@ class Session:
                 "connect before other libraries start MPI, or pass silence=None, servers=1 and threads=1"
             )
 
-    @property
-    def _serving_ranks(self) -> list[int]:
-        return sorted(set(self.placement.servers))
-
     def _endpoint(self, number: int | None = None, background: bool = False) -> MPIEndpoint:
         return MPIEndpoint(self.communicator, self.placement, self._number, number, background)
 
-    def _workers_end(self) -> MPIEndpoint:
+    def _open_worker_endpoint(self) -> MPIEndpoint:
         """Return this rank's end for messages from servers. There is one, as they arrive only once."""
-        self._end = self._end or self._endpoint(background=True)
-        return self._end
+        self._worker_endpoint = self._worker_endpoint or self._endpoint(background=True)
+        return self._worker_endpoint
 
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the workers, and other servers that wait for the first one, why this rank does not serve."""
         numbers = self.placement.on(self.rank)
-        waiting = self._serving_ranks if 0 in numbers else []
+        waiting = self.placement.serving_ranks if 0 in numbers else []
         for number in numbers:
             tell_failure(self._endpoint(number), sorted({*self.placement.workers, *waiting} - {self.rank}), error)
-        if self._end is not None:
-            self._end.close(TICK)
+        if self._worker_endpoint is not None:
+            self._worker_endpoint.close(TICK)
 
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""
         numbers = self.placement.on(self.rank)
         is_restored = restore is not None
         if 0 not in numbers:
-            asks = (self._workers_end(), self.placement, self.rank, self._timeout)
+            asks = (self._open_worker_endpoint(), self.placement, self.rank, self._timeout)
             flat, is_restored = first_parameters(*asks, self.layout, self.layout.flatten(parameters), restore)
             if not self.is_worker:
-                self._workers_end().close(TICK)
+                self._open_worker_endpoint().close(TICK)
         elif restore is not None:
             flat, buffers = restored(restore, self.layout, buffers)
         else:
             flat = self.layout.flatten(parameters)
         workers, count = len(self.placement.workers), len(self.placement.servers)
-        shards, others = self.layout.shards(count), len(self._serving_ranks) - 1
-        options = {
-            "workers": workers,
-            "silence": self._silence,
-            "servers": count,
-            "restored": is_restored,
-            "refused": {},
-        }
+        shards, others = self.layout.shards(count), len(self.placement.serving_ranks) - 1
+        common = dict(workers=workers, servers=count, silence=self._silence, restored=is_restored, refused={})
         made = {
-            number: Server(self.layout, shards[number], self.method, flat, others=0 if number else others, **options)
-            for number in numbers
+            n: Server(self.layout, shards[n], self.method, flat, others=0 if n else others, **common) for n in numbers
         }
         if 0 in made:
             made[0].buffers = buffers
@@ -380,15 +381,14 @@ class Session:
     def _serve(self, number: int) -> None:
         """Run a server. Store an exception for the main thread; it ends the other servers on this rank."""
         try:
-            serve(
-                self._servers[number],
-                self._endpoint(number),
-                self.placement.workers,
-                self._timeout,
-                lambda: self._failed or (self._failure and f"{type(self._failure).__name__}: {self._failure}") or "",
-            )
+            end, ranks = self._endpoint(number), self.placement.workers
+            serve(self._servers[number], end, ranks, self._timeout, self._why_stopped)
         except BaseException as error:
-            self._failure = self._failure or error
+            self._server_error = self._server_error or error
+
+    def _why_stopped(self) -> str:
+        """Return the error that ends the servers on this rank; an empty string if there is none."""
+        return self._join_error or (described(self._server_error) if self._server_error else "")
 
     def _join_threads(self) -> None:
         """Wait for the servers' threads; on Ctrl-C, they tell the workers and stop."""
@@ -396,5 +396,5 @@ class Session:
             for thread in self._threads:
                 thread.join()
         except KeyboardInterrupt as error:
-            self._failure = self._failure or error
+            self._server_error = self._server_error or error
             self._join_threads()

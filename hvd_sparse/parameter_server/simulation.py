@@ -12,7 +12,7 @@ import numpy as np
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.server import Server
-from hvd_sparse.parameter_server.transport import Network
+from hvd_sparse.parameter_server.transport import InProcessNetwork
 from hvd_sparse.parameter_server.worker import Worker
 
 Gradients = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
@@ -61,7 +61,7 @@ class Simulation:
         self.method = method
         self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
         self._flat = self.layout.flatten(parameters)
-        self.network = Network()
+        self.network = InProcessNetwork()
         self._server_ends = [self.network.endpoint(rank, is_server=True) for rank in range(servers)]
         self._worker_ends = [self.network.endpoint(rank, is_server=False) for rank in range(workers)]
         self.servers = [

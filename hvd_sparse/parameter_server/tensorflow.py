@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_sparse.checks import check_number
 from hvd_sparse.parameter_server.methods import (
     ASGD,
     DGS,
@@ -98,7 +99,7 @@ def connect(
     Raises:
         ServerRefused: The ranks differ in model or method.
         ValueError: An argument is out of range.
-        TypeError: `method` is none of these, or a variable is not floating-point.
+        TypeError: `method` is none of these, a variable is not floating-point, or an argument has the wrong type.
         TimeoutError: The servers do not answer.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
         ImportError: mpi4py is not installed.
@@ -117,13 +118,13 @@ class TensorFlowSession(Session):
         self.replaced: set[str] = set()  # variables that have the servers' parameters until the next step
         super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
-            self.join({name: array.reshape(-1) for name, array in arrays.items()})
+            self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
-    def take_model(self) -> None:
+    def _take_model(self) -> None:
         """Take over the servers' parameters and buffers."""
         self.synchronize()
         if self.buffers:
-            for name, array in self._split(self.averages()).items():
+            for name, array in self._split(self._averages()).items():
                 self.buffers[name].assign(_like(self.buffers[name], array))
 
     def optimizer(self, learning_rate, weight_decay: WeightDecay = 0.0) -> "AsynchronousOptimizer":
@@ -135,27 +136,37 @@ class TensorFlowSession(Session):
 
         Returns:
             The optimizer; its `apply_gradients` pushes an update.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: See `AsynchronousOptimizer`.
         """
         return AsynchronousOptimizer(self, learning_rate, weight_decay)
 
-    def updated(self, names: set[str]) -> None:
+    def _updated(self, names: set[str]) -> None:
         """Assign what has changed."""
         for name in names:
             self.tensors[name].assign(_like(self.tensors[name], self.worker.parameters[name]))
 
     def share_buffers(self) -> None:
-        """Send this worker's buffers into the average over workers."""
+        """Send this worker's buffers into the average over workers, as its optimizer does every ten steps.
+
+        Raises:
+            RuntimeError: This rank is no worker, or has left the run.
+        """
         if self.buffers:
-            self.share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
+            self._share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
 
     def global_variables(self) -> dict[str, np.ndarray]:
         """Return the servers' parameters as they are now.
 
         Returns:
             {name: array} of the variables' types and shapes; of a model, its buffers averaged over workers too.
+
+        Raises:
+            TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
         self.share_buffers()
-        arrays, averages = self.state()
+        arrays, averages = self._state()
         arrays |= self._split(averages)
         variables = {**self.tensors, **self.buffers}
         return {name: _like(variables[name], array) for name, array in arrays.items()}
@@ -168,7 +179,7 @@ class TensorFlowSession(Session):
                 to evaluate or save it: its parameters come back with the next step, its buffers stay the average.
 
         Raises:
-            ValueError: The variables differ.
+            ValueError: The variables differ; and the exceptions of `global_variables`.
         """
         arrays = self.global_variables()
         ours = {**self.tensors, **self.buffers}
@@ -197,11 +208,8 @@ class WorkerMemory(tf.train.experimental.PythonState):
 
     def arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Return {variable: {"residual": float32[n], ...}}, copies of what `Worker.memory_of` returns."""
-        worker = self._session.worker
-        return {
-            name: {kind: array.copy() for kind, array in worker.memory_of(name).items()}
-            for name in self._session.tensors
-        }
+        memory = {name: self._session.worker.memory_of(name) for name in self._session.tensors}
+        return {name: {kind: array.copy() for kind, array in kinds.items()} for name, kinds in memory.items()}
 
     def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
         """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
@@ -242,6 +250,10 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
             may be set anew, and is looked up when a step runs, in a `tf.function` too.
         weight_decay: Times the variable, added to its gradient: a number; {name: number}, where variables without a
             number do not decay; or a function of name and variable that returns a number. It may be set anew.
+
+    Raises:
+        TypeError, ValueError: The learning rate or a weight decay is no number, below 0, not finite, or of no variable.
+        RuntimeError: This rank is no worker, or has left the run.
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
@@ -259,7 +271,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     def learning_rate(self, value) -> None:
         """Set a number of at least 0, a variable, a schedule, or a function of the step."""
         if not callable(value) and not isinstance(unwrapped(value), tf.Variable):
-            value = _checked_number("learning_rate", value)
+            value = _checked_rate("learning_rate", value)
         self._learning_rate = value
 
     @property
@@ -277,10 +289,18 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> tf.Variable:
         """Push the gradients' update, and apply the servers' answer, or with overlap the one before.
 
-        grads_and_vars: pairs of a gradient, Tensor or IndexedSlices of real numbers, or None, and its variable. One
-        that is not finite somewhere counts as zero there, see `Session.stats`. Returns `iterations`. Raises ValueError
-        for variables that were not connected, or twice, for other shapes, and where there is no gradient at all;
-        TypeError for integers.
+        Args:
+            grads_and_vars: Pairs of a gradient, Tensor or IndexedSlices of real numbers, or None, and its variable.
+                Elements that are not finite count as zero, see `Session.stats`.
+
+        Returns:
+            `iterations`.
+
+        Raises:
+            ValueError: A variable was not connected or is there twice, a shape differs, or there is no gradient at all.
+            TypeError: A gradient is not of real numbers.
+            TimeoutError: The servers do not answer; ServerRefused: they have stopped, or differ from this worker.
+            RuntimeError: This rank has left the run, the server on it has stopped, or this is a graph of TF 1.
         """
         gradients = {}
         for gradient, variable in grads_and_vars:
@@ -304,7 +324,11 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         return self.iterations
 
     def state_dict(self) -> dict:
-        """Return {"iterations": int, "memory": {variable: {"residual": float32[n], ...}}}, copies."""
+        """Return the state of this worker.
+
+        Returns:
+            {"iterations": int, "memory": {variable: {"residual": float32[n], ...}}}, copies.
+        """
         return {"iterations": int(self.iterations.numpy()), "memory": self.memory.arrays()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -318,7 +342,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         session.worker.step = step
         session.worker.changed |= session.replaced
         session.replaced = set()
-        session.exchange({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
+        session._push({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
         self.iterations.assign_add(1)
         if (step + 1) % SHARE_EVERY == 0:
             session.share_buffers()
@@ -327,7 +351,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         rate = self._learning_rate
         if callable(rate):
             rate = rate(tf.constant(step, tf.int64) if hasattr(rate, "get_config") else step)
-        return _checked_number(f"learning_rate, at step {step},", np.asarray(unwrapped(rate)).tolist())
+        return _checked_rate(f"learning_rate, at step {step},", rate)
 
     def _touched(self) -> list[tf.Variable]:
         """Return the variables that a step reads or writes."""
@@ -368,11 +392,9 @@ def _as_array(variable: tf.Variable) -> np.ndarray:
     return np.array(variable.numpy(), np.float32)
 
 
-def _checked_number(name: str, value) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or not 0.0 <= number < np.inf:
-        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
-    return number
+def _checked_rate(name: str, value) -> float:
+    """Return a number, or a tensor or variable with one, as a float."""
+    inner = unwrapped(value)
+    number = np.asarray(inner.numpy() if tf.is_tensor(inner) else inner).tolist()
+    check_number(name, number, "at least 0 and finite", lambda rate: rate >= 0.0)
+    return float(number)

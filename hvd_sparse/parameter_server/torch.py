@@ -87,7 +87,7 @@ def connect(
     Raises:
         ServerRefused: The ranks differ in model or method.
         ValueError: An argument is out of range.
-        TypeError: `method` is none of these.
+        TypeError: `method` is none of these, or another argument has the wrong type.
         TimeoutError: The servers do not answer.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
         ImportError: mpi4py is not installed.
@@ -112,14 +112,14 @@ class TorchSession(Session):
         arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())
         super().__init__(arrays, method, buffers, **options)
         if self.is_worker:
-            self.join({name: array.reshape(-1) for name, array in arrays.items()})
+            self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
-    def take_model(self) -> None:
+    def _take_model(self) -> None:
         """Take over the servers' parameters and buffers."""
         self.synchronize()
         if buffers := self._buffers():
             with torch.no_grad():
-                for name, average in self._averages(self.averages()).items():
+                for name, average in self._split(self._averages()).items():
                     buffers[name].copy_(average)
 
     def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
@@ -134,11 +134,12 @@ class TorchSession(Session):
             The optimizer; its `step` pushes an update.
 
         Raises:
-            ValueError: A value is below 0, or a parameter is not in the session.
+            ValueError: A value is below 0 or not finite, or a parameter is not in the session.
+            RuntimeError: This rank is no worker, or has left the run.
         """
         return AsynchronousOptimizer(self, params, lr, weight_decay)
 
-    def updated(self, names: set[str]) -> None:
+    def _updated(self, names: set[str]) -> None:
         """Copy changed values into the parameters that do not share memory with the worker."""
         with torch.no_grad():
             for name in names:
@@ -147,10 +148,14 @@ class TorchSession(Session):
                     parameter.copy_(torch.from_numpy(array).view(parameter.shape))
 
     def share_buffers(self) -> None:
-        """Send this worker's floating-point buffers to the average over workers."""
+        """Send this worker's floating-point buffers into the average, as its optimizer does every ten steps.
+
+        Raises:
+            RuntimeError: This rank is no worker, or has left the run.
+        """
         buffers = self._buffers()
         if buffers:
-            self.share(flattened(_as_arrays(buffers)))
+            self._share(flattened(_as_arrays(buffers)))
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the servers' current model, for a checkpoint or for evaluation in another model.
@@ -159,15 +164,18 @@ class TorchSession(Session):
 
         Returns:
             For a module, a `state_dict` with buffers averaged over workers; for named parameters, the parameters.
+
+        Raises:
+            TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
         if self.model is not None:
             self.share_buffers()
-        arrays, averages = self.state()
+        arrays, averages = self._state()
         tensors = {name: torch.from_numpy(array).to(self.tensors[name].dtype) for name, array in arrays.items()}
         if self.model is None:
             return tensors
         buffers = self._buffers()
-        tensors |= self._averages(averages)
+        tensors |= self._split(averages)
         by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **buffers}.items()}
         whole = self.model.state_dict(keep_vars=True)  # a shared parameter has several names there
         return {
@@ -175,7 +183,7 @@ class TorchSession(Session):
             for name, value in whole.items()
         }
 
-    def _averages(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
+    def _split(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the buffers of a flat vector, by name, of their types and shapes."""
         buffers = self._buffers()
         parts = split_buffers(averages, {name: buffer.numel() for name, buffer in buffers.items()})
@@ -197,6 +205,16 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     weight_decay, which may change from step to step; the method has the momentum. `state_dict` has the worker's
     memory (residual, velocity, thresholds) and step. Gradients of any type and device are converted to float32 on the
     CPU; elements that are not finite count as zero, see `TorchSession.stats`.
+
+    Args:
+        session: The worker's session.
+        params: Parameters or parameter groups, as in `torch.optim`; None: all parameters of the session.
+        lr: Learning rate, at least 0.
+        weight_decay: Coefficient of weight decay, at least 0.
+
+    Raises:
+        ValueError: A value is below 0 or not finite, or a parameter is not in the session.
+        RuntimeError: This rank is no worker, or has left the run.
     """
 
     def __init__(self, session: TorchSession, params, lr: float, weight_decay: float):
@@ -208,7 +226,14 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group of parameters, as `torch.optim.Optimizer` does; ValueError unless all were connected."""
+        """Add a group of parameters, as `torch.optim.Optimizer` does.
+
+        Args:
+            param_group: A dict with "params", and if they differ from the optimizer's "lr" and "weight_decay".
+
+        Raises:
+            ValueError: A parameter was not connected, or is in another group.
+        """
         super().add_param_group(param_group)
         strange = [tuple(p.shape) for p in self.param_groups[-1]["params"] if id(p) not in self._names]
         if strange:
@@ -217,7 +242,20 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._expose()
 
     def step(self, closure: Callable | None = None):
-        """Push the gradients' update, and apply the servers' answer, or with overlap the previous answer."""
+        """Push the gradients' update, and apply the servers' answer, or with overlap the previous answer.
+
+        Args:
+            closure: None, or a function that computes the gradients anew and returns the loss.
+
+        Returns:
+            What `closure` returns; None without one.
+
+        Raises:
+            ValueError: A group's learning rate or weight decay is below 0 or not finite.
+            TimeoutError: The servers do not answer.
+            ServerRefused: The servers have stopped, or differ from this worker.
+            RuntimeError: This rank has left the run, or the server on it has stopped.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -230,17 +268,29 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
                 if parameter.grad is not None:
                     gradients[name] = _as_array(parameter.grad).reshape(-1)
-        self.session.exchange(gradients, lr, weight_decay)
+        self.session._push(gradients, lr, weight_decay)
         if self.session.worker.step % SHARE_EVERY == 0:
             self.session.share_buffers()
         return loss
 
     def state_dict(self) -> dict:
-        """Return groups, and the worker's memory."""
+        """Return the state of this worker.
+
+        Returns:
+            {"param_groups": ..., "state": ..., "step": int}. The state of a parameter has its residual, float32[n], and
+            if the method has them velocity and threshold; these are views: copy them to keep them during training.
+        """
         return {**super().state_dict(), "step": self.session.worker.step}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over groups and memory; ValueError if they are of another method or model."""
+        """Take over groups and memory.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: It is of another method or model, or not finite. Nothing has changed then.
+        """
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         arrays = {}

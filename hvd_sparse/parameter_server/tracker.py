@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_sparse import native_changes
-from hvd_sparse.native_changes import TINIEST, make_marks
+from hvd_sparse.native_changes import make_marks
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.change_log import ChangeLog
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form
 from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of
+from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import payload_size
 
 NO_CLOCK = 2**32 - 1
@@ -150,7 +151,7 @@ class MirrorTracker:
     def join(self, worker: int) -> None:
         """Add a worker that has received all parameters; if these are finite, no difference reaches any floor."""
         self._mirrors[worker] = self._parameters.copy()
-        floor = TINIEST if np.isfinite(self._parameters).all() else None
+        floor = SMALLEST if np.isfinite(self._parameters).all() else None
         self._markings[worker] = Marking([floor] * len(self._groups), self._log.clock)
 
     def leave(self, worker: int) -> None:
@@ -192,7 +193,7 @@ class MirrorTracker:
         update = rounded(chosen, self._method, values, self._segments)
         for group, floor in zip(self._groups, floors, strict=True):
             first, last = np.searchsorted(update.indices, (group.begin, group.end))
-            sent = (update.indices[first:last], update.values[first:last], floor or TINIEST)
+            sent = (update.indices[first:last], update.values[first:last], floor or SMALLEST)
             native_changes.add_marked(mirror, self._parameters, marks, *sent)
         return update
 
@@ -218,7 +219,7 @@ class MirrorTracker:
             return np.arange(group.begin, group.end), values
         if floor is not None:
             found = self._select_marked(worker, number, k)
-            is_all = floor == TINIEST and not found.has_nan and self._method.pull_values == "float32"
+            is_all = floor == SMALLEST and not found.has_nan and self._method.pull_values == "float32"
             if found.reaching >= k or is_all:  # float32 answers omit zeros
                 return group.begin + found.indices, found.values
         return self._scan(worker, number, k)
@@ -237,7 +238,7 @@ class MirrorTracker:
             found = self._select_marked(worker, number, k)
             return group.begin + found.indices, found.values
         is_marked = threshold == 0.0 and all(np.isfinite(part).all() for part in parts)  # all nonzero ones are
-        marking.floors[number] = TINIEST if is_marked else None
+        marking.floors[number] = SMALLEST if is_marked else None
         indices, values, _ = select(*parts, k, group.seed, threshold)
         return group.begin + indices, values
 

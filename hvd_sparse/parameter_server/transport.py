@@ -101,7 +101,7 @@ def _key() -> int:
     return mpi().Comm.Create_keyval()
 
 
-class Network:
+class InProcessNetwork:
     """Ends of all ranks in one process; messages are delivered when they are received, in the order they were sent."""
 
     def __init__(self):
@@ -113,7 +113,7 @@ class Network:
 
 
 class InProcessEndpoint(Endpoint):
-    """An end on a `Network`. `damage`, if set, is called with every message sent, and returns those that arrive."""
+    """An end on an `InProcessNetwork`. If set, `damage` gets every message sent, and returns those that arrive."""
 
     def __init__(self, queues, rank: int, is_server: bool):
         self._queues, self._rank, self._is_server = queues, rank, is_server

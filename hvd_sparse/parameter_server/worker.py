@@ -187,7 +187,7 @@ class Worker:
         try:
             message = protocol.decode(data)
             if message.kind == Kind.STATE:
-                return self._told(server, message)
+                return self._store_answer(server, message)
             self.traffic.bytes_down += data.size
             if message.kind == Kind.REFUSED and message.incarnation in (0, self.incarnation):
                 return self._refused(server, message)
@@ -351,7 +351,7 @@ class Worker:
         self.sequence = 1
         return self._send(Kind.PUSH, self._cut(*self._pushed))
 
-    def _told(self, server: int, message: Message) -> Messages:
+    def _store_answer(self, server: int, message: Message) -> Messages:
         if self._awaited == Kind.ASK and message.k == self._questions and message.incarnation == self.incarnation:
             self.answers[server] = protocol.decode_state(message.body)
             self._waiting.discard(server)

@@ -17,11 +17,10 @@ import tensorflow as tf
 
 from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
-from hvd_sparse.configuration_check import check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import AGREE_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
 
-AGREE_SECONDS = 600
 PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 1 + 6)  # length of the presence sum
 STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for all others: settings, a state to load or to sum
 
@@ -131,16 +130,17 @@ class Exchange(Members):
         In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
         reasons = self.meet(LOADING, reason, session)
-        if refusal(reasons):
-            raise ValueError(refusal(reasons))
+        message = reason if reasons is None else refusal(reasons)
+        if message:
+            raise ValueError(message)
 
-    def meet(self, why: bytes, text: str, session) -> list[str]:
+    def meet(self, why: bytes, text: str, session) -> list[str] | None:
         """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
-        In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
+        In an elastic job, where other ranks may be new, or not have started yet, they do not meet: None.
         """
         if not self.is_used() or is_elastic() or not (tf.executing_eagerly() or session is not None):
-            return [text]
+            return None
         announced = Announcement(self) if session is None else None
         rows = in_time(lambda: self._meet(why, text.encode()[:REASON_BYTES], session), announced)
         return [row.decode(errors="ignore").rstrip() for row in rows]

@@ -77,7 +77,7 @@ class SparseCompressor(Compressor):
             with torch.no_grad():
                 return self.compress(tensor)
         with self._lock:
-            if self._agreed_in is not self._collectives.incarnation():
+            if self._check.is_due():
                 self._agree()
             with self._traffic.timed("compress"):
                 if not self._under_way or self._finished:

@@ -10,11 +10,11 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED
-from hvd_sparse.torch import exchange
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives import Collectives
+from hvd_sparse.torch.configuration_check import ConfigurationCheck
 from hvd_sparse.torch.device import crossing
-from hvd_sparse.torch.exchange import Exchange, Pending
+from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.optimizer_checks import OptimizerChecks
 from hvd_sparse.torch.parameters import Parameters
@@ -22,8 +22,6 @@ from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units, checked_loss_scale
-
-_checks_lock = threading.Lock()  # over the starts of configuration checks, of all compressors
 
 
 class Compressor(abc.ABC):
@@ -45,13 +43,11 @@ class Compressor(abc.ABC):
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
         parameters = [self._parameters[name] for name in self._parameters]
-        self._checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
+        self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
         self._loss_scale = 1.0
         self._log: Log | None = None
         self._under_way = self._finished = self._overflowed = False
-        self._agreed_in: object | None = None  # the incarnation in which all ranks had the same settings
-        self._reset_in: object | None = None  # the incarnation in which `reset` forgot that they had
-        self._check: tuple[object, Pending | None] | None = None  # a configuration check, None if lost
+        self._check = ConfigurationCheck(self._exchange)
         if self._crosses and collectives.is_first() and not collectives.is_alone():
             warnings.warn(crossing(algorithm, self._parameters.device, collectives), stacklevel=6)
 
@@ -72,7 +68,7 @@ class Compressor(abc.ABC):
     def loss_scale(self, value: float) -> None:
         """Take the loss scale of the next step, a finite number above 0; TypeError or ValueError for anything else."""
         self._loss_scale = checked_loss_scale(value)
-        self._checks.is_scaled = True
+        self._optimizer_checks.is_scaled = True
 
     def stats(self) -> dict:
         """Return what this rank has sent.
@@ -154,7 +150,7 @@ class Compressor(abc.ABC):
             self._number = 0
             self._traffic.restart()
             self._step.forget()
-            self._reset_in, self._agreed_in = self._agreed_in or self._reset_in, None
+            self._check.forget()
 
     def _agree(self) -> None:
         """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
@@ -165,30 +161,10 @@ class Compressor(abc.ABC):
         self._exchange.size()  # raises if the host framework is not initialised
         self._parameters.check_device()
         self._start_checks()
-        if self._check is None:
-            raise RuntimeError("hvd_sparse: this rank is not in the process_set of the compression that it calls")
-        now, pending = self._check
-        if pending is None:
-            raise RuntimeError(
-                "hvd_sparse: hvd.init() was called again, without hvd.shutdown(), while ranks compared the settings of "
-                "this compression, and Horovod lost the answer. Call it once, before compressions are built"
-            )
-        if self._reset_in is now:
-            self._exchange.announce()
-            gathered = self._exchange.wait_between_steps(pending, exchange.AGREE_SECONDS)
-        else:
-            gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
-        self._reset_in = None
-        if self._agreed_in is not None:
+        if self._check.has_agreed:
             self._drop()
             self._step.forget()
-        with _checks_lock:
-            self._check, self._agreed_in = None, now
-        try:
-            furthest = self._exchange.agree(gathered, self._description())
-        except ValueError:
-            self._agreed_in = None
-            raise
+        furthest = self._check.finish(self._description())
         if self._exchange.collectives.is_elastic():
             self._number = max(self._number, furthest)
 
@@ -197,19 +173,8 @@ class Compressor(abc.ABC):
         self._start_check()
 
     def _start_check(self) -> None:
-        """Start comparing settings with all ranks, unless that is in flight, or done in this incarnation."""
-        with _checks_lock:
-            collectives = self._exchange.collectives
-            now = collectives.incarnation()
-            is_started = self._check is not None and self._check[0] is now
-            if is_started or self._agreed_in is now or not collectives.can_start():
-                return
-            try:
-                self._check = now, self._exchange.start_check(self._description(), self._number)
-            except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight
-                if self._check is None:
-                    raise
-                self._check = now, None
+        """Start comparing settings with all ranks, unless that is in flight or done."""
+        self._check.start(self._description(), self._number)
 
     def _description(self) -> list[str]:
         where = (
@@ -226,7 +191,7 @@ class Compressor(abc.ABC):
     def _begin(self) -> None:
         """Begin a step."""
         self._drop()
-        self._checks.is_used = True
+        self._optimizer_checks.is_used = True
         self._parameters.restart()
         self._step.begin(self._number, self._units())
         self._under_way, self._finished = True, False

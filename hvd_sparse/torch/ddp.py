@@ -180,7 +180,7 @@ class DDPCompressor(Compressor):
 
     def _open_step(self) -> None:
         """Begin a step."""
-        if self._agreed_in is not self._collectives.incarnation():
+        if self._check.is_due():
             self._agree()
         self._arrived, self._arrived_names = [], set()
         self._begin()

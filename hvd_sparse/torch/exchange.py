@@ -3,19 +3,18 @@
 The names of collectives derive from fixed bucket numbers, never from the order of calls within a step.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 
 import torch
 
 from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
-from hvd_sparse.configuration_check import DIGEST_BYTES, check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import AGREE_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Cut, plan_pieces
 from hvd_sparse.torch.collectives import Collectives, Handle
 from hvd_sparse.traffic import Traffic
 
-AGREE_SECONDS = 600
 SMALL_BYTES = 1 << 14  # all ranks' messages of a step: sending these is faster than waiting for one more collective
 STEP_BYTES = 8  # size of a step number in the configuration check
 MOST_TOLD = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
@@ -64,15 +63,6 @@ class Exchange:
     def rank(self) -> int:
         """Return this process's rank."""
         return self.collectives.rank()
-
-    def count_gradients(self, entries: Collection) -> None:
-        """Count the bytes that Horovod alone would have sent for the entries of a step, and the tokens."""
-        gradients = [entry.gradient for entry in entries]
-        self.traffic.count(
-            elements=sum(gradient.numel() for gradient in gradients),
-            dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=sum(entry.carries_token for entry in entries) * self.collectives.token_bytes,
-        )
 
     def allgather(self, name: str, payload: torch.Tensor, most_bytes: int | None = None) -> Pending:
         """Start an all-gather of uint8[bytes], a multiple of 8; the result is uint8, all payloads in rank order.
@@ -191,16 +181,18 @@ class Exchange:
         In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
         reasons = self.meet("load", reason)
-        if refusal(reasons):
-            raise ValueError(refusal(reasons))
+        message = reason if reasons is None else refusal(reasons)
+        if message:
+            raise ValueError(message)
 
-    def meet(self, why: str, text: str = "") -> list[str]:
+    def meet(self, why: str, text: str = "") -> list[str] | None:
         """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
-        why: one word. In an elastic job, where other ranks may be new, or not have started yet, they do not meet.
+        why: one word. In an elastic job, where other ranks may be new, or not have started yet, they do not meet, and
+        the result is None.
         """
         if not self.collectives.can_start() or self.collectives.is_elastic():
-            return [text]
+            return None
         own = f"{why} {text}".encode()[:REASON_BYTES].ljust(REASON_BYTES)
         gathered = self.allgather("between", torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self.announce()

@@ -5,9 +5,12 @@ passes the sums over a host's ranks to that step and distributes its results. Ho
 any step; with clip_scope="model" they wait for the norm of the whole gradient, and are all-reduced together.
 """
 
+import itertools
+
 import numpy as np
 import torch
 
+from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
@@ -38,9 +41,9 @@ class HierarchicalStep:
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
         self.device = torch.device("cpu")
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
+        self._kinds = make_error_feedback(algorithm, torch.empty(0), self.device).BUFFERS
         self._laid_out_in: object | None = None
         self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
-        self._handed_over: dict[str, torch.Tensor] = {}  # residuals, [n], of shards that another rank may own now
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
         self.entries: dict[str, Entry] = {}
@@ -85,10 +88,9 @@ class HierarchicalStep:
             return found | {
                 name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, host, hosts) for name, one in shards.items()
             }
-        buffers = make_error_feedback(self.algorithm, torch.empty(0), self.device).BUFFERS
         for name, cut in self.cuts.items():
             begin = 0 if self.shard is None else int(cut[self.shard])
-            found[name] = Kept(shards.get(name), buffers, int(cut[-1]), begin, host, hosts)
+            found[name] = Kept(shards.get(name), self._kinds, int(cut[-1]), begin, host, hosts)
         return found
 
     def lay_out(self) -> None:
@@ -99,14 +101,16 @@ class HierarchicalStep:
         rank, ranks = self.exchange.rank(), self.exchange.size()
         hierarchy = find_hierarchy(self.algorithm.ranks_per_host, ranks, collectives.everywhere)
         subsets = collectives.subsets(hierarchy)
-        self._hand_over()
+        before = self._places()
         self.hierarchy, self.shard = hierarchy, hierarchy.shard_of(rank)
         least = max(self.algorithm.min_numel, hierarchy.shards)
         large = [name for name in sorted(self.parameters) if self.parameters[name].numel() >= least]
-        for name in self.parameters:
-            if name not in large and name not in self.small:
-                tensor, decay = self.parameters[name], self._decays[name]
-                self.small[name] = make_error_feedback(self.algorithm, tensor, self.device, decay)
+        self.small = {
+            name: self.small.get(name)
+            or make_error_feedback(self.algorithm, self.parameters[name], self.device, self._decays[name])
+            for name in self.parameters
+            if name not in large
+        }
         self.cuts = {name: hierarchy.cut(self.parameters[name].numel(), self._row(name)) for name in large}
         own = hierarchy.host_of(rank)
         self._host = Host(own, Exchange(subsets[own], self.traffic), hierarchy.shards)
@@ -117,6 +121,8 @@ class HierarchicalStep:
             shards = Shards({name: self._part(name) for name in large})
             inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
             self.inner = Step(inner, shards, column, traffic)
+        if self._laid_out_in is not None:
+            self._move(before)
         self._laid_out_in = collectives.incarnation()
 
     def _row(self, name: str) -> int:
@@ -126,15 +132,24 @@ class HierarchicalStep:
         begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
         return Shard(self.parameters[name], begin, end, self._row(name))
 
-    def _hand_over(self) -> None:
-        """Save the residuals of the old shards, as the cuts may change; they are added to the next gradients."""
-        if self.inner is None:
-            return
-        for name, feedback in self.inner.feedback.items():
-            if "residual" in feedback.buffers:
-                whole = self._handed_over.setdefault(name, torch.zeros(self.parameters[name].numel()))
-                begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
-                whole[begin:end] += feedback.residual
+    def _places(self) -> dict[str, tuple[ErrorFeedback, int]]:
+        """Return this rank's error feedback, and where in the whole parameter it begins."""
+        shards = {} if self.inner is None else self.inner.feedback
+        whole = {name: (one, 0) for name, one in self.small.items()}
+        return whole | {name: (one, int(self.cuts[name][self.shard])) for name, one in shards.items()}
+
+    def _move(self, before: dict[str, tuple[ErrorFeedback, int]]) -> None:
+        """Add the error feedback of the last layout within each host, for the ranks that own it now; on all ranks."""
+        now = self.feedback
+        for name, kind in itertools.product(sorted(self.parameters), self._kinds):
+            part = torch.zeros(self.parameters[name].numel())
+            old, begin = before.get(name, (None, 0))
+            if old is not None and kind in old.buffers:
+                part.narrow(0, begin, old.parameter.numel()).copy_(old.buffers[kind])
+            if name in self.cuts:
+                part = self._host.scatter(f"moved.{name}.{kind}", [part], [self.cuts[name].tolist()]).wait()
+            if name in now and bool(part.any()):
+                now[name].buffer(kind).copy_(part)
 
     def forget(self) -> None:
         """Make the next step expect no tensors; keep the error feedback."""
@@ -149,7 +164,7 @@ class HierarchicalStep:
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""
-        return [f"weight_decay of {name} = {decay!r}" for name, decay in sorted(self._decays.items()) if decay]
+        return weight_decay.describe(self._decays)
 
     def explain(self) -> dict:
         """Return the entry of `stats` on the last step's choice between payloads and dense tensors between hosts."""
@@ -208,10 +223,9 @@ class HierarchicalStep:
             with self.traffic.timed("exchange"):
                 total = pending.wait()
             self._pass_on(self._shards_of(names, total, counts))
-        self._handed_over.clear()
         if self.inner is not None:
             self.inner.finish()
-        self.exchange.count_gradients(self.entries.values())
+        self.traffic.count_gradients(self.entries.values(), self.exchange.collectives.token_bytes)
 
     def overflowed(self) -> bool:
         """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for all ranks."""
@@ -315,16 +329,12 @@ class HierarchicalStep:
             return dict(zip(self.cuts, pending.wait().tolist(), strict=True))
 
     def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
-        """Return a gradient for the sum within the host: float32[n], clipped, plus the residuals of old shards."""
+        """Return a gradient for the sum within the host, float32[n], clipped; zeros if there is none."""
         if entry is None or entry.frozen:
-            whole = torch.zeros(self.parameters[name].numel())
-        else:
-            factor = self._clip(entry)
-            whole = entry.gradient.detach().reshape(-1).to(torch.float32)
-            whole = whole if factor == 1.0 else whole * factor
-        if name in self._handed_over:
-            whole = whole + self._handed_over[name] * self.units.loss_scale
-        return whole
+            return torch.zeros(self.parameters[name].numel())
+        factor = self._clip(entry)
+        whole = entry.gradient.detach().reshape(-1).to(torch.float32)
+        return whole if factor == 1.0 else whole * factor
 
     def _shards_of(self, names: list[str], total: torch.Tensor, counts: dict[str, list[float]]) -> dict[str, Entry]:
         """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""

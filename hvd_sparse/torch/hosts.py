@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hvd_sparse.pieces import WORD_BYTES
 from hvd_sparse.torch.exchange import Exchange, Pending
 
-WORD_BYTES = 8
 DENSE = -1  # in place of the number of entries: all elements follow
 
 

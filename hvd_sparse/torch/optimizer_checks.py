@@ -1,5 +1,6 @@
 """Finds wrong uses that gradients do not show, when an optimizer steps: a loss scale not set, a second momentum."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ class OptimizerChecks:
         for other in [other for other in _checks if other._ids & self._ids]:
             _checks.discard(other)
         _checks.add(self)
+        _watch_optimizers()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a loss scaler steps and no loss scale was set; warn once of a second momentum."""
@@ -74,4 +76,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         checks.before_step(optimizer)
 
 
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have `_before_step` called before each step of any optimizer; once for all compressors."""
+    register_optimizer_step_pre_hook(_before_step)

@@ -54,7 +54,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())
     sizes = {name: kept.n for name, kept in step.kept(summed=False).items()}
-    step.regions = restored(state.get("regions", []), sizes, exchange.rank())
+    step.regions = restored(state.get("regions", []), sizes)
     return state["step"]
 
 

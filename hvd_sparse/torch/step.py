@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import rest_of
@@ -48,7 +49,7 @@ class Step:
             name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
             for name in parameters
         }
-        self.codec = CODECS[algorithm.layout](algorithm, parameters, self.feedback, exchange, traffic, self.device)
+        self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
         self._small = [name for name in parameters if parameters[name].numel() < max(algorithm.min_numel, 1)]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
@@ -108,8 +109,7 @@ class Step:
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""
-        decaying = ((name, one.weight_decay) for name, one in sorted(self.feedback.items()) if one.weight_decay)
-        return [f"weight_decay of {name} = {decay!r}" for name, decay in decaying]
+        return weight_decay.describe({name: one.weight_decay for name, one in self.feedback.items()})
 
     def fallback(self, world_size: int) -> DenseFallback:
         """Return the rule that decides which tensors are sent dense at this world size."""
@@ -200,7 +200,7 @@ class Step:
         if late:
             self._start_late(late)
         self._release(wait=True)
-        self.exchange.count_gradients(self.entries.values())
+        self.traffic.count_gradients(self.entries.values(), self.exchange.collectives.token_bytes)
 
     def end(self) -> None:
         """End a complete step; the next step expects the same tensors.

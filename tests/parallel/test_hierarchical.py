@@ -1,6 +1,5 @@
 """Hierarchical exchange: the ranks of a host act like a single rank with the sum of their gradients."""
 
-import dataclasses
 import functools
 
 import horovod.torch as hvd
@@ -364,22 +363,6 @@ def test_each_rank_clips_its_whole_gradient_before_its_host_sums(layout):
         found = shard(j, {name: parameter.detach().double().numpy() for name, parameter in parameters.items()})
         for name, wanted in column.parameters.items():
             np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-def test_residuals_go_with_the_next_gradients_where_hosts_have_changed():
-    """As after a reset of an elastic job: what a rank keeps no more is added in its host."""
-    parameters = make_parameters()
-    exchange = {"exchange": "hierarchical", "ranks_per_host": hvd.size(), "dense_fallback": None}
-    compressor = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
-    ledger = Ledger()
-    for t in range(8):
-        if t == 4:
-            compressor._step.algorithm = dataclasses.replace(compressor.algorithm, ranks_per_host=1)
-            compressor._step._laid_out_in = None
-        gradients = whole_numbers(SHAPES, t, hvd.rank())
-        ledger.feed(gradients)
-        ledger.receive(drive(compressor, parameters, gradients))
-    ledger.check(compressor)
 
 
 def test_what_is_refused():

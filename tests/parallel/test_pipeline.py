@@ -354,7 +354,10 @@ def test_stages_must_do_the_same():
     ("options", "error"),
     [
         ({"schedule": "zigzag"}, "schedule must be one of 'gpipe', '1f1b'; got 'zigzag'"),
-        ({"micro_batches": 0}, "micro_batches must be a whole number of at least 1, got 0"),
+        ({"micro_batches": 0}, "micro_batches must be an integer from 1 to 65535, got 0"),
+        ({"micro_batches": 2.0}, "micro_batches must be an integer from 1 to 65535, got 2.0 of type float"),
+        ({"timeout": 0}, "timeout must be above 0 and finite, in seconds, got 0"),
+        ({"timeout": "60"}, "timeout must be a number above 0 and finite, in seconds, got '60' of type str"),
         ({"reduction": "max"}, "reduction must be one of"),
         ({"boundary": 1.5}, "density must be in"),
         ({"boundary": {"output": "many"}}, "density must be a number"),
@@ -364,7 +367,7 @@ def test_a_wrong_argument_on_one_stage_is_refused_on_all(options, error):
     good = {"loss": torch.nn.functional.mse_loss, "timeout": 60.0}
     wrong = options if RANK == STAGES // 2 else {}
     with pytest.raises((ValueError, TypeError, PipelineError), match=error):
-        Pipeline(torch.nn.Linear(3, 3), **good, **wrong)
+        Pipeline(torch.nn.Linear(3, 3), **{**good, **wrong})
 
 
 def test_the_last_stage_needs_a_loss():

@@ -1,5 +1,6 @@
 """If stages differ, or fail outside of a step, every stage raises an error with the reason."""
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -27,8 +28,17 @@ def test_settings_that_differ_are_refused_on_all_stages(name, values):
 
 
 def test_as_many_micro_batches_as_a_message_can_number():
-    with pytest.raises(ValueError, match="micro_batches must be at most 65535, got 65536"):
+    with pytest.raises(ValueError, match="micro_batches must be an integer from 1 to 65535, got 65536"):
         pipeline(micro_batches=65536)
+
+
+def test_micro_batches_of_numpy_are_those_of_python():
+    pipeline(micro_batches=np.int64(2) if RANK == 0 else 2).close()
+
+
+def test_a_rank_that_split_left_out_is_refused():
+    with pytest.raises(ValueError, match=r"communicator must be .* got COMM_NULL"):
+        pipeline(communicator=MPI.COMM_NULL)
 
 
 @several

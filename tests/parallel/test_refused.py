@@ -241,7 +241,7 @@ CONSTRUCTION = {
     "warmup epochs": ({"warmup": 4.0}, TypeError, "warmup .*4.0"),
     "min_numel": ({"min_numel": -1}, ValueError, "min_numel .*-1"),
     "bucket_bytes": ({"bucket_bytes": 0}, ValueError, "bucket_bytes .*0"),
-    "seed": ({"seed": 0.5}, ValueError, "seed .*0.5"),
+    "seed": ({"seed": 0.5}, TypeError, "seed .*0.5"),
     "process set": ({"process_set": [0]}, TypeError, "process_set .*list"),
     "unknown": ({"densty": 0.1}, TypeError, "densty"),
 }

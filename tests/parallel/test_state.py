@@ -201,6 +201,13 @@ def test_a_state_that_lacks_a_part_is_refused_clearly(key):
         compression.load_state_dict(broken)
 
 
+def test_each_rank_of_an_elastic_job_refuses_its_own_state(monkeypatch):
+    compression = MAKERS["gradient_dropping"](make_parameters().items(), "tensor")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match=r"^this is no state of version"):  # not "rank 0: this is"
+        compression.load_state_dict({**compression.state_dict(), "version": 99})
+
+
 @pytest.mark.parametrize("number", [-1, 2.5, "7", None])
 def test_a_state_with_an_impossible_step_is_refused_clearly(number):
     parameters = make_parameters()

@@ -10,6 +10,7 @@ import tensorflow as tf
 from gradients import SHAPES, draw
 from tf_helpers import (
     Reducer,
+    assert_alive,
     assert_ranks_agree,
     make_variables,
     reduce_whole_numbers,
@@ -79,11 +80,11 @@ def test_regions_of_another_world_size_are_agreed_on_anew():
     def leave_regions_of_more_ranks(step):
         if step == 0:
             more = hvd.size() + 1
-            for one in compression.regions.values():
-                one.world_size, one.bounds = more, np.arange(more + 1) * one.form.n // more
+            for names, bounds in compression.regions.items():
+                compression.regions[names] = np.arange(more + 1) * bounds[-1] // more
 
     fed, out = reduce_whole_numbers(Reducer(variables, compression, op=hvd.Sum), 4, leave_regions_of_more_ranks)
-    assert {one.world_size for one in compression.regions.values()} == {hvd.size()}
+    assert {bounds.size for bounds in compression.regions.values()} == {hvd.size() + 1}
     for name in SHAPES:
         left = total(residual_of(compression, name)).reshape(SHAPES[name])
         np.testing.assert_array_equal(out[name] + left, fed[name], err_msg=name)
@@ -146,6 +147,25 @@ def test_horovod_recognises_a_failure_of_each_collective(exchange):
     assert len(names) > len(SHAPES)
     known = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
     assert [name for name in sorted(names) if not any(word in name for word in known)] == []
+
+
+@several
+def test_a_checkpoint_of_another_rank_is_refused_on_all(tmp_path):
+    """Rank 0's residual, restored everywhere, would be sent once by each rank; its own is what a rank may restore."""
+    variables = make_variables()
+    compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=50)
+    reduce = Reducer(variables, compression)
+    reduce(draw(SHAPES, 0, hvd.rank()))
+    folder = hvd.broadcast_object(str(tmp_path), name="folder")
+    checkpoint = tf.train.Checkpoint(compression=compression)
+    written = checkpoint.write(f"{folder}/{hvd.rank()}")
+    total(np.zeros(1))  # all have written
+    checkpoint.read(written)
+    reduce(draw(SHAPES, 1, hvd.rank()))
+    checkpoint.read(f"{folder}/0")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="restored the error feedback of another rank"):
+        reduce(draw(SHAPES, 2, hvd.rank()))
+    assert_alive()
 
 
 @several

@@ -133,6 +133,44 @@ def test_a_checkpoint_of_another_rank_is_refused_on_all(tmp_path):
     assert_ranks_agree(reduce(draw(SHAPES, 1, hvd.rank())))
 
 
+def test_a_checkpoint_of_variables_with_other_names_is_refused(tmp_path):
+    """TensorFlow finds no residuals under these names, restores the step all the same, and says nothing."""
+    saved, model = make_variables(SHAPES), {f"{name}_2": shape for name, shape in SHAPES.items()}
+    compression = Compression.gradient_dropping(list(saved.values()), **DROPPING)
+    Reducer(saved, compression)(draw(SHAPES, 0, hvd.rank()))
+    path = tf.train.Checkpoint(compression=compression).save(str(tmp_path / "checkpoint"))
+    variables = make_variables(model)
+    renamed = Compression.gradient_dropping(list(variables.values()), **DROPPING)
+    reduce = Reducer(variables, renamed)
+    reduce(draw(model, 0, hvd.rank()))
+    status = tf.train.Checkpoint(compression=renamed).restore(path)
+    with pytest.raises(AssertionError):
+        status.expect_partial().assert_existing_objects_matched()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of variables with other names"):
+        reduce(draw(model, 1, hvd.rank()))
+    assert_alive()
+    renamed.reset()
+    assert_ranks_agree(reduce(draw(model, 1, hvd.rank())))
+
+
+def test_a_tf_function_is_told_that_it_cannot_read_the_state():
+    reduce = fresh("gradient_dropping", "tensor")
+    compression = reduce.compression
+    state = compression.state_dict()
+    calls = [
+        compression.stats,
+        compression.state_dict,
+        compression.reset,
+        lambda: compression.state_dict(summed=True),
+        lambda: compression.load_state_dict(state),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"a tf\.function cannot read or change the state"):
+            tf.function(lambda call=call: call() and None, autograph=False)()
+    assert_alive()
+    train(reduce, range(2))
+
+
 def test_a_model_does_not_take_the_buffers_of_its_compression_for_its_own():
     """Horovod's callback broadcasts the variables of a model: all ranks would have the residuals of rank 0."""
     model = tf.Module()
@@ -267,6 +305,13 @@ def test_a_wrong_state_is_refused_and_changes_nothing():
         assert_same(everything(reduce), before)
         assert reduce.compression.step.numpy() == 1
     assert_alive()
+
+
+def test_each_rank_of_an_elastic_job_refuses_its_own_state(monkeypatch):
+    reduce = fresh("gradient_dropping", "tensor")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match=r"^this is no state of version"):  # not "rank 0: this is"
+        reduce.compression.load_state_dict({**reduce.compression.state_dict(), "version": 99})
 
 
 @pytest.mark.parametrize(("method", "scope"), BOTH)

@@ -345,7 +345,8 @@ def test_a_first_stage_of_pytorch_goes_with_one_of_tensorflow():
     ("options", "error"),
     [
         ({"schedule": "zigzag"}, "schedule must be one of 'gpipe', '1f1b'; got 'zigzag'"),
-        ({"micro_batches": 0}, "micro_batches must be a whole number of at least 1, got 0"),
+        ({"micro_batches": 0}, "micro_batches must be an integer from 1 to 65535, got 0"),
+        ({"timeout": 0}, "timeout must be above 0 and finite, in seconds, got 0"),
         ({"reduction": "max"}, "reduction must be one of"),
         ({"boundary": 1.5}, "density must be in"),
         ({"boundary": {"output": "many"}}, "density must be a number"),

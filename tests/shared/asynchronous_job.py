@@ -65,7 +65,7 @@ class Job(Session):
         self.theta = numbers(RANK, shapes)
         super().__init__(self.theta, method or dgs(), **{"timeout": 30.0, "silence": None, **options})
         if self.is_worker:
-            self.join({name: array.reshape(-1) for name, array in self.theta.items()})
+            self._join({name: array.reshape(-1) for name, array in self.theta.items()})
             self.random = np.random.default_rng(100 + RANK)
 
     def train(self, steps, before=lambda step: None):
@@ -73,7 +73,7 @@ class Job(Session):
         for step in range(steps):
             before(step)
             found = {name: array.reshape(-1) for name, array in gradients(self.theta, self.random).items()}
-            self.exchange(found, dict.fromkeys(SHAPES, LR))
+            self._push(found, dict.fromkeys(SHAPES, LR))
         self.synchronize()
 
 
@@ -83,7 +83,7 @@ def run(steps=60, before=lambda step: None, **options):
     if session.is_worker:
         with session:
             session.train(steps, before)
-            print(f"loss {loss_of(session.state()[0]):.4f} rank {RANK}")
+            print(f"loss {loss_of(session._state()[0]):.4f} rank {RANK}")
             print("stats", session.stats())
     else:
         print("departures", sorted(session.serve().items()))

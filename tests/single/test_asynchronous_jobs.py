@@ -76,7 +76,7 @@ def test_one_worker_is_the_simulation_bit_for_bit(run_job, threads):
             session.train(60)
             for _ in range(60):
                 twin.step(0, lambda worker, theta: gradients(theta, random), LR)
-            theirs = session.state()[0]
+            theirs = session._state()[0]
             same = [(theirs[name] == array).all() for name, array in twin.parameters().items()]
             same += [(session.worker.parameters[name] == array).all()
                      for name, array in twin.workers[0].parameters.items()]
@@ -186,7 +186,7 @@ def test_a_push_that_is_on_its_way_is_a_sign_of_life(run_job):
             print("departures", session.serve())
         else:
             for _ in range(2):
-                session.exchange({"weight": np.ones(4_000_000, np.float32)}, {"weight": 0.1})
+                session._push({"weight": np.ones(4_000_000, np.float32)}, {"weight": 0.1})
                 time.sleep(3.0)
             session.close()
         """,

@@ -52,6 +52,15 @@ gc.collect()
 dist.destroy_process_group()
 assert not gloo_threads()
 """
+WATCHED = """
+import torch
+from hvd_sparse.torch.ddp import Compression
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+assert not hooks
+for _ in range(2):
+    Compression.topk(torch.nn.Linear(64, 64).named_parameters(), 0.01)
+assert len(hooks) == 1
+"""
 
 
 def test_a_process_may_end_while_threads_of_gloo_free_their_tensors():
@@ -62,4 +71,9 @@ def test_a_process_may_end_while_threads_of_gloo_free_their_tensors():
 def test_destroying_the_process_group_ends_its_threads():
     """They do not end if PyTorch imports torch.distributed.nn when it builds the model."""
     code, output = launch([sys.executable, "-c", TRAINED + ENDED])
+    assert code == 0, output
+
+
+def test_optimizers_are_watched_only_where_there_is_a_compression():
+    code, output = launch([sys.executable, "-c", WATCHED])
     assert code == 0, output

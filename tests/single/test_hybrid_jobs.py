@@ -76,14 +76,19 @@ def test_the_layout_is_described():
     ("arguments", "message"),
     [
         ((0, 4, 3), "stages must divide the number of ranks, got stages=3 on 4 ranks"),
-        ((0, 4, 0), "stages must be a whole number of at least 1, got 0"),
-        ((0, 4, 2.0), "stages must be a whole number"),
+        ((0, 4, 0), "stages must be an integer of at least 1, got 0"),
         ((0, 4, 2, "ring"), "order must be one of 'pipeline', 'replica'; got 'ring'"),
     ],
 )
 def test_wrong_layouts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ProcessGrid(*arguments).checked()
+
+
+def test_stages_are_an_integer_of_python_or_numpy():
+    with pytest.raises(TypeError, match=r"stages must be an integer of at least 1, got 2\.0 of type float"):
+        ProcessGrid(0, 4, 2.0).checked()
+    assert ProcessGrid(0, 4, np.int64(2)).checked() == ProcessGrid(0, 4, 2)
 
 
 def test_ranks_that_cannot_be_shared_out_end_all_ranks():

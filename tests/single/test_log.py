@@ -79,6 +79,6 @@ def test_a_writer_of_tensorflow(tmp_path):
 def test_other_writers_are_refused():
     with pytest.raises(TypeError, match=r"writer must be .* got int"):
         Log(3, 1, "run")
-    for every in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="every must be an integer of at least 1, got"):
+    for every, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="every must be an integer of at least 1, got"):
             Log(print, every, "run")

@@ -11,7 +11,8 @@ from test_native import array, check_passed, ones, read_only, same
 from tiers import examples
 
 from hvd_sparse import native, native_changes, reference
-from hvd_sparse.native_changes import TINIEST, Changed, make_marks
+from hvd_sparse.native_changes import Changed, make_marks
+from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import payload_size
 
 
@@ -109,7 +110,7 @@ def test_select_and_add_marked(data, n, seed):
     end = data.draw(st.integers(begin + 1, n))
     k, indices = data.draw(counts(end - begin)), drawn_indices(data, n)
     magnitude = data.draw(st.sampled_from([0.0, 1.0, 0.25, 3.0, float(abs(minuend[begin]))]))
-    floor = max(TINIEST, magnitude) if np.isfinite(magnitude) else 1.0
+    floor = max(SMALLEST, magnitude) if np.isfinite(magnitude) else 1.0
     marks = reference.marks_of(indices, n)
     twin_marks, twin_subtrahend = marks.copy(), subtrahend.copy()
     expected = reference.select_marked(minuend, subtrahend, twin_marks, k, (begin, end), seed, floor)

@@ -1,6 +1,8 @@
 """Arguments of the methods, buckets, threshold hints, traffic counters, and the configuration check across ranks."""
 
+import inspect
 import itertools
+from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.configuration_check import digest, explain_difference
-from hvd_sparse.parameter_server import DGS
+from hvd_sparse.parameter_server import DGS, DCTAsync
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.traffic import Traffic
@@ -29,7 +31,9 @@ from hvd_sparse.traffic import Traffic
         ("values", "float64", ValueError),
         ("values", "int8", ValueError),
         ("min_numel", -1, ValueError),
-        ("min_numel", 1.5, ValueError),
+        ("min_numel", 1.5, TypeError),
+        ("seed", None, TypeError),
+        ("bucket_bytes", "1e6", TypeError),
         ("bucket_bytes", 0, ValueError),
         ("seed", -1, ValueError),
         ("warmup", -1, ValueError),
@@ -151,8 +155,31 @@ def test_numbers_of_numpy_are_those_of_python(number):
     assert (hosts, type(hosts)) == (7, int)
     assert Settings.micro(None, exchange="hierarchical", ranks_per_host=np.array([2, 3])).ranks_per_host == (2, 3)
     assert type(DGS(seed=number).seed) is int
-    with pytest.raises(ValueError, match=r"ranks_per_host must be an integer of at least 1, got 2\.0"):
+    with pytest.raises(TypeError, match=r"ranks_per_host must be an integer of at least 1, got 2\.0"):
         Settings.dgc(None, exchange="hierarchical", ranks_per_host=2.0)
+
+
+@pytest.mark.parametrize("make", [partial(Settings.dct, None), DCTAsync])
+def test_ranks_with_numbers_of_numpy_describe_thresholds_alike(make):
+    """Ranks compare the lines: a rank that reads its settings from an array is as good as the others."""
+    assert make(lifespan=np.int64(50), drain=np.int32(7)).describe() == make(lifespan=50, drain=7).describe()
+    for name in ("lifespan", "drain"):
+        with pytest.raises(TypeError, match=rf"{name} must be an integer of at least 1, got 2\.5 of type float"):
+            make(**{name: 2.5})
+
+
+def test_descriptions_have_each_setting_once():
+    """The density and the warm-up are one schedule; a function as weight_decay has no text that ranks could compare."""
+    lines = Settings.dgc(None, density=0.01, warmup=100, weight_decay=lambda name, parameter: 0.0).describe()
+    names = [line.partition(" = ")[0] for line in lines]
+    arguments = set(inspect.signature(Settings.dgc).parameters) - {"parameters", "process_set"}
+    assert sorted(names) == sorted(arguments - {"warmup", "weight_decay"} | {"hvd_sparse", "method"})
+    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25)" in lines
+    assert "weight_decay = 0.1" in Settings.dgc(None, weight_decay=0.1).describe()
+    lines = DGS(density=0.01, warmup=100).describe()
+    names = [line.partition(" = ")[0] for line in lines]
+    assert sorted(names) == sorted({field.name for field in fields(DGS)} - {"warmup"} | {"method"})
+    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25)" in lines
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,10 @@ def test_buffers_are_shared_now_and_then(keras):
         optimizer = session.optimizer(0.01)
         start = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
         train(model, optimizer, SHARE_EVERY - 1)
-        np.testing.assert_array_equal(session.averages(), start)  # the server's own
+        np.testing.assert_array_equal(session._averages(), start)  # the server's own
         train(model, optimizer, 1)
         expected = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
-        np.testing.assert_array_equal(session.state()[1], expected)
+        np.testing.assert_array_equal(session._state()[1], expected)
 
 
 def test_buffers_are_restored(keras, tmp_path):
@@ -228,14 +228,18 @@ def test_options():
     with pytest.raises(ValueError, match="servers must be 'colocated' or a number from 1 to one less than the 1 ranks"):
         asynchronous.connect(weight, ASGD, **{**OPTIONS, "servers": 1})
     with asynchronous.connect(weight, ASGD, **OPTIONS) as session:
-        for settings, message in [
-            ({"learning_rate": -0.1}, "learning_rate must be at least 0 and finite, got -0.1"),
-            ({"learning_rate": None}, "learning_rate must be .* got None"),
-            ({"learning_rate": float("nan")}, "learning_rate must be .* got nan"),
-            ({"learning_rate": 0.1, "weight_decay": -1}, "weight_decay must be .* got -1"),
+        for settings, error, message in [
+            ({"learning_rate": -0.1}, ValueError, "learning_rate must be at least 0 and finite, got -0.1"),
+            ({"learning_rate": None}, TypeError, "learning_rate must be a number .* got None"),
+            ({"learning_rate": "0.1"}, TypeError, "learning_rate must be a number .* got '0.1'"),
+            ({"learning_rate": float("nan")}, ValueError, "learning_rate must be .* got nan"),
+            ({"learning_rate": 0.1, "weight_decay": -1}, ValueError, "weight_decay must be .* got -1"),
+            ({"learning_rate": 0.1, "weight_decay": "1"}, TypeError, "weight_decay must be a number .* got '1'"),
         ]:
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(error, match=message):
                 session.optimizer(**settings)
+        for number in (np.float32(0.5), tf.constant(0.5), tf.constant(0.5, tf.bfloat16), 0.5):
+            assert session.optimizer(number).learning_rate == 0.5
         optimizer = session.optimizer(lambda step: -1.0)
         with pytest.raises(ValueError, match="learning_rate, at step 0, must be at least 0"):
             optimizer.apply_gradients([(tf.ones([1]), weight[0])])

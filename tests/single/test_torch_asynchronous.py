@@ -231,7 +231,7 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     optimizer = session.optimizer(lr=0.1)
     learn(model, optimizer, 12)  # buffers are sent at the tenth step
     session.synchronize()
-    assert session.state()[1].size == 9 + 9 + 3
+    assert session._state()[1].size == 9 + 9 + 3
     state = session.global_state_dict()
     assert state.keys() == model.state_dict().keys()
     same(state, model.state_dict())  # one worker: its own

@@ -5,11 +5,12 @@ import io
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
 from hvd_sparse.schedule import WarmUp
-from hvd_sparse.torch.asynchronous import ASGD, DGS, DCTAsync, DGCAsync, GradientDroppingAsync, connect
+from hvd_sparse.torch.asynchronous import ASGD, DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync, connect
 
 METHODS = [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL), DCTAsync(**SMALL)]
 
@@ -100,7 +101,14 @@ BAD_ARGUMENTS = [
         "parameters must be of real numbers, got c of torch.complex64",
     ),
     (lambda join: join(network(), servers=1), ValueError, "servers must be 'colocated' or a number from 1"),
-    (lambda join: join(network(), servers=True), ValueError, "servers must be"),
+    (lambda join: join(network(), servers=True), TypeError, "servers, .* must be an integer, got True"),
+    (lambda join: join(network(), servers="all"), TypeError, "servers, if not 'colocated', must be .* got 'all'"),
+    (lambda join: join(network(), overlap=1), TypeError, "overlap must be True or False, got 1"),
+    (lambda join: join(network(), timeout=0), ValueError, "timeout must be above 0 and finite, in seconds, got 0"),
+    (lambda join: join(network(), timeout=None), TypeError, "timeout must be a number above 0 .* got None"),
+    (lambda join: join(network(), silence=0), ValueError, "silence must be above 0 and finite, in seconds, got 0"),
+    (lambda join: join(network(), silence="2"), TypeError, "silence must be a number above 0 .* got '2'"),
+    (lambda join: join(network(), communicator=MPI.COMM_NULL), ValueError, "communicator must be .* got COMM_NULL"),
     (lambda join: join(network()).optimizer(lr=-1.0), ValueError, "lr must be finite and at least 0, got -1.0"),
     (lambda join: join(network()).optimizer(lr=float("nan")), ValueError, "lr must be finite and at least 0, got nan"),
     (lambda join: join(network()).optimizer(lr=float("inf")), ValueError, "lr must be finite and at least 0, got inf"),
@@ -127,7 +135,10 @@ BAD_ARGUMENTS = [
     (lambda join: DCTAsync(scope="model"), ValueError, "scope must be one of"),
     (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
     (lambda join: ASGD(warmup=WarmUp(0.01, 100)), ValueError, "warmup must be None in asgd, which is dense"),
-    (lambda join: join(network(), threads=0), ValueError, "threads must be a number from 1 to 16, got 0"),
+    (lambda join: ASGD(warmup=10), ValueError, "warmup must be None in asgd, which is dense, got 10"),
+    (lambda join: MSGD(warmup=10), ValueError, "warmup must be None in msgd, which is dense, got 10"),
+    (lambda join: join(network(), threads=0), ValueError, "threads must be an integer from 1 to 16, got 0"),
+    (lambda join: join(network(), threads=2.0), TypeError, "threads must be an integer from 1 to 16, got 2.0"),
     (
         lambda join: join([("a", nn.Parameter(torch.ones(2)))], threads=3),
         ValueError,

@@ -51,6 +51,7 @@ class Pipeline(stages.Pipeline):
         ValueError: A value is out of range, or another stage has other settings.
         TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
+        ImportError: mpi4py is not installed.
     """
 
     def __init__(
@@ -70,12 +71,23 @@ class Pipeline(stages.Pipeline):
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
     def step(self, inputs=None, targets=None) -> float:
-        """Run a batch forward and backward, on every stage; return its loss, on every stage.
+        """Run a batch forward and backward; call it on every stage.
 
-        inputs: on the first stage; a tensor or array, or a tuple or dict of them, whose first dimension counts samples.
-        targets: likewise, on the last stage, or on the first, which sends them to the last.
-        `gradients` are then those of this batch only: no need to set them to zero. If a stage fails, all others raise
-        `PipelineError`.
+        `gradients` are then those of this batch only: no need to set them to zero.
+
+        Args:
+            inputs: On the first stage: a tensor or array, or a tuple or dict of them, whose first dimension counts
+                samples.
+            targets: Likewise, on the last stage; or on the first, which sends them.
+
+        Returns:
+            The loss of the batch, on every stage.
+
+        Raises:
+            PipelineError: Another stage has failed.
+            ValueError: `inputs` or `targets` are missing, or there where they do not belong; or their sizes are wrong.
+            TimeoutError: A stage did not answer within `timeout` seconds.
+            RuntimeError: This pipeline has failed before, or was closed.
         """
         self._gradients = None
         try:
@@ -87,8 +99,12 @@ class Pipeline(stages.Pipeline):
     def gradients(self) -> list[tf.Tensor]:
         """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
 
-        They have the order of `stage.trainable_variables`, and their shapes and types; dense, zeros if there is none.
-        Raises RuntimeError before the first step and after a failed one.
+        Returns:
+            Dense tensors in the order of `stage.trainable_variables`, of their shapes and types; zeros for a variable
+            without a gradient.
+
+        Raises:
+            RuntimeError: There was no step yet, or the last one failed.
         """
         if self._gradients is None:
             raise RuntimeError("gradients() needs a step() that has run to its end, got none")
@@ -100,19 +116,25 @@ class Pipeline(stages.Pipeline):
             compression = Compression.dct(stage.trainable_variables, process_set=process_set)
             gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
 
-        options: arguments of `hvd.DistributedGradientTape`, which reduces the gradients. Call it on all replicas of the
-        stage. Errors: those of `gradients` and of Horovod; `PipelineError` if another rank has failed.
+        Call it on all replicas of the stage.
+
+        Args:
+            options: Arguments of `hvd.DistributedGradientTape`, which reduces the gradients.
+
+        Returns:
+            Tensors as of `gradients`.
+
+        Raises:
+            RuntimeError: There was no step yet, or the last one failed.
+            PipelineError: Another rank has failed. Horovod's own errors are raised too.
         """
         gradients = self.gradients()
         return self._guarded(self._reduced, gradients, options) if gradients else []
 
     def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
-        import horovod.tensorflow as hvd
+        from hvd_sparse.tensorflow import reduce_gradients  # needs Horovod, which a pipeline alone does not
 
-        variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
-        with tf.GradientTape() as tape:  # of a function that has these gradients
-            target = [tf.reduce_sum(v * gradient) for v, gradient in zip(variables, gradients, strict=True)]
-        return list(hvd.DistributedGradientTape(tape, **options).gradient(target, variables))
+        return reduce_gradients(gradients, self.stage.trainable_variables, **options)
 
     def _check(self) -> None:
         # asked of the type first: a model of Keras 2 that is not built raises

@@ -32,8 +32,10 @@ def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
         optimizer. communicator: the ranks of this replica, for `Pipeline`.
 
     Raises:
-        ValueError: stages do not divide the world size.
-        RuntimeError: There is no MPI, or Horovod has been started.
+        TypeError: `stages` is no integer.
+        ValueError: `stages` is below 1 or does not divide the world size, or `order` is unknown.
+        RuntimeError: Horovod has been started already, or has other ranks than MPI.
+        ImportError: Horovod or mpi4py is not installed.
     """
     require_horovod("torch")
     import horovod.torch as hvd

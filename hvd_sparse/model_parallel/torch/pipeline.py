@@ -45,6 +45,7 @@ class Pipeline(stages.Pipeline):
         ValueError: A value is out of range, or another stage has other settings.
         TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
+        ImportError: mpi4py is not installed.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from hvd_sparse.tensorflow.codecs.owned_regions import OwnedRegions
 from hvd_sparse.tensorflow.codecs.shared_indices import SELECTIONS, SharedIndices
 from hvd_sparse.tensorflow.codecs.threshold import Threshold
 
-CODECS: dict[str, type[Codec]] = {  # by the method's `layout`
+CODECS: dict[str, type[Codec]] = {  # by the method's `selection`
     "tensor": OwnedRegions,
     "model": OwnedRegions,
     "threshold": Threshold,

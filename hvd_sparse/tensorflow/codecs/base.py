@@ -2,22 +2,23 @@
 
 import abc
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.granularity import segments_of
+from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.half import HALF, rest_of
-from hvd_sparse.reduce_scatter import Regions
+from hvd_sparse.reduce_scatter import Bounds
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.traffic import Counted
 from hvd_sparse.units import Units
-from hvd_sparse.wire import largest_payload, top_k_count
+from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size, top_k_count
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Codec(abc.ABC):
         self.exchange = exchange
         self.thresholds: list[tf.Variable] = []  # thresholds that persist across steps, by row
         self.threshold_rows: Mapping[str, int] = {}  # the row of each selection
-        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters, by a message's variables: checkpointed
+        self.regions: Bounds = {}  # of reduce-scatters: part of a checkpoint
 
     @abc.abstractmethod
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
@@ -187,6 +188,51 @@ class Codec(abc.ABC):
     def _segments(self, entries: list[Entry]) -> np.ndarray | None:
         """Return the groups that share the quantization levels of low-bit values."""
         return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
+
+
+class BucketCodec(Codec):
+    """The common part of codecs with a payload for each variable, which are sent in buckets of `bucket_bytes`."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The maximum bytes of a message. A single payload that is larger gets a separate message."""
+        return self.algorithm.bucket_bytes
+
+    def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
+        """Cut the entries, sorted by name, into buckets; yield each bucket's name, entries and their slice."""
+        entries, begin = sorted(entries, key=lambda entry: entry.name), 0
+        planned = plan_buckets(self._settled_sizes(entries), self.bucket_bytes, "bucket")
+        for name, members in planned.items():
+            part = slice(begin, begin + len(members))
+            yield name, entries[part], part
+            begin = part.stop
+
+    def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
+        """Return the payloads' sizes at the final density, as a graph's buckets always have the same members."""
+        density = self.algorithm.schedule.planned
+        form, sizes = (self.algorithm.coding, self.algorithm.values), {}
+        for entry in entries:
+            n = entry.feedback.size
+            sizes[entry.name] = payload_size(n, top_k_count(n, density), *form, self._segments([entry]))
+        return sizes
+
+    def _form(self, entries: list[Entry], **options) -> dict:
+        """Return the coding of payloads, as arguments of the bucket operators."""
+        algorithm = self.algorithm
+        has_levels = self.values in LOW_BITS
+        channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
+        return {"coding": algorithm.coding, "value_dtype": self.values, "channels": channels, **options}
+
+    def _delivered(self, bucket: Bucket, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
+        """Clear the sent entries, unless the step is skipped; set the entries' sums; return the operations to run."""
+        buffers = [entry.feedback.cleared() for entry in bucket.entries]
+        memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
+        retained = bucket.entries[0].feedback.retained
+        cleared = ops.clear_bucket(bucket.message, bucket.ks, now.void, *memory, **form, retained=retained)
+        done = [cleared]
+        for entry, total in zip(bucket.entries, sums, strict=True):
+            done += self._held(entry, total, now, [cleared])
+        return done
 
 
 def hold(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
-from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, selected_entries, told
+from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, known_bounds, selected_entries, told
 from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 
@@ -161,14 +161,8 @@ class Message:
         return self._make(1).count(Entries(indices, indices))
 
     def known_bounds(self) -> np.ndarray | None:
-        """Return the bounds of the regions; None if the ranks have to agree on them.
-
-        Regions of another world size are not known: an elastic job has had more or fewer ranks, all with the same.
-        """
-        known = self._codec.regions.get(self.names)
-        if known is None or (known.world_size, known.form.n) != (self._codec.exchange.size(), self.n):
-            return None
-        return known.bounds
+        """Return the bounds of the regions; None if the ranks have to agree on them."""
+        return known_bounds(self._codec.regions, self.names, self.n, self._codec.exchange.size())
 
     def split(self, agrees, is_dense, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
         """Return the message to the owners, and the number of words for each.
@@ -181,7 +175,7 @@ class Message:
         else:
             self._regions.bounds = self.known_bounds()
         if not is_dense:
-            self._codec.regions[self.names] = self._regions
+            self._codec.regions[self.names] = self._regions.bounds
         self._selected = Entries(indices, values)
         self._sent = self._regions.split(self._selected)
         return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)

@@ -34,7 +34,7 @@ class SharedIndices(Codec):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._selection = SELECTIONS[self.algorithm.layout](self)
+        self._selection = SELECTIONS[self.algorithm.selection](self)
         self.thresholds, self.threshold_rows = self._selection.thresholds, self._selection.threshold_rows
 
     def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:

@@ -4,13 +4,12 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Bucket, Entry, Round
-from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
+from hvd_sparse.tensorflow.codecs.base import Bucket, BucketCodec, Entry, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import make_thresholds
 
 
-class Threshold(FixedCount):
+class Threshold(BucketCodec):
     """Selects the elements that reach a threshold in each variable; buckets are planned as if exactly k were sent."""
 
     def __init__(self, *arguments):

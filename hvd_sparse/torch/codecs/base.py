@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.buckets import BucketLayout
+from hvd_sparse.buckets import BucketLayout, plan_buckets
 from hvd_sparse.granularity import channels_of, segments_of
-from hvd_sparse.reduce_scatter import NOTHING, Entries, Regions, Sent
+from hvd_sparse.reduce_scatter import NOTHING, Bounds, Entries, Regions, Sent
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
-from hvd_sparse.wire import LOW_BITS
+from hvd_sparse.wire import LOW_BITS, top_k_count
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Codec(abc.ABC):
         self.traffic = traffic
         self.device = device
         self.finite: list[torch.Tensor] = []  # bool, any shape: was each gradient since the last vote finite?
-        self.regions: dict[tuple[str, ...], Regions] = {}  # of reduce-scatters, by members: part of a checkpoint
+        self.regions: Bounds = {}  # of reduce-scatters: part of a checkpoint
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     @property
@@ -207,6 +207,50 @@ class Codec(abc.ABC):
             segments = segments_of([self.parameters[name].shape for name in names], self.algorithm)
             self._segments[names] = None if segments is None else torch.from_numpy(segments)
         return self._segments[names]
+
+
+class BucketCodec(Codec):
+    """The common part of codecs with a payload for each tensor, which are sent in buckets of `bucket_bytes`."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._payloads: dict[str, Payload] = {}
+        self._density = 0.0
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The maximum bytes of a message. A single payload that is larger gets a separate message."""
+        return self.algorithm.bucket_bytes
+
+    def begin(self, now: Round) -> None:
+        """Begin a step."""
+        super().begin(now)
+        if self._density != now.density:
+            self._payloads, self._density = {}, now.density
+
+    def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
+        """Return the buckets of these tensors, planned for payloads of exactly k entries."""
+        sizes = {name: self._sent_bytes(self._payload(name)) for name in names}
+        return [
+            self.bucket_of(name, members, [self._payload(member) for member in members])
+            for name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items()
+        ]
+
+    def _sent_bytes(self, payload: Payload) -> int:
+        """Return the bytes of a payload, for the size of a bucket."""
+        return payload.size
+
+    def _payload(self, name: str) -> Payload:
+        if name not in self._payloads:
+            n = self.parameters[name].numel()
+            self._payloads[name] = self.payload_of((name,), n, top_k_count(n, self.now.density))
+        return self._payloads[name]
+
+
+def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the residuals and velocities in which sent entries are cleared."""
+    buffers = [one.cleared() for one in feedback]
+    return [own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]]
 
 
 def in_training(entries: Mapping[str, Entry]) -> dict[str, Entry]:

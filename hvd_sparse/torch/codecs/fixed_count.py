@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, Payload, Round, in_training, place_of
-from hvd_sparse.torch.error_feedback import ErrorFeedback, decays, destinations
+from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Codec, Entry, cleared, in_training, place_of
+from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import top_k_count
 
 
-class FixedCount(Codec):
+class FixedCount(BucketCodec):
     """Selects exactly k elements in each tensor during backward; or with scope="model", in all tensors after it."""
 
     def __init__(self, *arguments):
@@ -19,40 +18,24 @@ class FixedCount(Codec):
         names = [*self.parameters]
         self._hints = dict(zip(names, ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
         self._joint_hints = ops.new_hints(1, self.device)
-        self._payloads: dict[str, Payload] = {}
-        self._density = 0.0
 
     @property
     def is_joint(self) -> bool:
         """Whether all tensors share one selection."""
-        return self.algorithm.layout == "model"
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The maximum bytes of a message. A single payload that is larger gets a separate message."""
-        return self.algorithm.bucket_bytes
-
-    def begin(self, now: Round) -> None:
-        """Begin a step."""
-        super().begin(now)
-        if self._density != now.density:
-            self._payloads, self._density = {}, now.density
+        return self.algorithm.selection == "model"
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
-        """Return the buckets of these tensors."""
+        """Return the buckets of these tensors, with their hints."""
         if not names:
             return []
         if self.is_joint:
             bucket = plan_joint(self, names, prefix)
             bucket.hints = self._joint_hints
             return [bucket]
-        sizes = {name: self._sent_bytes(self._payload(name)) for name in names}
-        buckets = []
-        for bucket_name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items():
-            bucket = self.bucket_of(bucket_name, members, [self._payload(name) for name in members])
-            bucket.hints = torch.stack([self._hints[name] for name in members])
-            self._hints.update(zip(members, bucket.hints, strict=True))
-            buckets.append(bucket)
+        buckets = super().plan(names, prefix)
+        for bucket in buckets:
+            bucket.hints = torch.stack([self._hints[name] for name in bucket.members])
+            self._hints.update(zip(bucket.members, bucket.hints, strict=True))
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
@@ -106,25 +89,9 @@ class FixedCount(Codec):
                 self._pack_nothing(payload, bucket.message.narrow(0, offset, payload.size))
             offset += payload.size
 
-    def _sent_bytes(self, payload: Payload) -> int:
-        """Return the bytes of a payload, for the size of a bucket."""
-        return payload.size
-
-    def _payload(self, name: str) -> Payload:
-        if name not in self._payloads:
-            n = self.parameters[name].numel()
-            self._payloads[name] = self.payload_of((name,), n, top_k_count(n, self.now.density))
-        return self._payloads[name]
-
 
 def plan_joint(codec: Codec, names: Sequence[str], name: str) -> Bucket:
     """Return the bucket of tensors with a joint selection, in the order of names."""
     n = sum(codec.parameters[member].numel() for member in names)
     payload = codec.payload_of(tuple(names), n, top_k_count(n, codec.now.density))
     return codec.bucket_of(name, names, [payload])
-
-
-def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the residuals and velocities in which sent entries are cleared."""
-    buffers = [one.cleared() for one in feedback]
-    return [own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]]

@@ -12,7 +12,7 @@ import torch
 
 from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
-from hvd_sparse.reduce_scatter import Entries, Form, Regions, selected_entries, told
+from hvd_sparse.reduce_scatter import Entries, Form, Regions, known_bounds, selected_entries, told
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
@@ -24,7 +24,7 @@ class OwnedRegions(FixedCount):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._scatters, self._numels = False, [self.parameters[name].numel() for name in self.parameters]
-        self._used: dict[tuple[str, ...], Regions] = {}  # in the current step
+        self._used: dict[tuple[str, ...], Regions] = {}  # of the messages of the current step
 
     @property
     def values(self) -> str:
@@ -52,7 +52,8 @@ class OwnedRegions(FixedCount):
     def end(self) -> None:
         """End a complete step."""
         super().end()
-        self.regions = self._used or self.regions
+        if self._used:
+            self.regions = {names: regions.bounds for names, regions in self._used.items()}
 
     def told(self) -> list[float]:
         """Return the numbers by which the ranks check that they have the same regions."""
@@ -72,7 +73,9 @@ class OwnedRegions(FixedCount):
         if bucket.regions is not None:
             ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
             bucket.selected = selected_entries(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
-            self._used[tuple(bucket.members)] = bucket.regions
+            names, n = tuple(bucket.members), bucket.regions.form.n
+            bucket.regions.bounds = known_bounds(self.regions, names, n, self.now.world_size)
+            self._used[names] = bucket.regions
             if self.algorithm.complete:
                 bucket.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
 
@@ -139,16 +142,11 @@ class OwnedRegions(FixedCount):
             yield name, entries.indices[first:last] - (end - size), entries.values[first:last]
 
     def _regions_of(self, bucket: Bucket) -> Regions:
-        """Return the regions of a bucket, with the bounds agreed on before if the bucket has not changed."""
+        """Return the regions of a bucket, without bounds."""
         algorithm, layout = self.algorithm, bucket.layout
         segments = segments_of([self.parameters[name].shape for name in bucket.members], algorithm)
-        n, k = sum(layout.sizes), sum(layout.ks)
-        form = Form(n, k, algorithm.coding, algorithm.values, algorithm.level, segments)
-        regions = Regions(form, self.now.world_size, self.now.rank)
-        before = self.regions.get(tuple(bucket.members))
-        if before is not None and before.form.n == n and before.world_size == regions.world_size:
-            regions.bounds = before.bounds
-        return regions
+        form = Form(sum(layout.sizes), sum(layout.ks), algorithm.coding, algorithm.values, algorithm.level, segments)
+        return Regions(form, self.now.world_size, self.now.rank)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -33,7 +33,7 @@ class SharedIndices(Codec):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.selection = SELECTIONS[self.algorithm.layout](self)
+        self.selection = SELECTIONS[self.algorithm.selection](self)
         self._whole: dict[tuple[str, ...], ErrorFeedback] = {}  # of all members; each member's is a slice
         self._held: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, saved content
 

@@ -10,8 +10,7 @@ from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
-from hvd_sparse.torch.codecs.base import Bucket, Entry, in_training, place_of
-from hvd_sparse.torch.codecs.fixed_count import FixedCount, cleared
+from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Entry, cleared, in_training, place_of
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
 
@@ -31,7 +30,7 @@ class Filtered:
         return self.payloads.split([end - begin for begin, end in bounds])
 
 
-class Threshold(FixedCount):
+class Threshold(BucketCodec):
     """Selects the elements that reach a threshold in each tensor; buckets are planned as if exactly k were sent."""
 
     def __init__(self, *arguments):

@@ -36,7 +36,7 @@ def write_down(**arrays) -> None:
 
 def work(session: Session, parameters: dict[str, np.ndarray], injector: Injector) -> None:
     """Train; the fault, if it is here, happens in the push of a step."""
-    session.join({name: array.reshape(-1) for name, array in parameters.items()})
+    session._join({name: array.reshape(-1) for name, array in parameters.items()})
     draw, total = np.random.default_rng(rank), np.zeros(session.layout.numel)
     with session:
         for step in range(STEPS):
@@ -44,7 +44,7 @@ def work(session: Session, parameters: dict[str, np.ndarray], injector: Injector
             gradients = {
                 name: draw.integers(-2, 3, array.size).astype(np.float32) for name, array in parameters.items()
             }
-            session.exchange(gradients, dict.fromkeys(SHAPES, 1.0))
+            session._push(gradients, dict.fromkeys(SHAPES, 1.0))
             total += session.layout.flatten(gradients)
             write_down(total=total, waiting=session.worker.residual)
             time.sleep(pause)
