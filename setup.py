@@ -9,6 +9,8 @@ Environment:
     HVD_SPARSE_TARGETS                                            what CMake builds, in place of all operators
     HVD_SPARSE_BUILD                                              where CMake builds, kept for the next time
     CUDAARCHS                                                     compute capabilities, such as 90 or "80;90"
+    CXX, CUDAHOSTCXX                                              the C++ compiler, and the one that nvcc calls: CXX
+                                                                  unless this is set
     CMAKE_BUILD_PARALLEL_LEVEL                                    files compiled at once; else one on each processor
 """
 
@@ -92,6 +94,15 @@ def architectures(nvcc: str) -> str:
     return ";".join(one for one in ("80", "90", "100") if f"compute_{one}" in known)
 
 
+def host_compiler() -> list[str]:
+    """The option that makes nvcc call the compiler that CXX names; without it nvcc calls the system's g++."""
+    launchers = ("ccache", "sccache", "distcc")
+    named = [word for word in shlex.split(os.environ.get("CXX", "")) if Path(word).name not in launchers]
+    if not named or os.environ.get("CUDAHOSTCXX"):  # CMake reads CUDAHOSTCXX itself
+        return []
+    return [f"-DCMAKE_CUDA_HOST_COMPILER={shutil.which(named[0]) or named[0]}"]
+
+
 def cuda_options(with_torch: bool) -> list[str]:
     """What CMake must know to build the ops on CUDA tensors, or to leave them out; it keeps what it was told before."""
     nvcc, wanted = find_nvcc(), os.environ.get("HVD_SPARSE_WITH_CUDA") == "1"
@@ -107,7 +118,8 @@ def cuda_options(with_torch: bool) -> list[str]:
             f"hvd_sparse: {nvcc} knows no GPU from compute capability 8.0 (A100) on. Update the CUDA toolkit, name the "
             "GPUs in CUDAARCHS, or leave CUDA out with HVD_SPARSE_WITHOUT_CUDA=1"
         )
-    return ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={found}"]
+    options = ["-DHVD_SPARSE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={found}"]
+    return options + host_compiler()
 
 
 NO_FRAMEWORK = (
@@ -115,7 +127,19 @@ NO_FRAMEWORK = (
     "--no-build-isolation . (without that option, pip builds where none can be seen). For servers of asynchronous "
     "training alone: HVD_SPARSE_WITHOUT_TORCH=1 HVD_SPARSE_WITHOUT_TENSORFLOW=1"
 )
+CUDA_HINT = (
+    ". If CUDA is at fault: CUDAHOSTCXX names the C++ compiler that nvcc calls, such as g++-13, if it refuses the "
+    "system's; HVD_SPARSE_WITHOUT_CUDA=1 leaves CUDA out"
+)
 COMPILER_NEEDED = "A C++17 compiler is needed, such as GCC 9 or Clang 10 or newer"
+
+
+def generator() -> list[str]:
+    """The option that selects Ninja where there is no make, CMake's default, and the environment selects nothing."""
+    selected = os.environ.get("CMAKE_GENERATOR") or "-G" in os.environ.get("CMAKE_ARGS", "")
+    if selected or any(map(shutil.which, ("make", "gmake"))) or not shutil.which("ninja"):
+        return []
+    return ["-G", "Ninja"]
 
 
 def missing_tool() -> str:
@@ -157,15 +181,18 @@ class CMakeBuild(build_ext):
             else:
                 configure += [f"-DHVD_SPARSE_{module.upper()}=OFF"]
                 print(f"hvd_sparse: the ops for {title} are left out", file=sys.stderr)
-        configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        configure += [*generator(), *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
         targets = os.environ.get("HVD_SPARSE_TARGETS", "").split() or targets
         build.mkdir(parents=True, exist_ok=True)
-        if not self.inplace:  # libraries of another build, for other frameworks or other versions of them
+        # Libraries of another build, for other frameworks or other versions of them.
+        if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)
+        for module in FRAMEWORKS.keys() - built:
+            (package / "lib" / f"libhvd_sparse_{module}.so").unlink(missing_ok=True)
         if shutil.which("cmake") is None:
             sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
         if subprocess.run(configure).returncode != 0:
-            hint = ". If CUDA is at fault: HVD_SPARSE_WITHOUT_CUDA=1 leaves it out" if len(cuda) > 1 else ""
+            hint = CUDA_HINT if len(cuda) > 1 else ""
             sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}{hint}")
         compile_all = ["cmake", "--build", str(build), "--target", *targets]
         if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:

@@ -10,37 +10,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse.native import (
-    _ARGUMENTS,
-    _POINTER,
-    _SIZE,
-    _address,
-    _call,
-    _check_changed,
-    _check_count,
-    _checked,
-    _form,
+from hvd_sparse.native_call import (
+    POINTER,
+    SIZE,
+    address,
+    call,
+    check_changed,
+    check_count,
+    checked,
+    declare,
+    make_form,
 )
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import BLOCK, HEADER_BYTES, payload_size
 
-_ARGUMENTS.update(
+declare(
     {
-        "add_entries": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER],
-        "find_common": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
-        "apply_update": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER],
-        "set_clocks": [_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _POINTER],
-        "mark_updates": [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
-        "mark_changed_after": [_POINTER, _SIZE, ctypes.c_uint32, _POINTER, _POINTER],
-        "pack_marked": [_POINTER, _POINTER, _POINTER, _POINTER],
-        "sealed_crc": [_POINTER, _SIZE, _POINTER],
+        "add_entries": [POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, POINTER],
+        "find_common": [POINTER, SIZE, POINTER, SIZE, POINTER],
+        "apply_update": [POINTER, POINTER, SIZE, POINTER, SIZE, POINTER, POINTER],
+        "set_clocks": [POINTER, POINTER, SIZE, ctypes.c_uint32, POINTER],
+        "mark_updates": [POINTER, POINTER, SIZE, SIZE, POINTER, POINTER],
+        "mark_changed_after": [POINTER, SIZE, ctypes.c_uint32, POINTER, POINTER],
+        "pack_marked": [POINTER, POINTER, POINTER, POINTER],
+        "sealed_crc": [POINTER, SIZE, POINTER],
         "select_marked": [
-            *[_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double],
-            *[_POINTER, _POINTER, _POINTER, _POINTER],
+            *[POINTER, POINTER, SIZE, SIZE, SIZE, ctypes.c_uint64, ctypes.c_double],
+            *[POINTER, POINTER, POINTER, POINTER],
         ],
-        "add_marked": [_POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_double, _SIZE, _POINTER, _POINTER],
+        "add_marked": [POINTER, POINTER, SIZE, POINTER, ctypes.c_double, SIZE, POINTER, POINTER],
         "select_top_k_of_difference": [
-            *[_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_uint64, ctypes.c_double, _POINTER, _POINTER]
+            *[POINTER, POINTER, SIZE, SIZE, ctypes.c_uint64, ctypes.c_double, POINTER, POINTER]
         ],
     }
 )
@@ -56,20 +56,20 @@ def add_entries(indices: np.ndarray, values: np.ndarray, counts: np.ndarray) -> 
 
     Returns each index that occurs, ascending, and the sum of its values.
     """
-    m = _checked("indices", indices, np.int64).size
-    _checked("values", values, np.float32, m)
+    m = checked("indices", indices, np.int64).size
+    checked("values", values, np.float32, m)
     _check_parts(counts, m)
     found, sums, many = np.empty(m, np.int64), np.empty(m, np.float32), ctypes.c_int64()
-    given = [_address(array) for array in (indices, values, counts)]
-    _call("add_entries", *given, counts.size, _address(found), _address(sums), ctypes.byref(many))
+    given = [address(array) for array in (indices, values, counts)]
+    call("add_entries", *given, counts.size, address(found), address(sums), ctypes.byref(many))
     return found[: many.value], sums[: many.value]
 
 
 def find_common(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return, bool[m], which indices, int64[m], are among others; both ascend."""
-    m, many = _checked("indices", indices, np.int64).size, _checked("others", others, np.int64).size
+    m, many = checked("indices", indices, np.int64).size, checked("others", others, np.int64).size
     common = np.empty(m, bool)
-    _call("find_common", _address(indices), m, _address(others), many, _address(common))
+    call("find_common", address(indices), m, address(others), many, address(common))
     return common
 
 
@@ -101,22 +101,22 @@ def make_marks(n: int) -> np.ndarray:
 
 def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray) -> Changed:
     """Subtract values from parameters at ascending indices, in place."""
-    n = _checked("parameters", parameters, np.float32).size
-    _check_changed("parameters", parameters, n)
-    m = _checked("indices", indices, np.int64).size
-    _checked("values", values, np.float32, m)
+    n = checked("parameters", parameters, np.float32).size
+    check_changed("parameters", parameters, n)
+    m = checked("indices", indices, np.int64).size
+    checked("values", values, np.float32, m)
     changed = Changed(np.empty(-(-n // BLOCK), np.uint32), np.empty(m, np.uint16))
-    given = (_address(indices), _address(values), m, _address(parameters), n)
-    _call("apply_update", *given, *map(_address, changed))
+    given = (address(indices), address(values), m, address(parameters), n)
+    call("apply_update", *given, *map(address, changed))
     return changed
 
 
 def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
     """Set the clocks, uint32[n], of what an update changed, in place."""
-    _check_changed("clocks", clocks, dtype=np.uint32)
+    check_changed("clocks", clocks, dtype=np.uint32)
     n = clocks.size
     _check_update(changed, n)
-    _call("set_clocks", *map(_address, changed), n, clock, _address(clocks))
+    call("set_clocks", *map(address, changed), n, clock, address(clocks))
 
 
 def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
@@ -124,36 +124,36 @@ def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
     _check_marks(marks, n)
     for update in updates:
         _check_update(update, n)
-    counts, places = (np.array([_address(update[which]) for update in updates], np.uint64) for which in (0, 1))
+    counts, places = (np.array([address(update[which]) for update in updates], np.uint64) for which in (0, 1))
     marked = ctypes.c_int64()
-    given = (_address(counts), _address(places), len(updates), n)
-    _call("mark_updates", *given, _address(marks), ctypes.byref(marked))
+    given = (address(counts), address(places), len(updates), n)
+    call("mark_updates", *given, address(marks), ctypes.byref(marked))
     return marked.value
 
 
 def mark_changed_after(clocks: np.ndarray, clock: int, marks: np.ndarray) -> int:
     """Mark the clocks, uint32[n], that are above a clock, and nothing else; return how many there are."""
-    n, marked = _checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
+    n, marked = checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
     _check_marks(marks, n)
-    _call("mark_changed_after", _address(clocks), n, clock, _address(marks), ctypes.byref(marked))
+    call("mark_changed_after", address(clocks), n, clock, address(marks), ctypes.byref(marked))
     return marked.value
 
 
 def pack_marked(marks: np.ndarray, values: np.ndarray, k: int, coding: str, payload: np.ndarray) -> None:
     """Write the payload, uint8[payload_size], of the k of values, float32[n], that are marked: that of `pack`."""
-    n = _checked("values", values, np.float32).size
+    n = checked("values", values, np.float32).size
     _check_marks(marks, n)
-    _check_changed("payload", payload, payload_size(n, k, coding), np.uint8)
-    form = _form(n, k, coding, "float32", None)
-    _call("pack_marked", ctypes.byref(form), _address(values), _address(marks), _address(payload))
+    check_changed("payload", payload, payload_size(n, k, coding), np.uint8)
+    form = make_form(n, k, coding, "float32", None)
+    call("pack_marked", ctypes.byref(form), address(values), address(marks), address(payload))
 
 
 def sealed_crc(payload: np.ndarray) -> int:
     """Return the CRC-32 of a payload, uint8[payload_size], that was just packed, from its checksum."""
-    size, found = _checked("payload", payload, np.uint8).size, ctypes.c_uint32()
+    size, found = checked("payload", payload, np.uint8).size, ctypes.c_uint32()
     if size < HEADER_BYTES:
         raise ValueError(f"payload must have at least {HEADER_BYTES} bytes, got {size}")
-    _call("sealed_crc", _address(payload), size, ctypes.byref(found))
+    call("sealed_crc", address(payload), size, ctypes.byref(found))
     return found.value
 
 
@@ -180,16 +180,16 @@ def select_marked(
         seed: Breaks ties.
         floor: A magnitude above 0.
     """
-    n = _checked("minuend", minuend, np.float32).size
-    _checked("subtrahend", subtrahend, np.float32, n)
+    n = checked("minuend", minuend, np.float32).size
+    checked("subtrahend", subtrahend, np.float32, n)
     _check_marks(marks, n)
     begin, end = part or (0, n)
     if not 0 <= begin <= end <= n:
         raise ValueError(f"part must lie in [0, {n}), got {part}")
-    _check_count(k, end - begin)
+    check_count(k, end - begin)
     indices, values, info = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(4)
-    given = (_address(minuend), _address(subtrahend), begin, end, k, seed, floor)
-    _call("select_marked", *given, *map(_address, (marks, indices, values, info)))
+    given = (address(minuend), address(subtrahend), begin, end, k, seed, floor)
+    call("select_marked", *given, *map(address, (marks, indices, values, info)))
     count = int(info[0])
     return Marked(indices[:count], values[:count], int(info[1]), float(info[2]), bool(info[3]))
 
@@ -203,25 +203,25 @@ def add_marked(
     floor: float = SMALLEST,
 ) -> None:
     """Add values to subtrahend at indices; take away the marks where minuend - subtrahend is then below the floor."""
-    n = _checked("minuend", minuend, np.float32).size
-    _check_changed("subtrahend", subtrahend, n)
+    n = checked("minuend", minuend, np.float32).size
+    check_changed("subtrahend", subtrahend, n)
     _check_marks(marks, n)
-    m = _checked("indices", indices, np.int64).size
-    _checked("values", values, np.float32, m)
-    given = (_address(indices), _address(values), m, _address(minuend), floor, n)
-    _call("add_marked", *given, _address(subtrahend), _address(marks))
+    m = checked("indices", indices, np.int64).size
+    checked("values", values, np.float32, m)
+    given = (address(indices), address(values), m, address(minuend), floor, n)
+    call("add_marked", *given, address(subtrahend), address(marks))
 
 
 def select_top_k_of_difference(
     minuend: np.ndarray, subtrahend: np.ndarray, k: int, seed: int = 0, threshold_hint: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Do `select_top_k` of minuend - subtrahend, float32[n] both, without keeping the difference."""
-    n = _checked("minuend", minuend, np.float32).size
-    _checked("subtrahend", subtrahend, np.float32, n)
-    _check_count(k, n)
+    n = checked("minuend", minuend, np.float32).size
+    checked("subtrahend", subtrahend, np.float32, n)
+    check_count(k, n)
     indices, info = np.empty(k, np.int64), np.empty(2)
-    given = (_address(minuend), _address(subtrahend), n, k, seed, threshold_hint)
-    _call("select_top_k_of_difference", *given, _address(indices), _address(info))
+    given = (address(minuend), address(subtrahend), n, k, seed, threshold_hint)
+    call("select_top_k_of_difference", *given, address(indices), address(info))
     return indices, subtract(minuend[indices], subtrahend[indices]), info
 
 
@@ -235,14 +235,14 @@ def subtract(minuend: np.ndarray, subtrahend: np.ndarray) -> np.ndarray:
 
 
 def _check_update(update: Changed, n: int) -> None:
-    _checked("counts", update.counts, np.uint32, -(-n // BLOCK))
-    _checked("places", update.places, np.uint16, int(update.counts.sum(dtype=np.int64)))
+    checked("counts", update.counts, np.uint32, -(-n // BLOCK))
+    checked("places", update.places, np.uint16, int(update.counts.sum(dtype=np.int64)))
 
 
 def _check_marks(marks: np.ndarray, n: int) -> None:
-    _check_changed("marks", marks, -(-n // 64), np.uint64)
+    check_changed("marks", marks, -(-n // 64), np.uint64)
 
 
 def _check_parts(counts: np.ndarray, m: int) -> None:
-    if (_checked("counts", counts, np.int64) < 0).any() or counts.sum() != m:
+    if (checked("counts", counts, np.int64) < 0).any() or counts.sum() != m:
         raise ValueError(f"counts must add up to the number of entries, {m}, got {counts.tolist()}")

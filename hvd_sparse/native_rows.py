@@ -11,26 +11,36 @@ import ctypes
 import numpy as np
 
 from hvd_sparse.checks import checked_integer
-from hvd_sparse.native import _ARGUMENTS, _POINTER, _SIZE, _address, _call, _checked, _form, _values_type
+from hvd_sparse.native_call import (
+    POINTER,
+    SIZE,
+    address,
+    call,
+    check_aligned,
+    checked,
+    declare,
+    make_form,
+    values_type,
+)
 from hvd_sparse.wire import VALUE_BYTES, VALUE_DTYPES, payload_size
 
 _TYPES = tuple(name for name, size in VALUE_BYTES.items() if size > 0)
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [("data", _POINTER), ("rows", _SIZE), ("columns", _SIZE), ("dtype", ctypes.c_int32)]
+    _fields_ = [("data", POINTER), ("rows", SIZE), ("columns", SIZE), ("dtype", ctypes.c_int32)]
 
 
-_ARGUMENTS.update(
+declare(
     {
-        "select_top_k_rows": [_POINTER, _SIZE, ctypes.c_uint64, _POINTER, _POINTER],
-        "laplace_threshold_rows": [_POINTER, ctypes.c_double, _POINTER],
-        "filter_threshold_rows": [_POINTER, _POINTER, _SIZE, _POINTER],
-        "count_kept": [_POINTER, _SIZE, _POINTER],
-        "pack_rows": [_POINTER, _POINTER, _POINTER, _POINTER],
-        "pack_kept": [_POINTER, _POINTER, _POINTER, _POINTER],
-        "unpack_rows": [_POINTER, _POINTER, _SIZE, ctypes.c_int32, _POINTER, _POINTER],
-        "unpack_kept": [ctypes.c_int32, _POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_int32, _POINTER],
+        "select_top_k_rows": [POINTER, SIZE, ctypes.c_uint64, POINTER, POINTER],
+        "laplace_threshold_rows": [POINTER, ctypes.c_double, POINTER],
+        "filter_threshold_rows": [POINTER, POINTER, SIZE, POINTER],
+        "count_kept": [POINTER, SIZE, POINTER],
+        "pack_rows": [POINTER, POINTER, POINTER, POINTER],
+        "pack_kept": [POINTER, POINTER, POINTER, POINTER],
+        "unpack_rows": [POINTER, POINTER, SIZE, ctypes.c_int32, POINTER, POINTER],
+        "unpack_kept": [ctypes.c_int32, POINTER, SIZE, POINTER, SIZE, ctypes.c_int32, POINTER],
     }
 )
 
@@ -45,8 +55,8 @@ def select_top_k_rows(
     """
     matrix, _ = _matrix(values, value_dtype)
     mask, thresholds = np.empty(values.shape, np.bool_), np.empty(matrix.rows)
-    found = (_address(mask), _address(thresholds))
-    _call("select_top_k_rows", ctypes.byref(matrix), checked_integer("k", k, 1), seed % 2**64, *found)
+    found = (address(mask), address(thresholds))
+    call("select_top_k_rows", ctypes.byref(matrix), checked_integer("k", k, 1), seed % 2**64, *found)
     return mask, thresholds
 
 
@@ -54,7 +64,7 @@ def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str 
     """Return float64[B]: for each row the magnitude that a part `density` of a Laplace distribution reaches."""
     matrix, _ = _matrix(values, value_dtype)
     thresholds = np.empty(matrix.rows)
-    _call("laplace_threshold_rows", ctypes.byref(matrix), density, _address(thresholds))
+    call("laplace_threshold_rows", ctypes.byref(matrix), density, address(thresholds))
     return thresholds
 
 
@@ -64,9 +74,9 @@ def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtyp
     thresholds: float64[B], or [1] for all rows.
     """
     matrix, _ = _matrix(values, value_dtype)
-    bars = _checked("thresholds", np.ascontiguousarray(thresholds, np.float64), np.float64)
+    bars = checked("thresholds", np.require(np.atleast_1d(thresholds), np.float64, ["C", "A"]), np.float64)
     mask = np.empty(values.shape, np.bool_)
-    _call("filter_threshold_rows", ctypes.byref(matrix), _address(bars), bars.size, _address(mask))
+    call("filter_threshold_rows", ctypes.byref(matrix), address(bars), bars.size, address(mask))
     return mask
 
 
@@ -97,25 +107,25 @@ def unpack_rows(
 
     Values are float32, float64 for that type; if not `wide`, of the payload's own type, bfloat16 as uint16 of its bits.
     """
-    _checked("payload", payload, np.uint8)
+    checked("payload", payload, np.uint8)
     rows, columns = (checked_integer("shape", side, 0) for side in shape)
     found = _found_type(value_dtype, wide)
     payload_size(rows * columns, k, coding, value_dtype)  # checks them before memory is asked for
-    form = _form(rows * columns, k, coding, value_dtype, None)
+    form = make_form(rows * columns, k, coding, value_dtype, None)
     values, mask = np.empty((rows, columns), found), np.empty((rows, columns), np.bool_)
-    arrays = (_address(values), _address(mask))
-    _call("unpack_rows", ctypes.byref(form), _address(payload), payload.size, wide, *arrays)
+    arrays = (address(values), address(mask))
+    call("unpack_rows", ctypes.byref(form), address(payload), payload.size, wide, *arrays)
     return values, mask
 
 
 def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: bool = True) -> np.ndarray:
     """Check a `pack_kept` payload; return its values where the mask keeps, zero elsewhere, typed as `unpack_rows`."""
-    _checked("payload", payload, np.uint8)
+    checked("payload", payload, np.uint8)
     found = _found_type(value_dtype, wide)
     _check_mask(mask)
     values = np.empty(mask.shape, found)
-    arrays = (_address(mask), mask.size, wide, _address(values))
-    _call("unpack_kept", VALUE_DTYPES[value_dtype], _address(payload), payload.size, *arrays)
+    arrays = (address(mask), mask.size, wide, address(values))
+    call("unpack_kept", VALUE_DTYPES[value_dtype], address(payload), payload.size, *arrays)
     return values
 
 
@@ -134,7 +144,8 @@ def _matrix(values: np.ndarray, value_dtype: str | None) -> tuple[_Matrix, str]:
         )
     if not values.flags.c_contiguous:
         raise ValueError(f"values must be contiguous, got strides {list(values.strides)} of {list(values.shape)}")
-    return _Matrix(_address(values), *values.shape, VALUE_DTYPES[name]), name
+    check_aligned("values", values)
+    return _Matrix(address(values), *values.shape, VALUE_DTYPES[name]), name
 
 
 def _check_mask(mask: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
@@ -148,7 +159,7 @@ def _check_mask(mask: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
 def _count_kept(mask: np.ndarray) -> int:
     _check_mask(mask)
     kept = ctypes.c_int64()
-    _call("count_kept", _address(mask), mask.size, ctypes.byref(kept))
+    call("count_kept", address(mask), mask.size, ctypes.byref(kept))
     return kept.value
 
 
@@ -156,12 +167,12 @@ def _pack(name: str, values: np.ndarray, mask: np.ndarray, form: tuple, value_dt
     matrix, dtype = _matrix(values, value_dtype)
     _check_mask(mask, values.shape)
     payload = np.empty(payload_size(*form, dtype), np.uint8)
-    arrays = (ctypes.byref(matrix), _address(mask), _address(payload))
-    _call(name, ctypes.byref(_form(*form, dtype, None)), *arrays)
+    arrays = (ctypes.byref(matrix), address(mask), address(payload))
+    call(name, ctypes.byref(make_form(*form, dtype, None)), *arrays)
     return payload
 
 
 def _found_type(value_dtype: str, wide: bool) -> type:
     if value_dtype not in _TYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(_TYPES)}; got {value_dtype!r}")
-    return _values_type(value_dtype) if wide else np.dtype("uint16" if value_dtype == "bfloat16" else value_dtype).type
+    return values_type(value_dtype) if wide else np.dtype("uint16" if value_dtype == "bfloat16" else value_dtype).type

@@ -20,19 +20,6 @@ def hash_index(seed: int, index) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-RUN = 16  # elements that are read together: a line of a cache
-
-
-def sampled_runs(n: int, size: int, seed: int) -> np.ndarray | None:
-    """Return which runs of RUN of n elements make a sample of about `size`, one of each stratum; None: take all.
-
-    A run is as quick to read as one of its elements.
-    """
-    runs = n // RUN
-    wanted = max(1, size // RUN)
-    return None if n <= size or wanted >= runs else stratified_sample(runs, wanted, seed)
-
-
 def stratified_sample(n: int, size: int, seed: int) -> np.ndarray:
     """Return one index, int64[size] ascending, from each of `size` equal strata of range(n), chosen by hash.
 

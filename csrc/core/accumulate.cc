@@ -187,9 +187,10 @@ Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, d
   std::atomic<bool> spoilt{false};
   const Passed<float> none(SmallestReaching<float>(threshold));
   Dispatch(gradient, [&](const auto* data) {
-    *indices = Gather(gradient.size, none, parallel_for, [&](Passed<float>* part, int64_t begin, int64_t end) {
-                 if (!AccumulateRange(data, params, begin, end, memory, part)) spoilt.store(true);
-               }).indices();
+    auto passed = Gather(gradient.size, none, parallel_for, [&](Passed<float>* part, int64_t begin, int64_t end) {
+      if (!AccumulateRange(data, params, begin, end, memory, part)) spoilt.store(true);
+    });
+    *indices = std::move(passed.indices());
   });
   *finite = !spoilt.load();
   return Status::Ok();

@@ -13,9 +13,8 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kFitMargin = 0.97;          // elements above this fraction of the guessed threshold are gathered
-constexpr int64_t kFitSpan = 1 << 20;        // elements that are accumulated before their part of the sample is read
-constexpr double kSmallestFloat = 0x1p-149;  // the smallest positive float32
+constexpr double kFitMargin = 0.97;    // elements above this fraction of the guessed threshold are gathered
+constexpr int64_t kFitSpan = 1 << 20;  // elements that are accumulated before their part of the sample is read
 
 // Returns the residuals at ascending indices, with zeros where there is no part.
 std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
@@ -62,7 +61,6 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
   const Array residual{part.memory.residual, part.gradient.size, DType::kFloat32};
   *threshold = filter.threshold;
   if (filter.k == 0) {
-    HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(filter.threshold));
     if (is_done) return FilterThreshold(residual, *threshold, parallel_for, indices);
     return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
   }
@@ -83,10 +81,6 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
 Status FilterFitted(const Part& part, bool active, FilterParams filter, const ParallelFor& parallel_for, bool* finite,
                     double* threshold, std::vector<int64_t>* indices) {
   const int64_t n = part.gradient.size;
-  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, n));
-  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
-    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
-  }
   const double bar = kFitMargin * filter.threshold;
   const bool guesses = active && bar > 0 && bar < HUGE_VAL;
   const float* residual = part.memory.residual;
@@ -138,19 +132,32 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return PackSelected(parts, indices, format, level, payload);
 }
 
+Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format) {
+  int64_t size = 0;
+  format.n = part.gradient.size;
+  format.k = 1;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  if (filter.fit.stages <= 0) {
+    return filter.k == 0 ? CheckThreshold(filter.threshold) : CheckCount(std::abs(filter.k), format.n);
+  }
+  if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
+    return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
+  }
+  return CheckCount(filter.k, format.n);
+}
+
 Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered) {
   std::vector<int64_t> indices;
   int64_t size = 0;
-  format.n = part.gradient.size;
-  format.k = 1;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
+  HVD_SPARSE_RETURN_IF_ERROR(CheckFilter(part, filter, format));  // wrong arguments must change nothing
   if (!active) *finite = AllFinite(part.gradient, parallel_for);
   HVD_SPARSE_RETURN_IF_ERROR(
       filter.fit.stages > 0
           ? FilterFitted(part, active, filter, parallel_for, finite, &filtered->threshold, &indices)
           : FilterMemory(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
+  format.n = part.gradient.size;
   format.k = std::max<int64_t>(1, filtered->count);
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   const size_t begin = message->size();

@@ -34,6 +34,9 @@ struct FilterParams {
   FitParams fit = {};
 };
 
+// Checks what FilterAndPack requires of its arguments. A bucket checks all members before it changes the first one.
+Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format);
+
 // The result of a filter: its threshold and the number of elements that reached it.
 struct Filtered {
   double threshold = 0;

@@ -5,12 +5,6 @@
 namespace hvd_sparse {
 namespace {
 
-Status CheckCount(const char* what, const char* of, size_t expected, size_t count) {
-  if (count == expected) return Status::Ok();
-  return Status::InvalidArgument(std::string(what) + " must have one entry a " + of + ", " + std::to_string(expected) +
-                                 ", got " + std::to_string(count));
-}
-
 Status CheckForm(const BucketForm& form) {
   for (const int64_t size : form.sizes) {
     if (size < 0 || size > kMaxElements) {
@@ -18,7 +12,7 @@ Status CheckForm(const BucketForm& form) {
     }
   }
   if (form.channels.empty()) return Status::Ok();
-  return CheckCount("channels", "member", form.sizes.size(), form.channels.size());
+  return CheckCounts("member", form.sizes.size(), {{"channels", form.channels.size()}});
 }
 
 Status CheckMembers(const std::vector<int64_t>& members, size_t count) {
@@ -35,11 +29,20 @@ Status CheckMembers(const std::vector<int64_t>& members, size_t count) {
 
 }  // namespace
 
+Status CheckCounts(const char* what, size_t count, std::initializer_list<NamedList> lists) {
+  for (const NamedList& list : lists) {
+    if (list.size == count) continue;
+    return Status::InvalidArgument(std::string(list.name) + " must have " + std::to_string(count) + " entries, one a " +
+                                   what + "; got " + std::to_string(list.size));
+  }
+  return Status::Ok();
+}
+
 Status PlanBucket(const BucketForm& form, const std::vector<int64_t>& ks, const std::vector<int64_t>& members,
                   BucketLayout* layout) {
   const size_t selections = form.joint ? 1 : form.sizes.size();
   HVD_SPARSE_RETURN_IF_ERROR(CheckForm(form));
-  HVD_SPARSE_RETURN_IF_ERROR(CheckCount("ks", "selection", selections, ks.size()));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCounts("selection", selections, {{"ks", ks.size()}}));
   HVD_SPARSE_RETURN_IF_ERROR(CheckMembers(members, form.sizes.size()));
   size_t member = 0, next = 0;
   layout->bytes = 0;

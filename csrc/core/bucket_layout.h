@@ -3,12 +3,31 @@
 #pragma once
 
 #include <cstddef>
+#include <initializer_list>
 #include <vector>
 
 #include "payload.h"
 #include "status.h"
 
 namespace hvd_sparse {
+
+// An argument that is a list, by its name, and its number of entries.
+struct NamedList {
+  template <typename Integer>
+  NamedList(const char* argument, Integer entries) : name(argument), size(static_cast<size_t>(entries)) {}
+
+  const char* name;
+  size_t size;
+};
+
+// A list that may be empty: the size of an empty one is not checked.
+template <typename Integer>
+NamedList Optional(const char* name, Integer size, size_t count) {
+  return {name, size == 0 ? count : static_cast<size_t>(size)};
+}
+
+// Returns InvalidArgument unless each list has `count` entries, one a `what`.
+Status CheckCounts(const char* what, size_t count, std::initializer_list<NamedList> lists);
 
 // A bucket: the tensors ("members") whose payloads form one message.
 struct BucketForm {

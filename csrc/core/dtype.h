@@ -8,6 +8,7 @@
 
 namespace hvd_sparse {
 
+constexpr double kSmallestFloat = 0x1p-149;         // the smallest float32 above 0
 constexpr int64_t kMaxElements = int64_t{1} << 48;  // larger than any tensor; no size in bytes can overflow
 
 // The payload header contains these numbers: never change one. kNone has no size: the payload contains indices only.

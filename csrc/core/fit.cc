@@ -15,7 +15,6 @@ namespace hvd_sparse {
 namespace {
 
 constexpr double kFirstDensity = 0.25;  // fraction kept by the first of several stages; the others keep equal fractions
-constexpr double kSmallestFloat = 0x1p-149;
 constexpr int64_t kMost = 4;  // a fit is accepted if at most this many times the wanted number reach its threshold
 constexpr int64_t kSmallestSample = int64_t{1} << 16;
 constexpr int64_t kExpected = 64;  // expected number of the k largest elements in a sample

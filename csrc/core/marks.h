@@ -64,7 +64,8 @@ Status SetClocks(const Changed& update, int64_t n, uint32_t clock, uint32_t* clo
 // Marks the elements with a clock above `after`, and clears all other marks; returns the number of marks.
 int64_t MarkChangedAfter(const uint32_t* clocks, int64_t n, uint32_t after, uint64_t* marks);
 
-// Packs the marked ones of values[format.n], as Pack does. Returns InvalidArgument unless format.k elements are marked.
+// Packs the marked ones of values[format.n], as Pack does. Returns InvalidArgument unless format.k elements are marked,
+// none from format.n on.
 Status PackMarked(const PayloadFormat& format, const float* values, const uint64_t* marks, uint8_t* payload);
 
 // Returns the Crc32 of all bytes of a payload with a correct checksum, without reading them.

@@ -104,10 +104,6 @@ int64_t CountKept(const uint8_t* mask, int64_t n) {
   return count;
 }
 
-PayloadFormat RowsFormat(int64_t n, int64_t kept, Coding coding, DType dtype) {
-  return {n, std::max<int64_t>(1, kept), coding, dtype, {}};
-}
-
 PayloadFormat KeptFormat(int64_t kept, DType dtype) {
   const int64_t n = std::max<int64_t>(1, kept);
   return {n, n, Coding::kDense, dtype, {}};

@@ -9,14 +9,12 @@ namespace hvd_sparse {
 
 int64_t CountKept(const uint8_t* mask, int64_t n);
 
-// Returns the format of a payload of `kept` of n elements. If kept is 0, it is the format of an empty payload, k = 1.
-PayloadFormat RowsFormat(int64_t n, int64_t kept, Coding coding, DType dtype);
-
 // Returns the format of a payload of `kept` values without positions. If kept is 0, it is that of an empty one, n = 1.
 PayloadFormat KeptFormat(int64_t kept, DType dtype);
 
-// Packs the values that mask[values.size] selects, with positions: PayloadSize(RowsFormat(values.size, kept, ...))
-// bytes. Returns InvalidArgument if their number or their type differs from the format.
+// Packs the values that mask[values.size] selects, with positions: PayloadSize bytes. The format has n = values.size
+// and k = kept; if kept is 0, it is that of an empty payload, k = 1. Returns InvalidArgument if their number or their
+// type differs from the format.
 Status PackRows(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
 
 // Packs the selected values without positions; the format is KeptFormat(kept, ...).

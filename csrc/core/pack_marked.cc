@@ -19,7 +19,7 @@ Status PackAsRunLengths(const PayloadFormat& format, const float* values, const 
     indices.push_back(i);
     gathered.push_back(values[i]);
   });
-  return Pack(format, indices.data(), gathered.data(), format.k, payload);
+  return Pack(format, indices.data(), gathered.data(), static_cast<int64_t>(indices.size()), payload);
 }
 
 }  // namespace
@@ -28,6 +28,11 @@ Status PackMarked(const PayloadFormat& format, const float* values, const uint64
   int64_t size;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   if (format.dtype != DType::kFloat32) return Status::InvalidArgument("marked values are packed as float32");
+  const int64_t rest = format.n % kMarkBits;
+  if (rest != 0 && marks[format.n / kMarkBits] >> rest != 0) {
+    return Status::InvalidArgument("elements from n = " + std::to_string(format.n) +
+                                   " on are marked: clear their bits");
+  }
   const int64_t marked = CountMarks(marks, MarkWords(format.n));
   if (marked != format.k) {
     return Status::InvalidArgument("k must be the number of marks, " + std::to_string(marked) + ", got " +

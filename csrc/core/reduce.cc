@@ -10,6 +10,8 @@
 namespace hvd_sparse {
 namespace {
 
+constexpr int64_t kGrainBytes = int64_t{1} << 17;  // smallest size of payloads for which another thread pays off
+
 // Returns the number of each block's first entry.
 std::vector<int64_t> Starts(const PayloadView& view) {
   std::vector<int64_t> starts(view.positions.counts.size());
@@ -98,28 +100,66 @@ void SumBlocks(const PayloadFormat& format, const std::vector<Addend>& addends, 
   }
 }
 
-// Returns the payloads, which have equal formats and start every `stride` bytes.
-Status SourcesOf(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride,
-                 std::vector<Source>* sources) {
-  int64_t size = 0;
-  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
-  for (int64_t rank = 0; rank < ranks; ++rank) sources->push_back({gathered + rank * stride, format.k, size});
+Status ValidateSource(PayloadFormat format, const Source& source, Addend* addend) {
+  format.k = source.k;
+  HVD_SPARSE_RETURN_IF_ERROR(Validate(format, source.payload, source.size, &addend->view));
+  addend->starts = Starts(addend->view);
+  return Status::Ok();
+}
+
+// Validates the payloads of all sums, several at a time. addends[sum][rank].
+Status ValidateAll(const std::vector<Sum>& sums, const ParallelFor& parallel_for,
+                   std::vector<std::vector<Addend>>* addends) {
+  struct Job {
+    size_t sum;
+    size_t rank;
+    Status status;
+  };
+  std::vector<Job> jobs;
+  int64_t bytes = 1;
+  for (size_t sum = 0; sum < sums.size(); ++sum) {
+    addends->emplace_back(sums[sum].sources.size());
+    for (size_t rank = 0; rank < sums[sum].sources.size(); ++rank) {
+      jobs.push_back({sum, rank, Status::Ok()});
+      bytes += sums[sum].sources[rank].size;
+    }
+  }
+  const auto count = static_cast<int64_t>(jobs.size());
+  parallel_for(0, count, 1 + count * kGrainBytes / bytes, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      auto& [sum, rank, status] = jobs[i];
+      status = ValidateSource(sums[sum].format, sums[sum].sources[rank], &(*addends)[sum][rank]);
+    }
+  });
+  for (Job& job : jobs) {
+    if (!job.status.ok()) return FromRank(static_cast<int64_t>(job.rank), std::move(job.status));
+  }
   return Status::Ok();
 }
 
 }  // namespace
 
-Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
-                     const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
-  std::vector<Addend> addends(sources.size());
-  for (size_t rank = 0; rank < sources.size(); ++rank) {
-    format.k = sources[rank].k;
-    Status status = Validate(format, sources[rank].payload, sources[rank].size, &addends[rank].view);
-    if (!status.ok()) return FromRank(static_cast<int64_t>(rank), std::move(status));
-    addends[rank].starts = Starts(addends[rank].view);
+Status ReduceSums(const std::vector<Sum>& sums, float scale, const ParallelFor& parallel_for) {
+  std::vector<std::vector<Addend>> addends;
+  HVD_SPARSE_RETURN_IF_ERROR(ValidateAll(sums, parallel_for, &addends));
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const Sum& sum = sums[i];
+    parallel_for(0, BlockCount(sum.format.n), 4,
+                 [&](int64_t begin, int64_t end) { SumBlocks(sum.format, addends[i], scale, begin, end, sum.slices); });
   }
-  parallel_for(0, BlockCount(format.n), 4,
-               [&](int64_t begin, int64_t end) { SumBlocks(format, addends, scale, begin, end, slices); });
+  return Status::Ok();
+}
+
+Status ReduceSources(const PayloadFormat& format, const std::vector<Source>& sources, float scale,
+                     const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
+  return ReduceSums({{format, sources, slices}}, scale, parallel_for);
+}
+
+Status AppendSources(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride,
+                     std::vector<Source>* sources) {
+  int64_t size = 0;
+  HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  for (int64_t rank = 0; rank < ranks; ++rank) sources->push_back({gathered + rank * stride, format.k, size});
   return Status::Ok();
 }
 
@@ -128,6 +168,7 @@ Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, c
   const auto count = static_cast<size_t>(ranks) * members.size();
   std::vector<int64_t> offsets(count), ks(count);
   HVD_SPARSE_RETURN_IF_ERROR(LocatePayloads(members, ranks, gathered, size, offsets.data(), ks.data()));
+  std::vector<Sum> sums;
   for (size_t i = 0; i < members.size(); ++i) {
     if (outs[i] == nullptr) continue;
     PayloadFormat format = members[i];
@@ -138,15 +179,15 @@ Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, c
       HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &source.size));
       sources.push_back(source);
     }
-    HVD_SPARSE_RETURN_IF_ERROR(ReduceSources(format, sources, scale, parallel_for, {{0, format.n, outs[i]}}));
+    sums.push_back({format, std::move(sources), {{0, format.n, outs[i]}}});
   }
-  return Status::Ok();
+  return ReduceSums(sums, scale, parallel_for);
 }
 
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
   std::vector<Source> sources;
-  HVD_SPARSE_RETURN_IF_ERROR(SourcesOf(format, gathered, ranks, stride, &sources));
+  HVD_SPARSE_RETURN_IF_ERROR(AppendSources(format, gathered, ranks, stride, &sources));
   return ReduceSources(format, sources, scale, parallel_for, slices);
 }
 

@@ -23,14 +23,29 @@ struct Slice {
   float* out;
 };
 
-// Sets the slices to their parts of the sum of scale * decoded payload, in the order of the sources. The slices must
-// ascend and not overlap; elements outside all slices are ignored. Each source replaces `format.k` by its own k.
-Status ReduceSources(PayloadFormat format, const std::vector<Source>& sources, float scale,
+// A sum to compute. The slices must ascend and not overlap; elements outside all slices are ignored. Each source
+// replaces `format.k` by its own k.
+struct Sum {
+  PayloadFormat format;
+  std::vector<Source> sources;  // one a rank
+  std::vector<Slice> slices;
+};
+
+// Sets the slices of each sum to their parts of the sum of scale * decoded payload, in the order of the sources, with
+// any number of threads. The payloads of all sums are validated before any slice is written. An error names the rank of
+// the first payload that is refused.
+Status ReduceSums(const std::vector<Sum>& sums, float scale, const ParallelFor& parallel_for);
+
+// The same for one sum.
+Status ReduceSources(const PayloadFormat& format, const std::vector<Source>& sources, float scale,
                      const ParallelFor& parallel_for, const std::vector<Slice>& slices);
 
-// The same for the messages of all ranks, whose payloads LocatePayloads finds. outs[i]: the sum of member i,
-// members[i].n elements; null: this member is not summed. An error names the first member with an invalid payload; the
-// sums of the members before it have then been written.
+// Appends the payloads of all ranks, which have equal formats and start every `stride` bytes.
+Status AppendSources(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride,
+                     std::vector<Source>* sources);
+
+// Sums the messages of all ranks, whose payloads LocatePayloads finds. outs[i]: the sum of member i, members[i].n
+// elements; null: this member is not summed.
 Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, const uint8_t* gathered, int64_t size,
                      float scale, const ParallelFor& parallel_for, const std::vector<float*>& outs);
 

@@ -158,9 +158,9 @@ Status FilterThreshold(const Array& values, double threshold, const ParallelFor&
   Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     const Passed<T> none(SmallestReaching<T>(threshold));
-    *indices = Gather(values.size, none, parallel_for, [data](Passed<T>* part, int64_t begin, int64_t end) {
-                 ScanRange(data, begin, end, part);
-               }).indices();
+    auto passed = Gather(values.size, none, parallel_for,
+                         [data](Passed<T>* part, int64_t begin, int64_t end) { ScanRange(data, begin, end, part); });
+    *indices = std::move(passed.indices());
   });
   return Status::Ok();
 }

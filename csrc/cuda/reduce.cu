@@ -331,11 +331,6 @@ int64_t unpack_workspace_size(const PayloadPlan& plan) {
   return WorkspaceSize({{plan, nullptr, {{0, plan.n, {nullptr, nullptr}}}}}, 1);
 }
 
-cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float* residual, float* velocity,
-                         DecodeStatus* status, void* workspace, cudaStream_t stream) {
-  return clear_launch({{plan, payload, {{0, plan.n, {residual, velocity}}}}}, 0, status, workspace, stream);
-}
-
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,
                           void* values, void* workspace, cudaStream_t stream) {
   const ReduceWork work(workspace, {{plan, payload, {{0, plan.n, {nullptr, nullptr}}}}}, 0, 1);

@@ -31,8 +31,9 @@ int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks)
 cudaError_t reduce_launch(const ReduceSelections& selections, int64_t ranks, int64_t stride, float scale,
                           DecodeStatus* status, void* workspace, cudaStream_t stream);
 
-// Removes the values of this rank's own payloads from the error feedback, as below; then adds `retained` times the sent
-// values to the residual.
+// Removes the values of this rank's own payloads from the error feedback: the residual of a sent element becomes zero
+// for float32 values, and the rounding error for other types; its velocity becomes zero, unless it is null. Then adds
+// `retained` times the sent values to the residual. A damaged payload changes nothing.
 cudaError_t clear_launch(const ReduceSelections& selections, float retained, DecodeStatus* status, void* workspace,
                          cudaStream_t stream);
 
@@ -51,17 +52,11 @@ using LocatedPayloads = std::vector<LocatedPayload>;
 
 int64_t reduce_located_workspace_size(const LocatedPayloads& payloads);
 
-// Sums located payloads in rank order and sets out[n].
+// Sums located payloads in rank order and sets out[n]. Without payloads it does nothing.
 cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, float* out, DecodeStatus* status,
                                   void* workspace, cudaStream_t stream);
 
 int64_t unpack_workspace_size(const PayloadPlan& plan);
-
-// Removes the values of this rank's own payload from the residual: a sent element becomes zero for float32 values, and
-// the rounding error for other types. The velocity there becomes zero, unless it is null. A damaged payload changes
-// nothing.
-cudaError_t clear_launch(const PayloadPlan& plan, const uint8_t* payload, float* residual, float* velocity,
-                         DecodeStatus* status, void* workspace, cudaStream_t stream);
 
 // Validates and decodes one payload. report, on the device: the first failure or kNoFailure, and the number of entries.
 // Unless a check failed, it writes indices and values of this number; values are float64 for this type, else float32.

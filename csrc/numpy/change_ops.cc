@@ -22,9 +22,11 @@ HVD_SPARSE_API int hvd_sparse_add_entries(const int64_t* indices, const float* v
 
 // common[count].
 HVD_SPARSE_API int hvd_sparse_find_common(const int64_t* indices, int64_t count, const int64_t* others,
-                                          int64_t others_count, bool* common, char* /*message*/) {
-  hvd_sparse::FindCommon(indices, count, others, others_count, common);
-  return 0;
+                                          int64_t others_count, bool* common, char* message) {
+  return Guarded(message, [&] {
+    hvd_sparse::FindCommon(indices, count, others, others_count, common);
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // parameters[n]; counts[BlockCount(n)] and places[count]: what changed.
@@ -53,9 +55,11 @@ HVD_SPARSE_API int hvd_sparse_mark_updates(const uint32_t* const* counts, const 
 }
 
 HVD_SPARSE_API int hvd_sparse_mark_changed_after(const uint32_t* clocks, int64_t n, uint32_t after, uint64_t* marks,
-                                                 int64_t* marked, char* /*message*/) {
-  *marked = hvd_sparse::MarkChangedAfter(clocks, n, after, marks);
-  return 0;
+                                                 int64_t* marked, char* message) {
+  return Guarded(message, [&] {
+    *marked = hvd_sparse::MarkChangedAfter(clocks, n, after, marks);
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // values[form->n]; payload: as many bytes as `hvd_sparse.wire.payload_size` says.
@@ -91,15 +95,19 @@ HVD_SPARSE_API int hvd_sparse_add_marked(const int64_t* indices, const float* va
                  [&] { return hvd_sparse::AddMarked(indices, values, count, minuend, floor, n, subtrahend, marks); });
 }
 
-HVD_SPARSE_API int hvd_sparse_crc32(const uint8_t* data, int64_t size, uint32_t* crc, char* /*message*/) {
-  *crc = hvd_sparse::Crc32(data, static_cast<size_t>(size));
-  return 0;
+HVD_SPARSE_API int hvd_sparse_crc32(const uint8_t* data, int64_t size, uint32_t* crc, char* message) {
+  return Guarded(message, [&] {
+    *crc = hvd_sparse::Crc32(data, static_cast<size_t>(size));
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // payload: what has been packed.
-HVD_SPARSE_API int hvd_sparse_sealed_crc(const uint8_t* payload, int64_t size, uint32_t* crc, char* /*message*/) {
-  *crc = hvd_sparse::SealedCrc(payload, size);
-  return 0;
+HVD_SPARSE_API int hvd_sparse_sealed_crc(const uint8_t* payload, int64_t size, uint32_t* crc, char* message) {
+  return Guarded(message, [&] {
+    *crc = hvd_sparse::SealedCrc(payload, size);
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // minuend[n], subtrahend[n]; indices[k]; info[2]: threshold, and how many reached the hint.

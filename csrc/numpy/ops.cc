@@ -41,10 +41,12 @@ hvd_sparse::AccumulateParams ParamsOf(const HvdSparseRule& rule, const float* pa
 // gradient, residual, and unless null velocity and parameter: n elements. finite: whether the gradient was finite.
 HVD_SPARSE_API int hvd_sparse_accumulate(const float* gradient, int64_t n, const HvdSparseRule* rule,
                                          const float* parameter, float* residual, float* velocity, int32_t* finite,
-                                         char* /*message*/) {
-  *finite = hvd_sparse::Accumulate({gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity), SerialFor,
-                                   {residual, velocity});
-  return 0;
+                                         char* message) {
+  return Guarded(message, [&] {
+    *finite = hvd_sparse::Accumulate({gradient, n, DType::kFloat32}, ParamsOf(*rule, parameter, velocity), SerialFor,
+                                     {residual, velocity});
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // The same, followed by a selection. indices[k]; info[2]: the threshold, and the number of elements that reached the

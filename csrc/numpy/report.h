@@ -1,17 +1,21 @@
 // Error reporting of the C functions for NumPy. Each function returns 0 on success, 1 for a wrong argument, 2 for a
-// damaged payload and 3 for want of memory. On an error it writes the reason to message[kMessageBytes].
+// damaged payload, 3 for want of memory and 4 for another exception. On an error it writes the reason to
+// message[kMessageBytes].
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <new>
+#include <string>
 
+#include "../core/denormals.h"
 #include "../core/payload.h"
 #include "../core/select.h"
 
 #define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
 
-// `hvd_sparse.native` defines a structure with the same layout.
+// `hvd_sparse.native_call` defines a structure with the same layout.
 struct HvdSparseForm {
   int64_t n;
   int64_t k;
@@ -25,19 +29,27 @@ namespace hvd_sparse {
 
 constexpr size_t kMessageBytes = 512;
 
+inline void WriteMessage(const char* text, char* message) noexcept {
+  const size_t length = std::min(std::strlen(text), kMessageBytes - 1);
+  std::memcpy(message, text, length);
+  message[length] = 0;
+}
+
 // Returns what a C function returns, for a body that returns a Status. An exception must not leave the function.
 template <typename Body>
 int Guarded(char* message, const Body& body) noexcept {
+  const KeepDenormals keep;
   try {
     const Status status = body();
     if (status.ok()) return 0;
-    const size_t length = std::min(status.message.size(), kMessageBytes - 1);
-    std::memcpy(message, status.message.data(), length);
-    message[length] = 0;
+    WriteMessage(status.message.c_str(), message);
     return status.kind == StatusKind::kCorruptPayload ? 2 : 1;
   } catch (const std::bad_alloc&) {
-    std::strcpy(message, "out of memory");
+    WriteMessage("out of memory", message);
     return 3;
+  } catch (const std::exception& error) {
+    WriteMessage(error.what(), message);
+    return 4;
   }
 }
 

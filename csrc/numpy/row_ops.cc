@@ -43,9 +43,11 @@ HVD_SPARSE_API int hvd_sparse_filter_threshold_rows(const HvdSparseMatrix* value
       message, [&] { return hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask); });
 }
 
-HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t* kept, char* /*message*/) {
-  *kept = hvd_sparse::CountKept(mask, n);
-  return 0;
+HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t* kept, char* message) {
+  return Guarded(message, [&] {
+    *kept = hvd_sparse::CountKept(mask, n);
+    return hvd_sparse::Status::Ok();
+  });
 }
 
 // payload: `hvd_sparse.wire.payload_size` bytes for this form.

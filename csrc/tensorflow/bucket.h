@@ -32,7 +32,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
       : AccumulatingKernel(construction, "accumulate_bucket", copy) {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
-    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
+    OP_REQUIRES_OK(construction, GetNamed(construction, "level", kLevelNames, &level_));
   }
 
  protected:
@@ -83,9 +83,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Vector("factors", &numbers->factors, &factors));
     TF_RETURN_IF_ERROR(call.Vector("threshold_hints", &numbers->hints, &hints));
     TF_RETURN_IF_ERROR(call.Seed(&numbers->seed));
-    if (hints != static_cast<int64_t>(selections)) {
-      return call.Invalid("threshold_hints must have one entry a selection, ", selections, ", got ", hints);
-    }
+    TF_RETURN_IF_ERROR(call.Report(CheckCounts("selection", selections, {{"threshold_hints", hints}})));
     return CheckMembers(call, lists, {{"factors", factors}});
   }
 

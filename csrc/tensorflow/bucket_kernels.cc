@@ -46,11 +46,13 @@ class ReduceBucketKernel : public ReduceBucketBase {
  protected:
   absl::Status Reduce(const Call& call, const std::vector<Summing>& summings, int64_t ranks, int64_t stride,
                       float scale) const override {
+    std::vector<Sum> sums;
     for (const Summing& summing : summings) {
-      TF_RETURN_IF_ERROR(call.Report(
-          ReducePayloads(summing.format, summing.first, ranks, stride, scale, call.Pool(), summing.slices)));
+      sums.push_back({summing.format, {}, summing.slices});
+      TF_RETURN_IF_ERROR(
+          call.Report(AppendSources(summing.format, summing.first, ranks, stride, &sums.back().sources)));
     }
-    return absl::OkStatus();
+    return call.Report(ReduceSums(sums, scale, call.Pool()));
   }
 };
 

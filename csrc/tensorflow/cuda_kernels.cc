@@ -1,10 +1,9 @@
 // GPU kernels of the ops on single tensors. They check arguments, launch kernels, and report errors; they do not wait
-// for the device. Ops whose output size depends on the data, and ops that only tests use, run on the CPU.
+// for the device. The other ops on single tensors run on the CPU.
 #include "../core/threshold.h"
 #include "../cuda/accumulate.h"
 #include "../cuda/finite.h"
 #include "../cuda/pack.h"
-#include "../cuda/quantize.h"
 #include "../cuda/select.h"
 #include "cuda_call.h"
 #include "memory.h"

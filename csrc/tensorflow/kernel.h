@@ -2,19 +2,20 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <new>
 #include <type_traits>
 #include <vector>
 
+#include "../core/denormals.h"
 #include "../core/parallel.h"
 #include "../core/payload.h"
 #include "../core/select.h"
 #include "absl/strings/str_cat.h"
 #include "attributes.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/platform/denormal.h"
 #include "tensorflow/core/util/work_sharder.h"
 
 namespace hvd_sparse {
@@ -24,10 +25,6 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::TensorShapeUtils;
-
-// TensorFlow's own threads flush denormals to zero, but the calling thread does not. Either may run a kernel, and a sum
-// must have the same bits on every rank, so all kernels keep denormals.
-using KeepDenormals = tensorflow::port::ScopedDontFlushDenormal;
 
 // Returns the data of a tensor in row-major order. The op's interface restricts its type.
 inline Array AsArray(const Tensor& tensor) {
@@ -150,7 +147,8 @@ class Call {
     return OutputSelected(values, selection.indices);
   }
 
-  // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too.
+  // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too. TensorFlow's own
+  // threads flush denormals to zero, and must not be left by an exception.
   ParallelFor Pool() const {
     auto* workers = context_->device()->tensorflow_cpu_worker_threads()->workers;
     return [workers](int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
@@ -158,16 +156,18 @@ class Call {
       if (begin >= end) return;
       const int64_t size = end - begin;
       const int64_t parts = std::clamp<int64_t>(size / grain, 1, workers->NumThreads());
-      std::atomic<bool> out_of_memory{false};
+      std::mutex mutex;
+      std::exception_ptr failure;
       tensorflow::Shard(workers->NumThreads(), workers, parts, kWorthAThread, [&](int64_t first, int64_t last) {
         const KeepDenormals keep;
         try {
           body(begin + size * first / parts, begin + size * last / parts);
-        } catch (const std::bad_alloc&) {
-          out_of_memory = true;
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          failure = std::current_exception();
         }
       });
-      if (out_of_memory) throw std::bad_alloc();
+      if (failure) std::rethrow_exception(failure);
     };
   }
 
@@ -190,6 +190,8 @@ class Kernel : public tensorflow::OpKernel {
       OP_REQUIRES_OK(context, Run(Call(context, verb_, copy_)));
     } catch (const std::bad_alloc&) {  // TensorFlow knows no exceptions: the process would end
       OP_REQUIRES(context, false, absl::ResourceExhaustedError(absl::StrCat("hvd_sparse.", verb_, ": out of memory")));
+    } catch (const std::exception& error) {
+      OP_REQUIRES(context, false, absl::InternalError(absl::StrCat("hvd_sparse.", verb_, ": ", error.what())));
     }
   }
 

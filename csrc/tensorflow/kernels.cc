@@ -160,10 +160,8 @@ class LocatePayloadsKernel : public Kernel {
 class QuantizeKernel : public Kernel {
  public:
   explicit QuantizeKernel(OpKernelConstruction* construction) : Kernel(construction, "quantize") {
-    std::string value_dtype;
-    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("value_dtype", &value_dtype));
-    dtype_ = ParseDType(value_dtype);
+    OP_REQUIRES_OK(construction, GetNamed(construction, "level", kLevelNames, &level_));
+    OP_REQUIRES_OK(construction, GetNamed(construction, "value_dtype", kDTypeNames, &dtype_));
   }
 
  protected:

@@ -94,25 +94,14 @@ class AccumulatingKernel : public Kernel {
     return absl::OkStatus();
   }
 
-  struct NamedList {
-    const char* name;
-    int64_t size;
-  };
-
   // others: the other inputs, which must have one number for each member.
   static absl::Status CheckMembers(const Call& call, const Lists& lists, std::initializer_list<NamedList> others) {
-    const int64_t members = lists.gradients.size();
-    const auto or_none = [members](int64_t size) { return size == 0 ? members : size; };
-    std::vector<NamedList> all(others);
-    all.push_back({"residuals", lists.residuals.size()});
-    all.push_back({"velocities", or_none(lists.velocities.size())});
-    all.push_back({"parameters", or_none(lists.parameters.size())});
-    for (const NamedList& list : all) {
-      if (list.size != members) {
-        return call.Invalid(list.name, " must have ", members, " entries, one a member; got ", list.size);
-      }
-    }
-    return absl::OkStatus();
+    const auto members = static_cast<size_t>(lists.gradients.size());
+    TF_RETURN_IF_ERROR(call.Report(CheckCounts("member", members, others)));
+    return call.Report(CheckCounts("member", members,
+                                   {{"residuals", lists.residuals.size()},
+                                    Optional("velocities", lists.velocities.size(), members),
+                                    Optional("parameters", lists.parameters.size(), members)}));
   }
 
   absl::Status OpenMember(const Call& call, const Lists& lists, int member, float factor, Job* job) const {

@@ -20,12 +20,12 @@ class ScatterUpdateKernel : public Kernel {
     if (count != value_count) return call.Invalid(count, " indices but ", value_count, " values");
     Buffer buffer;
     TF_RETURN_IF_ERROR(buffer.Open(call, tensorflow::HandleFromInput(call.context(), 0)));
+    const int64_t size = buffer.size();
     for (int64_t i = 0; i < count; ++i) {
-      if (indices[i] < 0 || indices[i] >= buffer.size()) {
-        return call.Invalid("index ", indices[i], " of ", buffer.size(), " elements");
-      }
+      if (indices[i] < 0 || indices[i] >= size) return call.Invalid("index ", indices[i], " of ", size, " elements");
     }
-    for (int64_t i = 0; i < count; ++i) buffer.data()[indices[i]] = values[i];
+    float* data = buffer.data();
+    for (int64_t i = 0; i < count; ++i) data[indices[i]] = values[i];
     return absl::OkStatus();
   }
 };

@@ -17,18 +17,14 @@ class FilterBucketKernel : public AccumulatingKernel {
   explicit FilterBucketKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "filter_bucket") {
     OP_REQUIRES_OK(construction, ReadRule(construction));
     OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
-    OP_REQUIRES_OK(construction, GetLevel(construction, &level_));
-    std::string name;
-    OP_REQUIRES_OK(construction, construction->GetAttr("distribution", &name));
-    distribution_ = name == "gamma"    ? Distribution::kGamma
-                    : name == "pareto" ? Distribution::kPareto
-                                       : Distribution::kExponential;
+    OP_REQUIRES_OK(construction, GetNamed(construction, "level", kLevelNames, &level_));
+    OP_REQUIRES_OK(construction, GetNamed(construction, "distribution", kDistributionNames, &distribution_));
   }
 
  protected:
   absl::Status Run(const Call& call) const override {
     Lists lists;
-    Numbers numbers;
+    Numbers numbers{};
     BucketForm form = form_;
     std::vector<PayloadFormat> formats;
     bool* finite = nullptr;
@@ -38,18 +34,23 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(ReadNumbers(call, lists, &numbers));
     for (const Tensor& gradient : lists.gradients) form.sizes.push_back(gradient.NumElements());
     TF_RETURN_IF_ERROR(call.Report(MemberFormats(form, &formats)));
-    const int members = lists.gradients.size();
-    TF_RETURN_IF_ERROR(call.Output("finite", {members}, &finite));
-    TF_RETURN_IF_ERROR(call.Output("info", {members, 2}, &info));
+    const size_t members = formats.size();
+    TF_RETURN_IF_ERROR(call.Output("finite", {static_cast<int64_t>(members)}, &finite));
+    TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(members), 2}, &info));
+    std::vector<Job> jobs(members);  // these lock the variables
+    std::vector<Part> parts;
+    std::vector<FilterParams> filters;
+    for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
+      TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(i), numbers.factors[i], &jobs[i]));
+      parts.push_back({jobs[i].gradient, jobs[i].params, jobs[i].memory, 0});
+      filters.push_back({numbers.thresholds[i], numbers.ks[i], {numbers.stages[i], distribution_, numbers.seed}});
+      TF_RETURN_IF_ERROR(call.Report(CheckFilter(parts[i], filters[i], formats[i])));
+    }
     std::vector<uint8_t> message;
-    for (int i = 0; i < members; ++i) {
-      Job job;
+    for (size_t i = 0; i < members; ++i) {
       Filtered found;
-      TF_RETURN_IF_ERROR(OpenMember(call, lists, i, numbers.factors[i], &job));
-      const FilterParams filter{numbers.thresholds[i], numbers.ks[i], {numbers.stages[i], distribution_, numbers.seed}};
-      TF_RETURN_IF_ERROR(call.Report(FilterAndPack({job.gradient, job.params, job.memory, 0}, job.is_active, filter,
-                                                   formats[static_cast<size_t>(i)], level_, call.Pool(), &message,
-                                                   finite + i, &found)));
+      TF_RETURN_IF_ERROR(call.Report(FilterAndPack(parts[i], lists.is_active, filters[i], formats[i], level_,
+                                                   call.Pool(), &message, finite + i, &found)));
       *info++ = found.threshold;
       *info++ = static_cast<double>(found.count);
     }

@@ -7,17 +7,36 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../core/accumulate.h"
+#include "../core/denormals.h"
+#include "../core/names.h"
 #include "../core/payload.h"
 
 namespace hvd_sparse {
 
 using at::Tensor;
 
+// Each of PyTorch's threads has its own setting of torch.set_flush_denormal.
 inline void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {
-  at::parallel_for(begin, end, grain, body);
+  at::parallel_for(begin, end, grain, [&body](int64_t first, int64_t last) {
+    const KeepDenormals keep;
+    body(first, last);
+  });
 }
+
+// Registers an op so that its calling thread keeps denormals, too: m.impl(name, &Keeping<&Op>::Call).
+template <auto op>
+struct Keeping;
+
+template <typename Result, typename... Arguments, Result (*op)(Arguments...)>
+struct Keeping<op> {
+  static Result Call(Arguments... arguments) {
+    const KeepDenormals keep;
+    return op(std::forward<Arguments>(arguments)...);
+  }
+};
 
 inline void Raise(const char* op, const Status& status) {
   TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);
@@ -49,32 +68,18 @@ inline Array AsArray(const char* op, const Tensor& contiguous) {
   return {contiguous.const_data_ptr(), contiguous.numel(), dtype};
 }
 
-inline DType ParseDType(const char* op, const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "float64") return DType::kFloat64;
-  if (name == "float16") return DType::kFloat16;
-  if (name == "none") return DType::kNone;
-  if (name == "int2") return DType::kInt2;
-  if (name == "int1") return DType::kInt1;
-  TORCH_CHECK_VALUE(name == "bfloat16", "hvd_sparse.", op,
-                    ": value_dtype must be float32, float64, float16, bfloat16, int2, int1 or none, got ", name);
-  return DType::kBFloat16;
+template <typename T, size_t count>
+T Parse(const char* op, const char* argument, const Named<T> (&all)[count], const std::string& name) {
+  T value{};
+  Raise(op, ParseName(argument, all, name, &value));
+  return value;
 }
 
-inline Level ParseLevel(const char* op, const std::string& name) {
-  TORCH_CHECK_VALUE(name == "mean" || name == "min", "hvd_sparse.", op, ": level must be mean or min, got ", name);
-  return name == "min" ? Level::kMin : Level::kMean;
-}
+inline DType ParseDType(const char* op, const std::string& name) { return Parse(op, "value_dtype", kDTypeNames, name); }
 
-inline Coding ParseCoding(const char* op, const std::string& name) {
-  if (name == "run_length") return Coding::kRunLength;
-  if (name == "elias_fano") return Coding::kEliasFano;
-  if (name == "bitmap") return Coding::kBitmap;
-  if (name == "dense") return Coding::kDense;
-  TORCH_CHECK_VALUE(name == "auto", "hvd_sparse.", op,
-                    ": coding must be run_length, elias_fano, bitmap, dense or auto, got ", name);
-  return Coding::kAuto;
-}
+inline Level ParseLevel(const char* op, const std::string& name) { return Parse(op, "level", kLevelNames, name); }
+
+inline Coding ParseCoding(const char* op, const std::string& name) { return Parse(op, "coding", kCodingNames, name); }
 
 inline Segments ParseSegments(const char* op, const std::optional<Tensor>& segments) {
   if (!segments) return {};

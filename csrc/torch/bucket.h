@@ -17,19 +17,8 @@ namespace hvd_sparse {
 using at::IntArrayRef;
 using at::TensorList;
 
-struct NamedList {
-  const char* name;
-  size_t size;
-};
-
-// A list that may be empty: the size of an empty one is not checked.
-inline NamedList Optional(const char* name, size_t size, size_t count) { return {name, size == 0 ? count : size}; }
-
 inline void CheckCounts(const char* op, const char* what, size_t count, std::initializer_list<NamedList> lists) {
-  for (const NamedList& list : lists) {
-    TORCH_CHECK_VALUE(list.size == count, "hvd_sparse.", op, ": ", list.name, " must have ", count, " entries, one a ",
-                      what, "; got ", list.size);
-  }
+  Raise(op, CheckCounts(what, count, lists));
 }
 
 // Checks the tensor of threshold hints, which selections update in each step.
@@ -44,11 +33,7 @@ inline BucketForm ParseForm(const char* op, IntArrayRef sizes, IntArrayRef chann
 }
 
 inline Distribution ParseDistribution(const char* op, const std::string& name) {
-  if (name == "gamma") return Distribution::kGamma;
-  if (name == "pareto") return Distribution::kPareto;
-  TORCH_CHECK_VALUE(name == "exponential", "hvd_sparse.", op,
-                    ": distribution must be exponential, gamma or pareto, got ", name);
-  return Distribution::kExponential;
+  return Parse(op, "distribution", kDistributionNames, name);
 }
 
 inline void CheckStages(const char* op, int64_t stages) {
@@ -58,7 +43,7 @@ inline void CheckStages(const char* op, int64_t stages) {
 // Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit: returns that of one.
 template <typename FitOne>
 void FitEach(size_t count, double* rows, const FitOne& fit) {
-  at::parallel_for(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
+  TorchParallelFor(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Fit found = fit(static_cast<size_t>(i));
       rows[2 * i] = found.threshold;

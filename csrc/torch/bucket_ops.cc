@@ -27,13 +27,17 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
   Tensor info = at::empty({static_cast<int64_t>(bucket.selections().size()), 2}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(bucket.members())}, at::kBool);
   auto* row = info.mutable_data_ptr<double>();
+  std::vector<Tensor> flat;
+  std::vector<std::vector<Part>> parts;  // all members are checked before one changes
   for (const SelectionLayout& selection : bucket.selections()) {
-    std::vector<Tensor> flat;
-    const std::vector<Part> parts = PartsOf(op, bucket, selection, in, at::kCPU, &flat);
+    parts.push_back(PartsOf(op, bucket, selection, in, at::kCPU, &flat));
+  }
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const SelectionLayout& selection = bucket.selections()[i];
     const int64_t k = selection.format.k;
     Hint* hint = static_cast<Hint*>(hints.mutable_data_ptr()) + selection.index;
     Selection found;
-    Raise(op, AccumulateAndPack(parts, true, {k, HintFor(*hint, k), static_cast<uint64_t>(seed)}, selection.format,
+    Raise(op, AccumulateAndPack(parts[i], true, {k, HintFor(*hint, k), static_cast<uint64_t>(seed)}, selection.format,
                                 kind, TorchParallelFor, out.mutable_data_ptr<uint8_t>() + selection.offset,
                                 finite.mutable_data_ptr<bool>() + selection.first, &found));
     LearnHint(hint, k, found.threshold, found.passed);
@@ -52,10 +56,14 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   CheckCounts(op, "member", count, {{"residuals", residuals.size()}, Optional("velocities", velocities.size(), count)});
   CheckTensor(op, "message", message, at::kByte);
   bucket.CheckBytes("message", message.numel());
+  std::vector<std::vector<MemorySlice>> slices;  // all members are checked before one changes
   for (const SelectionLayout& selection : bucket.selections()) {
-    Raise(op,
-          ClearSent(selection.format, message.const_data_ptr<uint8_t>() + selection.offset,
-                    MemoryOf(op, bucket, selection, residuals, velocities, at::kCPU), static_cast<float>(retained)));
+    slices.push_back(MemoryOf(op, bucket, selection, residuals, velocities, at::kCPU));
+  }
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const SelectionLayout& selection = bucket.selections()[i];
+    Raise(op, ClearSent(selection.format, message.const_data_ptr<uint8_t>() + selection.offset, slices[i],
+                        static_cast<float>(retained)));
   }
 }
 
@@ -69,6 +77,7 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
   TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0, "hvd_sparse.", op,
                     ": gathered must be [ranks, bytes], got ", gathered.sizes());
   bucket.CheckBytes("gathered", gathered.size(1));
+  std::vector<Sum> sums;
   for (const SelectionLayout& selection : bucket.selections()) {
     std::vector<Slice> slices;
     for (size_t i = selection.first; i < selection.last; ++i) {
@@ -76,9 +85,11 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
       bucket.CheckSize("out", outs[i], i);
       slices.push_back({selection.begins[slices.size()], bucket.size(i), static_cast<float*>(outs[i].data_ptr())});
     }
-    Raise(op, ReducePayloads(selection.format, gathered.const_data_ptr<uint8_t>() + selection.offset, gathered.size(0),
-                             gathered.size(1), static_cast<float>(scale), TorchParallelFor, slices));
+    sums.push_back({selection.format, {}, std::move(slices)});
+    Raise(op, AppendSources(selection.format, gathered.const_data_ptr<uint8_t>() + selection.offset, gathered.size(0),
+                            gathered.size(1), &sums.back().sources));
   }
+  Raise(op, ReduceSums(sums, static_cast<float>(scale), TorchParallelFor));
 }
 
 }  // namespace
@@ -99,7 +110,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate_bucket", &hvd_sparse::AccumulateBucketOp);
-  m.impl("clear_bucket", &hvd_sparse::ClearBucketOp);
-  m.impl("reduce_bucket", &hvd_sparse::ReduceBucketOp);
+  m.impl("accumulate_bucket", &hvd_sparse::Keeping<&hvd_sparse::AccumulateBucketOp>::Call);
+  m.impl("clear_bucket", &hvd_sparse::Keeping<&hvd_sparse::ClearBucketOp>::Call);
+  m.impl("reduce_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceBucketOp>::Call);
 }

@@ -183,7 +183,8 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
                                   workspace.data_ptr(), call.stream()));
 }
 
-// Locates payloads in gathered messages. The host needs their offsets and sizes, so it waits for their headers.
+// Locates payloads in gathered messages. The host needs their offsets and sizes, which depend on each other's headers:
+// it copies all messages, and waits.
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
                         const std::string& value_dtype, at::IntArrayRef channels) {
   static const auto on_host = c10::Dispatcher::singleton()
@@ -209,6 +210,10 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
     TORCH_CHECK_VALUE(offsets[rank] >= 0 && plan.size <= gathered.numel() - offsets[rank], "hvd_sparse.", call.op(),
                       ": places leave the ", gathered.numel(), " bytes of gathered");
     payloads.push_back({plan, gathered.const_data_ptr<uint8_t>() + offsets[rank]});
+  }
+  if (ranks == 0) {
+    out.zero_();  // the launcher takes n from a payload
+    return;
   }
   const Tensor workspace = call.Bytes(reduce_located_workspace_size(payloads));
   call.Run(reduce_located_launch(payloads, static_cast<float>(scale), out.mutable_data_ptr<float>(),

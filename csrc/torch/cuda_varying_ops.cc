@@ -17,7 +17,6 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kSmallestFloat = 0x1p-149;
 constexpr double kAgain = 0.9;  // fraction of a threshold that was too high, used as the hint
 
 // Copies the values of a sample of runs, or with count 0 all values, to `out`. Returns their number.

@@ -201,15 +201,15 @@ TORCH_LIBRARY(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate", &hvd_sparse::AccumulateOp);
-  m.impl("select_threshold", &hvd_sparse::SelectThresholdOp);
-  m.impl("select_top_k", &hvd_sparse::SelectTopKOp);
-  m.impl("filter_threshold", &hvd_sparse::FilterThresholdOp);
-  m.impl("all_finite", &hvd_sparse::AllFiniteOp);
-  m.impl("pack", &hvd_sparse::PackOp);
-  m.impl("unpack", &hvd_sparse::UnpackOp);
-  m.impl("reduce_payloads", &hvd_sparse::ReducePayloadsOp);
-  m.impl("locate_payloads", &hvd_sparse::LocatePayloadsOp);
-  m.impl("reduce_located", &hvd_sparse::ReduceLocatedOp);
-  m.impl("quantize", &hvd_sparse::QuantizeOp);
+  m.impl("accumulate", &hvd_sparse::Keeping<&hvd_sparse::AccumulateOp>::Call);
+  m.impl("select_threshold", &hvd_sparse::Keeping<&hvd_sparse::SelectThresholdOp>::Call);
+  m.impl("select_top_k", &hvd_sparse::Keeping<&hvd_sparse::SelectTopKOp>::Call);
+  m.impl("filter_threshold", &hvd_sparse::Keeping<&hvd_sparse::FilterThresholdOp>::Call);
+  m.impl("all_finite", &hvd_sparse::Keeping<&hvd_sparse::AllFiniteOp>::Call);
+  m.impl("pack", &hvd_sparse::Keeping<&hvd_sparse::PackOp>::Call);
+  m.impl("unpack", &hvd_sparse::Keeping<&hvd_sparse::UnpackOp>::Call);
+  m.impl("reduce_payloads", &hvd_sparse::Keeping<&hvd_sparse::ReducePayloadsOp>::Call);
+  m.impl("locate_payloads", &hvd_sparse::Keeping<&hvd_sparse::LocatePayloadsOp>::Call);
+  m.impl("reduce_located", &hvd_sparse::Keeping<&hvd_sparse::ReduceLocatedOp>::Call);
+  m.impl("quantize", &hvd_sparse::Keeping<&hvd_sparse::QuantizeOp>::Call);
 }

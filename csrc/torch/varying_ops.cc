@@ -29,14 +29,19 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   std::vector<uint8_t> message;
   Tensor info = at::empty({static_cast<int64_t>(members), 3}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
+  std::vector<Tensor> flat;
+  std::vector<Part> parts;
+  std::vector<FilterParams> filters;
+  for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
+    parts.push_back(in.PartOf(op, i, 0, at::kCPU, &flat));
+    filters.push_back({thresholds[i], ks[i], {stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)}});
+    Raise(op, CheckFilter(parts[i], filters[i], formats[i]));
+  }
   for (size_t i = 0; i < members; ++i) {
-    std::vector<Tensor> flat;
-    const Part part = in.PartOf(op, i, 0, at::kCPU, &flat);
     double* row = info.mutable_data_ptr<double>() + 3 * i;
     Filtered found;
     row[2] = static_cast<double>(message.size());
-    const FitParams fit{stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)};
-    Raise(op, FilterAndPack(part, is_active, {thresholds[i], ks[i], fit}, formats[i], kind, TorchParallelFor, &message,
+    Raise(op, FilterAndPack(parts[i], is_active, filters[i], formats[i], kind, TorchParallelFor, &message,
                             finite.mutable_data_ptr<bool>() + i, &found));
     row[0] = found.threshold;
     row[1] = static_cast<double>(found.count);
@@ -124,8 +129,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("filter_bucket", &hvd_sparse::FilterBucketOp);
-  m.impl("accumulate_partition", &hvd_sparse::AccumulatePartitionOp);
-  m.impl("fit_thresholds", &hvd_sparse::FitThresholdsOp);
-  m.impl("reduce_located_bucket", &hvd_sparse::ReduceLocatedBucketOp);
+  m.impl("filter_bucket", &hvd_sparse::Keeping<&hvd_sparse::FilterBucketOp>::Call);
+  m.impl("accumulate_partition", &hvd_sparse::Keeping<&hvd_sparse::AccumulatePartitionOp>::Call);
+  m.impl("fit_thresholds", &hvd_sparse::Keeping<&hvd_sparse::FitThresholdsOp>::Call);
+  m.impl("reduce_located_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceLocatedBucketOp>::Call);
 }

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse.reference.selection import tail_moments
-from hvd_sparse.sampling import RUN, sampled_runs
+from hvd_sparse.reference.selection import RUN, sampled_runs, tail_moments
 
 FIRST_DENSITY = 0.25  # fraction kept by the first of several stages; the others keep equal fractions
 MOST = 4  # a fit is accepted if at most this many times the wanted number reach its threshold
@@ -32,7 +31,7 @@ class Fit(NamedTuple):
 
 
 def sample_for_fit(n: int, k: int, seed: int) -> np.ndarray | None:
-    """Return the runs of n elements to use for a fit (`hvd_sparse.sampling.sampled_runs`), if about k should be kept.
+    """Return the runs of n elements to use for a fit (`sampled_runs`), if about k should be kept.
 
     If the last of three stages keeps one in 16, as at density 0.001, the error of the count by sampling is 8 %, which
     is small compared with that of a fit (20 % are tolerated).

@@ -8,6 +8,7 @@ from hvd_sparse.sampling import hash_index, stratified_sample
 
 SCALAR_TYPES = ("float32", "float64", "float16", "bfloat16")
 MIN_SAMPLE = 1024
+RUN = 16  # elements that are read together: a line of a cache
 
 
 def flatten(values) -> np.ndarray:
@@ -115,3 +116,13 @@ def all_finite(values) -> bool:
     """Return whether every value, converted to float32, is finite: False for float64 1e300. True for no values."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(flatten(values).astype(np.float32)).all())
+
+
+def sampled_runs(n: int, size: int, seed: int) -> np.ndarray | None:
+    """Return which runs of RUN of n elements make a sample of about `size`, one of each stratum; None: take all.
+
+    A run is as quick to read as one of its elements.
+    """
+    runs = n // RUN
+    wanted = max(1, size // RUN)
+    return None if n <= size or wanted >= runs else stratified_sample(runs, wanted, seed)

@@ -335,8 +335,7 @@ def reduce_located_bucket(
 ) -> None:
     """Do `locate_payloads`, then `reduce_located` for the members at `places` in `ns`, into `outs`; on the CPU only.
 
-    outs: float32[ns[place]] for each of `places`. An error names the rank; the sums of earlier members are then
-    already written.
+    outs: float32[ns[place]] for each of `places`. Every payload is checked before `outs` are touched.
     """
     _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, channels)
 
@@ -383,7 +382,8 @@ def reduce_bucket(
 ) -> None:
     """Do `reduce_payloads` for the selections in the ranks' messages, uint8[ranks, bytes].
 
-    outs: float32[n] for each member. Layout: as in `accumulate_bucket`. Members: those whose sums are written.
+    outs: float32[n] for each member. Layout: as in `accumulate_bucket`. Members: those whose sums are written. Every
+    payload is checked before `outs` are touched.
     """
     _ops.reduce_bucket(gathered, list(outs), scale, *_numbers(layout, members), coding, value_dtype)
 

@@ -157,5 +157,7 @@ def test_located_payloads():
                 ops.reduce_located(gathered.cuda(), place, n, out, 0.5, *form)
                 assert_same(out, expected, (form, n))
     assert ops.take_decode_status(out).tolist() == [0, 0]
+    ops.reduce_located(gathered.cuda(), torch.empty((2, 0), dtype=torch.long), n, out, 0.5, *form)
+    assert_same(out, torch.zeros(n), "no ranks")
     beyond = place + torch.tensor([[10**9], [0]])
     assert_refuses(ops.reduce_located, gathered.cuda(), beyond, n, out, 0.5, *form, says="places leave")

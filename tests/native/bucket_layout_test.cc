@@ -103,9 +103,9 @@ void ExpectRefused(const BucketForm& form, const Numbers& ks, const Numbers& mem
 
 TEST(WhatDoesNotFitIsRefused) {
   const BucketForm form{kSizes, {}, false, kCode}, joint{kSizes, {}, true, kCode};
-  ExpectRefused(form, {5, 1}, {0, 1, 2}, "ks must have one entry a selection, 3, got 2");
-  ExpectRefused(joint, {5, 1}, {0, 1, 2}, "ks must have one entry a selection, 1, got 2");
-  ExpectRefused({kSizes, {1, 1}, false, kLowBit}, {5, 1, 70}, {0}, "channels must have one entry a member, 3, got 2");
+  ExpectRefused(form, {5, 1}, {0, 1, 2}, "ks must have 3 entries, one a selection; got 2");
+  ExpectRefused(joint, {5, 1}, {0, 1, 2}, "ks must have 1 entries, one a selection; got 2");
+  ExpectRefused({kSizes, {1, 1}, false, kLowBit}, {5, 1, 70}, {0}, "channels must have 3 entries, one a member; got 2");
   ExpectRefused(form, {5, 1, 70}, {1, 0}, "members must ascend in [0, 3), got 0 after 1");
   ExpectRefused(form, {5, 1, 70}, {1, 1}, "members must ascend in [0, 3), got 1 after 1");
   ExpectRefused(joint, {5}, {3}, "members must ascend in [0, 3), got 3 after -1");

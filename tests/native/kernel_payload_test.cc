@@ -266,10 +266,8 @@ TEST(ClearsWhatWasSent) {
     DecodeStatus status{0, 0};
     Scratch workspace(unpack_workspace_size(plan));
     const auto clear = [&] {
-      EXPECT_EQ(
-          cudaSuccess,
-          clear_launch(plan, BytesOf(payload), residual.data(), velocity.data(), &status, workspace.data(), nullptr),
-          "clear");
+      const ReduceSelections sent{{plan, BytesOf(payload), {{0, 5000, {residual.data(), velocity.data()}}}}};
+      EXPECT_EQ(cudaSuccess, clear_launch(sent, 0, &status, workspace.data(), nullptr), "clear");
     };
     BytesOf(payload)[plan.size - 9] ^= 1;
     clear();

@@ -160,6 +160,23 @@ TEST(PackedMarksAreAPackedSelection) {
   }
 }
 
+TEST(MarksFromNOnAreRefused) {
+  constexpr int64_t kN = 70, kCount = 10;
+  const std::vector<float> values = DrawValues(kN, 1);
+  Indices indices;
+  for (int64_t i = 0; i < kCount; ++i) indices.insert(7 * i);
+  std::vector<uint64_t> marks = MarksOf(indices, kN);
+  for (int64_t i = kN; i < kN + 6; ++i) marks[1] |= uint64_t{1} << (i % 64);
+  for (const Coding coding : {Coding::kRunLength, Coding::kEliasFano, Coding::kBitmap}) {
+    for (const int64_t k : {kCount, kCount + 6}) {
+      std::vector<uint8_t> payload(1000, 7);
+      EXPECT_STATUS(StatusKind::kInvalidArgument,
+                    PackMarked({kN, k, coding}, values.data(), marks.data(), payload.data()), k);
+      EXPECT(payload == std::vector<uint8_t>(1000, 7), "nothing is written");
+    }
+  }
+}
+
 TEST(WhatReachesTheFloorIsSelectedAndTheRestForgotten) {
   for (const int64_t n : kSizes) {
     const std::vector<float> minuend = DrawValues(n, 6), subtrahend = DrawValues(n, 7);

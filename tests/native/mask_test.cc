@@ -20,6 +20,11 @@ Mask DrawMask(int64_t n, uint64_t of_thousand, uint64_t seed) {
   return mask;
 }
 
+// The format of a payload of `kept` of n elements; if kept is 0, of an empty one.
+PayloadFormat RowsFormat(int64_t n, int64_t kept, Coding coding, DType dtype) {
+  return {n, std::max<int64_t>(1, kept), coding, dtype, {}};
+}
+
 std::vector<int64_t> IndicesOf(const Mask& mask, int64_t n) {
   std::vector<int64_t> indices;
   for (int64_t i = 0; i < n; ++i) {

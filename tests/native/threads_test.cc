@@ -205,5 +205,22 @@ TEST(AddsPayloads) {
   }
 }
 
+TEST(RefusesAllSumsForOnePayload) {
+  const PayloadFormat format{70000, 300};
+  Bytes good = BuildPayload(format, MakeContent(format, ChooseIndices(format.n, format.k, 1), 1)), bad = good;
+  bad[40] ^= 1;
+  const Source source{good.data(), format.k, static_cast<int64_t>(good.size())};
+  const Source damaged{bad.data(), source.k, source.size};
+  const std::vector<float> before(static_cast<size_t>(format.n), 7);
+  for (const Cut& cut : AllCuts()) {
+    std::vector<float> first = before, second = before;
+    const std::vector<Sum> sums{{format, {source, source, source}, {{0, format.n, first.data()}}},
+                                {format, {source, damaged, damaged}, {{0, format.n, second.data()}}}};
+    const Status status = ReduceSums(sums, 1.0f, cut.run);
+    EXPECT(status.message.find("from rank 1:") == 0, status.message);
+    EXPECT(first == before && second == before, cut.name);
+  }
+}
+
 }  // namespace
 }  // namespace hvd_sparse

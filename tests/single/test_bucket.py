@@ -217,12 +217,12 @@ def test_hints_of_a_wrong_shape_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ks": [1, 1]}, "ks must have one entry a selection, 5, got 2"),
-        ({"ks": [1, 1], "is_joint": True}, "ks must have one entry a selection, 1, got 2"),
-        ({"sizes": [1, 7]}, "ks must have one entry a selection, 2, got 5"),
+        ({"ks": [1, 1]}, "ks must have 5 entries, one a selection; got 2"),
+        ({"ks": [1, 1], "is_joint": True}, "ks must have 1 entries, one a selection; got 2"),
+        ({"sizes": [1, 7]}, "ks must have 2 entries, one a selection; got 5"),
         ({"sizes": [1, 7, 1000, 65_537, 69_999]}, "gradient 4 must have 69999 elements, got 70000"),
         ({"sizes": [1, 7, 1000, 65_537, -1]}, r"sizes must be in \[0, 2\^48\], got -1"),
-        ({"channels": [1, 1]}, "channels must have one entry a member, 5, got 2"),
+        ({"channels": [1, 1]}, "channels must have 5 entries, one a member; got 2"),
         ({"members": [0, 1, 2, 3]}, "gradients must have 4 entries, one a member; got 5"),
         ({"members": [0, 1, 2, 4, 3]}, r"members must ascend in \[0, 5\), got 3 after 4"),
         ({"members": [0, 1, 2, 3, 3]}, r"members must ascend in \[0, 5\), got 3 after 3"),
@@ -241,15 +241,26 @@ def test_wrong_arguments_are_named(changes, message):
         Bucket({}, {}).accumulate(**changes)
 
 
-def test_a_damaged_payload_names_its_rank_and_touches_nothing():
+@pytest.mark.parametrize("member", [0, 4])
+def test_a_damaged_payload_names_its_rank_and_touches_nothing(member):
     bucket = Bucket({}, {})
     bucket.accumulate()
     gathered = torch.stack([bucket.out, bucket.out])
-    gathered[1, 34] ^= 1
+    gathered[1, bucket.offsets[member] + 34] ^= 1
     outs = [torch.full((n,), 9.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_bucket: from rank 1: payload checksum"):
         ops.reduce_bucket(gathered, outs, layout=bucket.layout)
-    assert bool((outs[0] == 9.0).all())
+    assert all(bool((out == 9.0).all()) for out in outs)
+
+
+def test_a_wrong_residual_of_the_last_member_changes_no_other():
+    bucket, before = Bucket({}, {}), Bucket({}, {})
+    bucket.residuals[4] = torch.zeros(3)
+    with pytest.raises(ValueError, match="accumulate_bucket: residual must have 70000 elements"):
+        bucket.accumulate()
+    with pytest.raises(ValueError, match="clear_bucket: residual must have 70000 elements"):
+        ops.clear_bucket(before.one_by_one()[0], bucket.residuals, layout=bucket.layout)
+    assert all(map(torch.equal, bucket.residuals[:4], Bucket({}, {}).residuals))
 
 
 def test_opcheck():

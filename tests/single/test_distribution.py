@@ -100,6 +100,21 @@ def test_a_missing_tool_is_named(unpacked, tmp_path):
     assert "CXX=no-such-compiler is not one. Install one" in build(unpacked, tools, CXX="no-such-compiler -O2")
 
 
+def test_ninja_builds_where_there_is_no_make(unpacked, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "cmake").symlink_to(shutil.which("cmake"))
+    ninja = tools / "ninja"  # CMake asks for its version, then compiles a test program with it, which fails
+    ninja.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.11.1\n')
+    ninja.chmod(0o755)
+    compiler = shutil.which("c++")
+    build(unpacked, tools, CXX=compiler)
+    assert "CMAKE_GENERATOR:INTERNAL=Ninja" in (unpacked / "build" / "CMakeCache.txt").read_text()
+    shutil.rmtree(unpacked / "build")
+    build(unpacked, tools, CXX=compiler, CMAKE_GENERATOR="Unix Makefiles")
+    assert "CMAKE_GENERATOR:INTERNAL=Unix Makefiles" in (unpacked / "build" / "CMakeCache.txt").read_text()
+
+
 @pytest.mark.parametrize(("framework", "switch"), [("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")])
 def test_a_missing_horovod_is_named(monkeypatch, framework, switch):
     monkeypatch.setitem(sys.modules, "horovod", None)  # as if it were not installed

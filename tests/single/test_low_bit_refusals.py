@@ -166,7 +166,7 @@ def test_payloads_cut_or_flipped_anywhere_are_refused(n, indices, coding, value_
 
 def test_channels_are_as_many_as_tensors_and_fit_them():
     payload = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: channels must have one entry a member"):
+    with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: channels must have 2 entries, one a member"):
         ops.locate_payloads(payload, [5, 5], 1, "run_length", "int1", [2])
     for channels in ([0], [-1], [6]):
         with pytest.raises(ValueError, match=rf"hvd_sparse.locate_payloads: .*cannot have {channels[0]} channels"):

@@ -213,12 +213,19 @@ def read_only(n=8):
     return array
 
 
+def unaligned(n=8, dtype=np.float32):
+    return np.frombuffer(bytearray(np.dtype(dtype).itemsize * n + 1), dtype, offset=1)
+
+
 PAYLOAD = reference.pack([1, 3], ones(2), 8, 2)
 REFUSALS = [
     (native.accumulate, (ones(dtype=np.float64), ones()), {}, "gradient must be a contiguous array float32"),
     (native.accumulate, (ones(16)[::2], ones()), {}, r"gradient must be .* got float32\[8\]"),
     (native.accumulate, (ones().reshape(2, 4), ones()), {}, r"gradient must be .* got float32\[2, 4\]"),
     (native.accumulate, ([1.0], ones(1)), {}, "gradient must be .* got list"),
+    (native.accumulate, (unaligned(), ones()), {}, r"gradient must begin at a multiple of 4 bytes.*gradient.copy\(\)"),
+    (native.accumulate, (ones(), unaligned()), {}, "residual must begin at a multiple of 4 bytes"),
+    (native.pack, (unaligned(2, np.int64), ones(2), 8, 2), {}, "indices must begin at a multiple of 8 bytes"),
     (native.accumulate, (ones(), ones(7)), {}, "residual must have 8 elements, got 7"),
     (native.accumulate, (ones(), ones(16)[::2]), {}, "residual must be a contiguous array"),
     (native.accumulate, (ones(), read_only()), {}, "residual is changed in place, got an array that is read-only"),

@@ -136,6 +136,7 @@ TOO_FAR = Changed(np.array([1], np.uint32), np.array([8], np.uint16))
 SHORT = Changed(np.array([2], np.uint32), np.array([1], np.uint16))
 CLOCKS = np.zeros(8, np.uint32)
 CHANGED = Changed(np.zeros(1, np.uint32), np.zeros(0, np.uint16))
+BEYOND = np.array([0b1111111111, 0b111111 << 6], np.uint64)  # of 70 elements, 10 are marked, and 6 bits after them
 FIXED = np.frombuffer(bytes(32), np.uint32)
 REFUSALS = [
     (native_changes.set_clocks, (CHANGED, FIXED, 3), {}, "clocks is changed in place, got an array that is read-only"),
@@ -176,6 +177,17 @@ REFUSALS = [
     (native_changes.mark_updates, ([SHORT], 8, MARKS), {}, "places must have 2 elements, got 1"),
     (native_changes.pack_marked, (MARKS, ones(), 1, "auto", np.zeros(40, np.uint8)), {}, "number of marks, 0, got 1"),
     (native_changes.pack_marked, (MARKS, ones(), 1, "auto", np.zeros(9, np.uint8)), {}, "payload must have 40"),
+    *[
+        (
+            native_changes.pack_marked,
+            (BEYOND, ones(70), k, coding, np.zeros(size, np.uint8)),
+            {},
+            "n = 70 on are marked",
+        )
+        for coding in ("run_length", "elias_fano", "bitmap")
+        for k in (10, 16)
+        for size in [payload_size(70, k, coding)]
+    ],
     (native_changes.select_marked, (ones(), ones(7), MARKS, 1), {}, "subtrahend must have 8 elements, got 7"),
     (native_changes.select_marked, (ones(), ones(), MARKS, 1, (2, 9)), {}, r"part must lie in \[0, 8\), got"),
     (native_changes.select_marked, (ones(), ones(), MARKS, 3, (2, 4)), {}, "k must be in"),

@@ -42,7 +42,7 @@ def test_a_build_without_any_framework_must_be_asked_for(monkeypatch, tmp_path):
     for name in ("HVD_SPARSE_TARGETS", "HVD_SPARSE_WITHOUT_TORCH", "HVD_SPARSE_WITHOUT_TENSORFLOW"):
         monkeypatch.delenv(name, raising=False)
     build = runpy.run_path(str(ROOT / "setup.py"))["CMakeBuild"](Distribution())
-    build.inplace, build.build_temp = 1, str(tmp_path)
+    build.inplace, build.build_temp, build.build_lib = 0, str(tmp_path), str(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "tensorflow")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in absent else find(name, *more))
@@ -54,6 +54,25 @@ def test_a_build_without_any_framework_must_be_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command) or done)
     build.run()
     assert "hvd_sparse_numpy" in commands[-1] and "hvd_sparse_torch" not in commands[-1], commands
+
+
+def test_a_build_in_place_removes_libraries_of_frameworks_that_it_leaves_out(monkeypatch, tmp_path):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.delenv("HVD_SPARSE_TARGETS", raising=False)
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TORCH", "1")
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TENSORFLOW", "1")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
+    build_class = runpy.run_path(str(ROOT / "setup.py"))["CMakeBuild"]
+    build_class.run.__globals__["ROOT"] = tmp_path
+    build = build_class(Distribution())
+    build.inplace, build.build_temp = 1, str(tmp_path / "build")
+    libraries = tmp_path / "hvd_sparse" / "lib"
+    libraries.mkdir(parents=True)
+    for name in ("numpy", "torch", "tensorflow"):
+        (libraries / f"libhvd_sparse_{name}.so").touch()
+    build.run()
+    assert [path.name for path in libraries.iterdir()] == ["libhvd_sparse_numpy.so"]
 
 
 def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
@@ -71,7 +90,7 @@ def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
 
 def test_cuda_is_built_where_it_is_asked_for_or_pytorch_has_it(monkeypatch):
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
-    for name in ("HVD_SPARSE_WITH_CUDA", "HVD_SPARSE_WITHOUT_CUDA"):
+    for name in ("HVD_SPARSE_WITH_CUDA", "HVD_SPARSE_WITHOUT_CUDA", "CXX", "CUDAHOSTCXX", "CUDAARCHS"):
         monkeypatch.delenv(name, raising=False)
     options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
     known = SimpleNamespace(stdout="compute_75\ncompute_80\ncompute_90\n")  # as nvcc 12.0 says
@@ -97,6 +116,26 @@ def test_cuda_is_built_where_it_is_asked_for_or_pytorch_has_it(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="there is no nvcc"):
         options(with_torch=True)
+
+
+def test_nvcc_calls_the_compiler_that_cxx_names_unless_cudahostcxx_is_set(monkeypatch):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setattr("shutil.which", lambda name, **_: f"/tools/{name}")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout="compute_90"))
+    monkeypatch.setenv("HVD_SPARSE_WITH_CUDA", "1")
+    for name in ("HVD_SPARSE_WITHOUT_CUDA", "CXX", "CUDAHOSTCXX", "CUDAARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
+
+    def named():
+        return [one for one in options(with_torch=False) if one.startswith("-DCMAKE_CUDA_HOST_COMPILER")]
+
+    assert named() == []
+    for compiler in ("g++-13", "g++-13 -m64", "ccache g++-13"):
+        monkeypatch.setenv("CXX", compiler)
+        assert named() == ["-DCMAKE_CUDA_HOST_COMPILER=/tools/g++-13"]
+    monkeypatch.setenv("CUDAHOSTCXX", "g++-12")
+    assert named() == []
 
 
 def test_a_library_tells_whether_it_has_cuda_without_being_loaded(monkeypatch, tmp_path):

@@ -181,7 +181,7 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         (lambda: ops.pack([0, 1], [1.0, 2.0], 2, 2, "dense", "int1"), "hvd_sparse.pack: .*quantize them first"),
         (lambda: ops.pack([0], [1.0], 5, 1, "dense"), "hvd_sparse.pack: .*all n = 5 entries, got k = 1"),
         (lambda: ops.pack([0], [1.0], 5, 1, "run_length", "int1", [[1]]), "hvd_sparse.pack: segments must be"),
-        (lambda: ops.locate_payloads([], [5, 5], 1, channels=[2]), "channels must have one entry a member"),
+        (lambda: ops.locate_payloads([], [5, 5], 1, channels=[2]), "channels must have 2 entries, one a member"),
         (lambda: ops.locate_payloads(np.zeros(64, np.uint8), [5], 1, "run_length", "int1", [6]), "have 6 channels"),
     ],
 )

@@ -215,15 +215,16 @@ def test_messages_are_found_and_added(form):
             same(total, expected)
 
 
-@pytest.mark.parametrize("where", [-1, 36])  # cut off; a value of the first member
+@pytest.mark.parametrize("where", ["cut off", "first", "last"])  # the last value of the first or the last member
 def test_a_damaged_message_is_refused(where):
     gathered, _ = messages({})
-    damaged = gathered[:where] if where < 0 else gathered.copy()
-    damaged[36] ^= 1 if where > 0 else 0
+    damaged = gathered[:-1] if where == "cut off" else gathered.copy()
+    if where != "cut off":
+        damaged[36 if where == "first" else -12] ^= 1
     outs = [torch.full((n,), 7.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_located_bucket: from rank"):
         ops.reduce_located_bucket(torch.from_numpy(damaged), SIZES, 3, outs, range(5))
-    assert bool((outs[0] == 7.0).all())
+    assert all(bool((out == 7.0).all()) for out in outs)
     with pytest.raises(Invalid, match="reduce_located_bucket: from rank"):
         tensorflow_ops.reduce_located_bucket(damaged, SIZES, 3)
 
@@ -236,7 +237,7 @@ WRONG = [
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
     ({"ks": [0, -8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),  # exactly 8
-    ({"channels": [1, 2]}, "channels must have one entry a member, 5, got 2"),
+    ({"channels": [1, 2]}, "channels must have 5 entries, one a member; got 2"),
     ({"channels": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "channels"),
 ]
 
@@ -247,6 +248,26 @@ def test_wrong_arguments_are_named(changes, message):
         Drawn({}, {}).torch(**changes)
     with pytest.raises(Invalid, match=f"hvd_sparse.filter_bucket: .*{message}"):
         Variables(Drawn({}, {}), traced=False).call(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ks": [0, 0, 0, 0, 70_001]},
+        {"ks": [0, 0, 0, 0, -70_001]},
+        {"ks": [0] * 5, "thresholds": [*THRESHOLDS[:4], math.nan]},
+        {"ks": [1, 1, 1, 1, 70_001], "stages": [1] * 5},
+    ],
+)
+def test_a_wrong_argument_of_the_last_member_changes_no_other(changes):
+    drawn, expected = Drawn({}, {}), Drawn({}, {})
+    variables = Variables(drawn, traced=False)
+    with pytest.raises(Invalid, match=r"hvd_sparse.filter_bucket: (k|threshold) must be"):
+        variables.call(**changes)
+    same_memory(variables.residuals, expected.residuals)
+    with pytest.raises(ValueError, match=r"hvd_sparse.filter_bucket: (k|threshold) must be"):
+        drawn.torch(**changes)
+    same_memory(drawn.residuals, expected.residuals)
 
 
 def test_wrong_sums_are_named():
@@ -264,7 +285,7 @@ def test_wrong_sums_are_named():
             ops.reduce_located_bucket(gathered, *arguments)
     with pytest.raises(Invalid, match="ranks must be at least 1, got 0"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 0)
-    with pytest.raises(Invalid, match="channels must have one entry a member, 5, got 1"):
+    with pytest.raises(Invalid, match="channels must have 5 entries, one a member; got 1"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
 
