@@ -108,7 +108,7 @@ class DenseFallback:
         names = tuple(self._tensors)
         dense = self._dense_bytes(names) if names else 0
         factor = (self.world_size - 1) / self.world_size
-        told = {
+        entry = {
             "rule": self.algorithm.dense_fallback,
             "is_dense": self._chosen.get(number, self.density(density) >= 1.0),
             "tensors": len(self.always),
@@ -116,8 +116,8 @@ class DenseFallback:
             "dense_bytes": round(factor * dense),
         }
         if self.is_measured:
-            told |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}
-        return told
+            entry |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}
+        return entry
 
     def _costs_more(self, names: Sequence[str], density: float) -> bool:
         if not self.is_on or density >= 1.0:

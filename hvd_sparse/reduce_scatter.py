@@ -243,7 +243,7 @@ def known_bounds(regions: Bounds, names: Sequence[str], n: int, world_size: int)
     return None if bounds is None or (bounds[-1], bounds.size - 1) != (n, world_size) else bounds
 
 
-def told(regions: Bounds, step: int) -> list[float]:
+def region_numbers(regions: Bounds, step: int) -> list[float]:
     """Return a rank's numbers for the presence sum, from which all ranks know whether to agree on regions.
 
     They are whether an agreement is due in this step, and a digest of all regions that this rank knows, by the tensors
@@ -258,7 +258,7 @@ def told(regions: Bounds, step: int) -> list[float]:
 
 
 def must_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether to agree on all regions in this step. sums: the numbers of `told`, summed over ranks."""
+    """Return whether to agree on all regions in this step. sums: of `region_numbers`, over ranks."""
     due, digests, squares = sums
     return due > 0.0 or digests**2 != squares * world_size  # equal only if all digests are equal (Cauchy-Schwarz)
 

@@ -68,9 +68,9 @@ def loss_scales_differ(own: float, mean: float) -> str:
     )
 
 
-def reduction_differs(found: float, told: float) -> str:
+def reduction_differs(found: float, own: float) -> str:
     """Return the error message for a reduction that differs from the optimizer's op."""
     return (
-        f"hvd_sparse: Horovod multiplied the sum over ranks with {found:g}, where the optimizer's op says {told:g}: "
+        f"hvd_sparse: Horovod multiplied the sum over ranks with {found:g}, where the optimizer's op says {own:g}: "
         "reduce gradients through the optimizer alone, without factors of your own"
     )

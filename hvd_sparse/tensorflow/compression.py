@@ -32,7 +32,7 @@ from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedb
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import make_hosts
 from hvd_sparse.tensorflow.parts import Parts
-from hvd_sparse.tensorflow.state import check_open, evaluate, gather_state, place_of, restore_state
+from hvd_sparse.tensorflow.state import check_open, evaluate, gather_state, identity_of, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
@@ -303,7 +303,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """Store whose error feedback this is, once there are ranks: a checkpoint restores that of its rank."""
         exchange = self._parts.exchange
         if self.place is None and hvd.is_initialized() and exchange.is_used():
-            own = [-1 if number is None else number for number in place_of(self.hosts, exchange).values()]
+            own = [-1 if number is None else number for number in identity_of(self.hosts, exchange).values()]
             names = [int(number) for number in digest_numbers(list(self._parts.variables))]
             self.place = make_variable([len(own)], "hvd_sparse/place", tf.int64, own)
             self.names = make_variable([len(names)], "hvd_sparse/names", tf.int64, names)

@@ -31,7 +31,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = np.array(value)
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
-    state = {"version": VERSION, "step": int(step), "summed": summed, **place_of(compressor.hosts, exchange)}
+    state = {"version": VERSION, "step": int(step), "summed": summed, **identity_of(compressor.hosts, exchange)}
     regions = [] if summed else state_of(compressor.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
@@ -65,7 +65,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     compressor.regions.update(restored(state.get("regions", []), sizes))
 
 
-def place_of(hosts, exchange) -> dict[str, int | None]:
+def identity_of(hosts, exchange) -> dict[str, int | None]:
     """Return the entries of a state that tell whose it is."""
     return {
         "ranks": exchange.size(),
@@ -93,7 +93,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     if hosts is not None and isinstance(state, dict) and state.get("summed"):
         sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
-    check_state(state, sizes, kinds, thresholds, place_of(compressor.hosts, exchange))
+    check_state(state, sizes, kinds, thresholds, identity_of(compressor.hosts, exchange))
     for name, memory in feedback.items():
         for kind, saved in state["memory"][name].items():
             if kind not in memory.buffers and np.any(on_host(saved)):

@@ -277,33 +277,33 @@ class Step:
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # The step number keeps the vote from being a constant, which TensorFlow would send only once.
         measured = [] if now.seconds is None else [now.seconds]
-        told = self._told(now)
-        own = tf.concat([tf.stack([bad, tf.cast(now.number, tf.float64), *measured]), tf.reshape(told, [-1])], 0)
+        numbers = self._region_numbers(now)
+        own = tf.concat([tf.stack([bad, tf.cast(now.number, tf.float64), *measured]), tf.reshape(numbers, [-1])], 0)
         sums = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))
-        if told.shape[0] > 0:
-            now.agrees = self._agrees(tf.reshape(sums[2 + len(measured) :], told.shape))
+        if numbers.shape[0] > 0:
+            now.agrees = self._agrees(tf.reshape(sums[2 + len(measured) :], numbers.shape))
         now.overflow = sums[0] > 0.0
         if measured:
             now.noted.append(tf.numpy_function(self._note, [now.number, sums[2] / self.exchange.size()], tf.int64).op)
         now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
         now.counted.add(payload_bytes=8 * own.shape[0])
 
-    def _told(self, now: Round) -> tf.Tensor:
+    def _region_numbers(self, now: Round) -> tf.Tensor:
         """Return the numbers by which ranks compare their regions, float64[shards, 3]; [0, 3] if there are no regions.
 
         Ranks with different shards have different regions: each has the row of its shard, with zeros in the others.
         """
-        told = self.codec.told(now)
+        numbers = self.codec.region_numbers(now)
         if self.hosts is None:
-            return tf.zeros([0, 3], tf.float64) if told is None else told[None]
+            return tf.zeros([0, 3], tf.float64) if numbers is None else numbers[None]
         if self.hosts.algorithm.exchange == "gather":
             return tf.zeros([0, 3], tf.float64)
         # With "auto", shards of different sizes may decide differently: the rows are there on every rank.
-        own = tf.zeros([3], tf.float64) if told is None else told
+        own = tf.zeros([3], tf.float64) if numbers is None else numbers
         return tf.one_hot(self.hosts.shard_number, self.hosts.host_size, dtype=tf.float64)[:, None] * own
 
     def _agrees(self, sums: tf.Tensor) -> tf.Tensor:
-        """Return whether ranks with this shard agree on regions in this step, from the sum of `_told`: `must_agree`."""
+        """Return whether ranks with this shard agree on regions in this step, from the summed numbers: `must_agree`."""
         hosts = self.hosts
         shard, ranks = (0, self.exchange.size()) if hosts is None else (hosts.shard_number, hosts.count)
         due, known, squares = tf.unstack(sums[shard])

@@ -231,9 +231,9 @@ class SparseCompressor(Compressor):
         """Return the factor by which Horovod scaled a token; it must match the step's `op`."""
         units = self._step.units
         scale = reduction_scale(token, units.world_size)
-        told = units.reduction
-        if told is not None and abs(scale - told) > 1e-5 * told:
-            raise ValueError(reduction_differs(scale, told))
+        expected = units.reduction
+        if expected is not None and abs(scale - expected) > 1e-5 * expected:
+            raise ValueError(reduction_differs(scale, expected))
         return scale
 
     def _check_optimizer(self) -> None:

@@ -27,7 +27,7 @@ class Dense(NamedTuple):
     commit: Callable[[], None]  # updates the buffers
 
 
-class Kept(NamedTuple):
+class StatePart(NamedTuple):
     """This rank's part of a parameter's error feedback, for a checkpoint."""
 
     feedback: "ErrorFeedback | None"  # None where only other ranks have it

@@ -17,7 +17,7 @@ from hvd_sparse.traffic import Traffic
 
 SMALL_BYTES = 1 << 14  # all ranks' messages of a step: sending these is faster than waiting for one more collective
 STEP_BYTES = 8  # size of a step number in the configuration check
-MOST_TOLD = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
+MOST_REGION_NUMBERS = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
 
 
 class Pending:
@@ -152,7 +152,7 @@ class Exchange:
     def announce(self) -> None:
         """Announce that this rank waits for the others between two steps, where ranks may call hvd.join()."""
         if self._announced is None and self.collectives.may_join:
-            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_TOLD], dtype=torch.float64)
+            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64)
             self._announced = self.allreduce("present", own)
 
     def end_announcement(self) -> None:
@@ -197,10 +197,10 @@ class Exchange:
         gathered = self.allgather("between", torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self.announce()
         rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
-        told = [bytes(row).decode(errors="ignore").rstrip().partition(" ") for row in rows]
-        if any(reason != why for reason, _, _ in told):
-            raise RuntimeError(ranks_apart(sum(reason == why for reason, _, _ in told), len(told)))
-        return [own for _, _, own in told]
+        answers = [bytes(row).decode(errors="ignore").rstrip().partition(" ") for row in rows]
+        if any(reason != why for reason, _, _ in answers):
+            raise RuntimeError(ranks_apart(sum(reason == why for reason, _, _ in answers), len(answers)))
+        return [own for _, _, own in answers]
 
 
 def _names_of_pieces(name: str, cut: Cut) -> list[str]:

@@ -18,14 +18,14 @@ from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clip_ratio, make_error_feedback
+from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import RanksDiffer, counted, told
+from hvd_sparse.torch.vote import RanksDiffer, counted, step_and_scale
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
@@ -75,22 +75,22 @@ class HierarchicalStep:
         if self.inner is not None:
             self.inner.regions = regions
 
-    def kept(self, summed: bool) -> dict[str, Kept]:
+    def state_parts(self, summed: bool) -> dict[str, StatePart]:
         """Return the checkpoint entry of each parameter: this rank's shard, or if `summed`, the whole tensor."""
         self.lay_out()
         rank, ranks = self.exchange.rank(), self.exchange.size()
         host, hosts = self.hierarchy.hosts.index(self.hierarchy.host_of(rank)), len(self.hierarchy.hosts)
         found = {
-            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, rank, ranks) for name, one in self.small.items()
+            name: StatePart(one, one.BUFFERS, one.parameter.numel(), 0, rank, ranks) for name, one in self.small.items()
         }
         shards = {} if self.inner is None else self.inner.feedback
         if not summed:
             return found | {
-                name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, host, hosts) for name, one in shards.items()
+                name: StatePart(one, one.BUFFERS, one.parameter.numel(), 0, host, hosts) for name, one in shards.items()
             }
         for name, cut in self.cuts.items():
             begin = 0 if self.shard is None else int(cut[self.shard])
-            found[name] = Kept(shards.get(name), self._kinds, int(cut[-1]), begin, host, hosts)
+            found[name] = StatePart(shards.get(name), self._kinds, int(cut[-1]), begin, host, hosts)
         return found
 
     def lay_out(self) -> None:
@@ -235,7 +235,7 @@ class HierarchicalStep:
                 bad += self.inner.overflowed()
             except RanksDiffer as error:  # only ranks of this column know: the others learn it from the next vote
                 failure = error
-        own = torch.tensor([bad, 0.0, *told(self.number, self.units.loss_scale)], dtype=torch.float64)
+        own = torch.tensor([bad, 0.0, *step_and_scale(self.number, self.units.loss_scale)], dtype=torch.float64)
         self.traffic.count(payload_bytes=own.nbytes)
         vote = self.exchange.allreduce("vote", own).wait()
         overflow = counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0

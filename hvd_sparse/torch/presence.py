@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.announcement import BETWEEN_STEPS, MOST_RANKS, ranks_apart
-from hvd_sparse.torch.exchange import MOST_TOLD, Exchange, Pending
+from hvd_sparse.torch.exchange import MOST_REGION_NUMBERS, Exchange, Pending
 
 
 class Presence:
     """The all-reduce that starts a step: presence, frozen parameters, and numbers of the codec."""
 
-    def __init__(self, exchange: Exchange, freezes: bool, told: Sequence[float] = ()):
+    def __init__(self, exchange: Exchange, freezes: bool, region_numbers: Sequence[float] = ()):
         exchange.end_announcement()
-        numbers = [1.0 + MOST_RANKS * freezes, *told, *[0.0] * (MOST_TOLD - len(told))]
+        numbers = [1.0 + MOST_RANKS * freezes, *region_numbers, *[0.0] * (MOST_REGION_NUMBERS - len(region_numbers))]
         own = torch.tensor(numbers, dtype=torch.float64)
         self._may_miss = exchange.collectives.may_join  # if not, all ranks take part in all steps, and freeze alike
-        is_asked = self._may_miss or bool(told)
+        is_asked = self._may_miss or bool(region_numbers)
         self.bytes = own.nbytes if is_asked else 0
         self.pending = exchange.allreduce("present", own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None

@@ -22,13 +22,13 @@ from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
-from hvd_sparse.torch.error_feedback import ErrorFeedback, Kept, clip_ratio, make_error_feedback
+from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import counted, told
+from hvd_sparse.torch.vote import counted, step_and_scale
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
@@ -84,11 +84,11 @@ class Step:
         """Set the regions from a checkpoint."""
         self.codec.regions = regions
 
-    def kept(self, summed: bool) -> dict[str, Kept]:
+    def state_parts(self, summed: bool) -> dict[str, StatePart]:
         """Return the checkpoint entry of each parameter; `summed` is ignored, as every rank has whole parameters."""
         place, count = self.exchange.rank(), self.exchange.size()
         return {
-            name: Kept(one, one.BUFFERS, one.parameter.numel(), 0, place, count)
+            name: StatePart(one, one.BUFFERS, one.parameter.numel(), 0, place, count)
             for name, one in sorted(self.feedback.items())
         }
 
@@ -161,7 +161,7 @@ class Step:
         """Start the all-reduce that tells which ranks take part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._idle] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
-        self._presence = Presence(self.exchange, freezes, self.codec.told())
+        self._presence = Presence(self.exchange, freezes, self.codec.region_numbers())
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
 
@@ -383,7 +383,7 @@ class Step:
         """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
         flags, self.codec.finite = self.codec.finite, []
         bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
-        numbers = [*told(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
+        numbers = [*step_and_scale(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
         if is_asynchronous(self.device):
             vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=self.device)
             if not self._votes:  # nothing is decoded between the votes of a step

@@ -10,7 +10,7 @@ class RanksDiffer(RuntimeError):
     """The ranks are at different steps, or have different loss scales."""
 
 
-def told(number: int, loss_scale: float) -> tuple[float, ...]:
+def step_and_scale(number: int, loss_scale: float) -> tuple[float, ...]:
     """Return step and loss scale, each with its square: their sums tell whether all ranks have the same values."""
     step = number % STEPS_TOLD
     return step, step**2, loss_scale, loss_scale**2
@@ -19,7 +19,7 @@ def told(number: int, loss_scale: float) -> tuple[float, ...]:
 def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Callable[[], None]) -> tuple[float, ...]:
     """Check the sums of a vote; return the number of gradients that were not finite, and any further sums.
 
-    sums: gradients that were not finite, damaged payloads, the numbers from `told`, and any further numbers, each
+    sums: gradients that were not finite, damaged payloads, those of `step_and_scale`, and any further ones, each
     summed over ranks. Raises RuntimeError on every rank if the ranks differ in step or loss scale; calls
     `refuse_damage` if there were damaged payloads.
     """

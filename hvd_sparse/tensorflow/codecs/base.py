@@ -100,7 +100,7 @@ class Codec(abc.ABC):
         """The type of the values in messages."""
         return self.algorithm.values
 
-    def told(self, now: Round) -> tf.Tensor | None:
+    def region_numbers(self, now: Round) -> tf.Tensor | None:
         """Return this rank's numbers for the vote, by which the ranks compare their regions."""
         return None
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
-from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, known_bounds, selected_entries, told
+from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, known_bounds, region_numbers, selected_entries
 from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 
@@ -37,7 +37,7 @@ class OwnedRegions(FixedCount):
         """The maximum bytes of a message; more if it is scattered, as each owner receives only its part."""
         return super().bucket_bytes * (self.exchange.size() if self.scatters else 1)
 
-    def told(self, now: Round) -> tf.Tensor | None:
+    def region_numbers(self, now: Round) -> tf.Tensor | None:
         """Return the numbers by which the ranks check that they have the same regions, float64[3].
 
         Their sum over ranks is for `must_agree`.
@@ -47,7 +47,7 @@ class OwnedRegions(FixedCount):
 
         def tell(number) -> np.ndarray:
             """Return these numbers; also request an agreement if a message of this graph has no regions yet."""
-            due, *digests = told(self.regions, int(number))
+            due, *digests = region_numbers(self.regions, int(number))
             unknown = any(message.known_bounds() is None for message in now.messages)
             return np.array([float(due > 0.0 or unknown), *digests])
 

@@ -21,7 +21,7 @@ from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
 @dataclass
-class Named(Bucket):
+class IndexBucket(Bucket):
     """The indices that this rank selects, as a message."""
 
     indices: tf.Tensor | None = None
@@ -41,24 +41,24 @@ class SharedIndices(Codec):
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         n, coding = sum(entry.feedback.size for entry in entries), self.algorithm.coding
         k = self._counts([n], now)
-        named = Named("model", entries, None, largest_payload(n, n, coding, "none"), k)
-        self._selection.name(named, now)
-        if self._selection.is_named:
-            count = tf.maximum(tf.size(named.indices, tf.int64), 1)
-            named.message = ops.pack(named.indices, tf.zeros(tf.shape(named.indices)), n, count, coding, "none")
-        return [named]
+        bucket = IndexBucket("model", entries, None, largest_payload(n, n, coding, "none"), k)
+        self._selection.select_indices(bucket, now)
+        if self._selection.sends_indices:
+            count = tf.maximum(tf.size(bucket.indices, tf.int64), 1)
+            bucket.message = ops.pack(bucket.indices, tf.zeros(tf.shape(bucket.indices)), n, count, coding, "none")
+        return [bucket]
 
-    def decode(self, named: Named, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
+    def decode(self, bucket: IndexBucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
-        entries, n = named.entries, sum(entry.feedback.size for entry in named.entries)
-        indices = named.indices if gathered is None else self._union(gathered, n)
+        entries, n = bucket.entries, sum(entry.feedback.size for entry in bucket.entries)
+        indices = bucket.indices if gathered is None else self._union(gathered, n)
         values = tf.concat([entry.feedback.residual.sparse_read(own) for entry, own in self._cut(entries, indices)], 0)
         count = tf.size(indices, tf.int64)
         now.counted.add(sent=count if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(count), count))
         is_exact = self.algorithm.values == "float32"
         sum_values = self._sum_values if is_exact else self._sum_quantized
-        total, sent, sketches = sum_values(entries, indices, values, self._rows(named.sketch, now), now)
-        done = self._selection.learn(named, count, sketches, now)
+        total, sent, sketches = sum_values(entries, indices, values, self._rows(bucket.sketch, now), now)
+        done = self._selection.learn(bucket, count, sketches, now)
         k = tf.maximum(count, 1)[None]
         packed = ops.pack(indices, total, n, k[0])
         if is_exact:
@@ -93,8 +93,9 @@ class SharedIndices(Codec):
         scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # before the sum, which might overflow otherwise
         sent = once(now.present, tf.concat([scaled, rows], 0))
         now.counted.add(payload_bytes=4 * tf.size(sent))
-        total, told = tf.split(self.exchange.allreduce(f"values{now.suffix}", sent), [tf.size(values), tf.size(rows)])
-        return total, values, told
+        total = self.exchange.allreduce(f"values{now.suffix}", sent)
+        total, sketches = tf.split(total, [tf.size(values), tf.size(rows)])
+        return total, values, sketches
 
     def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
         """Do `_sum_values` with a quantized payload, in which the elements of a group are adjacent."""
@@ -112,15 +113,15 @@ class SharedIndices(Codec):
         payload = ops.pack(places, sent, k, k, *form)
         own = tf.reshape(rows, [ranks, -1])[self.exchange.rank()]
         own = tf.pad(own, [[0, own.shape[0] % 2]])  # a multiple of 8 bytes
-        size, told = tf.size(payload), tf.reshape(tf.bitcast(own, tf.uint8), [-1])
-        most_bytes = largest_payload(n, n, "dense", dtype, layout) + int(told.shape[0])
-        gathered = gather(self.exchange, "values", tf.concat([payload, told], 0), most_bytes, now)
+        size, sketches = tf.size(payload), tf.reshape(tf.bitcast(own, tf.uint8), [-1])
+        most_bytes = largest_payload(n, n, "dense", dtype, layout) + int(sketches.shape[0])
+        gathered = gather(self.exchange, "values", tf.concat([payload, sketches], 0), most_bytes, now)
         gathered = tf.reshape(gathered, [ranks, -1])
         total = ops.reduce_payloads(gathered, 0, k, k, now.units.outgoing(), *form)[:count]
-        told = tf.bitcast(tf.reshape(gathered[:, size:], [ranks, -1, 4]), tf.float32)[:, : rows.shape[0] // ranks]
+        sketches = tf.bitcast(tf.reshape(gathered[:, size:], [ranks, -1, 4]), tf.float32)[:, : rows.shape[0] // ranks]
         back = order[:, None]
         total, sent = (tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
-        return total, sent, tf.reshape(told, [-1])
+        return total, sent, tf.reshape(sketches, [-1])
 
     def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
         """Return the indices that all ranks selected, ascending."""
@@ -137,7 +138,7 @@ class SharedIndices(Codec):
 class Selection(abc.ABC):
     """The rule by which a rank selects indices."""
 
-    is_named = True  # whether indices must be sent to the other ranks
+    sends_indices = True  # whether indices must be sent to the other ranks
 
     def __init__(self, codec: SharedIndices):
         self._codec = codec
@@ -145,10 +146,10 @@ class Selection(abc.ABC):
         self.threshold_rows: Mapping[str, int] = {}
 
     @abc.abstractmethod
-    def name(self, named: Named, now: Round) -> None:
+    def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Accumulate the entries; set ascending indices into their concatenation, and the data for `learn`."""
 
-    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
+    def learn(self, bucket: IndexBucket, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Update the state for the next step. count: indices of all ranks. sketches: those of all ranks, flat."""
         return []
 
@@ -160,11 +161,11 @@ class Leader(Selection):
         super().__init__(codec)
         self._hints = ThresholdHints(["model"])
 
-    def name(self, named: Named, now: Round) -> None:
+    def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices, and the threshold for the next step's hint."""
-        residuals, k = self._codec.accumulate(named.entries, now), named.ks[0]
+        residuals, k = self._codec.accumulate(bucket.entries, now), bucket.ks[0]
         residual = tf.concat(residuals, 0)
-        hint = self._hints.values(["model"], named.ks)[0]
+        hint = self._hints.values(["model"], bucket.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
 
         def lead() -> tuple[tf.Tensor, tf.Tensor]:
@@ -176,13 +177,13 @@ class Leader(Selection):
             """Select nothing, and reset the hint."""
             return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
 
-        indices, named.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
+        indices, bucket.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
         with tf.control_dependencies(residuals):  # a follower's indices do not depend on its gradients, its values do
-            named.indices = tf.identity(indices)
+            bucket.indices = tf.identity(indices)
 
-    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
+    def learn(self, bucket: IndexBucket, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Store the threshold as the hint for the next step."""
-        return self._hints.update(["model"], named.ks, named.info[None])
+        return self._hints.update(["model"], bucket.ks, bucket.info[None])
 
 
 class Partition(Selection):
@@ -194,17 +195,17 @@ class Partition(Selection):
         self._threshold = PredictedThreshold() if self._predicts else ScaledThreshold()
         self.thresholds, self.threshold_rows = self._threshold.variables, self._threshold.rows
 
-    def name(self, named: Named, now: Round) -> None:
+    def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices, in one pass over the gradients."""
-        entries, k, n = named.entries, named.ks[0], sum(entry.feedback.size for entry in named.entries)
+        entries, k, n = bucket.entries, bucket.ks[0], sum(entry.feedback.size for entry in bucket.entries)
         rank, ranks = self._codec.exchange.rank(), now.units.world_size
         begin, end = partition(now.number, rank, ranks, n)
         threshold, share = self._threshold.plan(k, ranks)
         if is_elastic() and not self._predicts:  # a new rank has another one, which equal scaling would leave different
             bits = once(now.present, tf.bitcast(threshold, tf.int64))  # of numbers above 0: in their order
             threshold = tf.bitcast(self._codec.exchange.furthest(f"threshold{now.suffix}", bits), tf.float64)
-        named.threshold = threshold
-        named.indices, sketch, finite = ops.accumulate_partition(
+        bucket.threshold = threshold
+        bucket.indices, sketch, finite = ops.accumulate_partition(
             [entry.gradient for entry in entries],
             [entry.feedback.residual for entry in entries],
             factors=tf.stack([entry.factor for entry in entries]),
@@ -216,33 +217,33 @@ class Partition(Selection):
             seed=now.seed,
             is_active=now.is_active,
         )
-        named.sketch = sketch if self._predicts else None
+        bucket.sketch = sketch if self._predicts else None
         now.finite.append(finite)
 
-    def learn(self, named: Named, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
+    def learn(self, bucket: IndexBucket, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Update the threshold: from the sketches, or by scaling it."""
         if isinstance(self._threshold, ScaledThreshold):
-            return self._threshold.learn(named.ks[0], count, named.threshold, now)
-        return self._threshold.learn(named.ks[0], sketches, self._codec.exchange.rank(), now)
+            return self._threshold.learn(bucket.ks[0], count, bucket.threshold, now)
+        return self._threshold.learn(bucket.ks[0], sketches, self._codec.exchange.rank(), now)
 
 
 class Random(Selection):
     """Random-k: every rank draws the same indices from the seed and the step, so that they need not be sent."""
 
-    is_named = False
+    sends_indices = False
 
-    def name(self, named: Named, now: Round) -> None:
+    def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices that all ranks draw."""
-        residuals = self._codec.accumulate(named.entries, now)
-        n = sum(entry.feedback.size for entry in named.entries)
+        residuals = self._codec.accumulate(bucket.entries, now)
+        n = sum(entry.feedback.size for entry in bucket.entries)
         with tf.control_dependencies(residuals):
             indices = tf.numpy_function(
                 lambda k, seed: stratified_sample(n, int(k), int(seed)),
-                [named.ks[0], now.seed],
+                [bucket.ks[0], now.seed],
                 tf.int64,
                 stateful=False,
             )
-        named.indices = tf.ensure_shape(indices, [None])
+        bucket.indices = tf.ensure_shape(indices, [None])
 
 
 SELECTIONS: dict[str, type[Selection]] = {"leader": Leader, "partition": Partition, "random": Random}

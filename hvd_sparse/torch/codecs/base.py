@@ -152,7 +152,7 @@ class Codec(abc.ABC):
         """End a complete step."""
         self.finite = []
 
-    def told(self) -> list[float]:
+    def region_numbers(self) -> list[float]:
         """Return this rank's numbers for the presence sum, by which the ranks compare their regions."""
         return []
 

@@ -12,7 +12,7 @@ import torch
 
 from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
-from hvd_sparse.reduce_scatter import Entries, Form, Regions, known_bounds, selected_entries, told
+from hvd_sparse.reduce_scatter import Entries, Form, Regions, known_bounds, region_numbers, selected_entries
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, place_of
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
@@ -55,9 +55,9 @@ class OwnedRegions(FixedCount):
         if self._used:
             self.regions = {names: regions.bounds for names, regions in self._used.items()}
 
-    def told(self) -> list[float]:
+    def region_numbers(self) -> list[float]:
         """Return the numbers by which the ranks check that they have the same regions."""
-        return told(self.regions, self.now.step) if self._scatters else []
+        return region_numbers(self.regions, self.now.step) if self._scatters else []
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
         """Return the buckets of these tensors, with their regions."""

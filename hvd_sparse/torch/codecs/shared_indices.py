@@ -106,20 +106,22 @@ class SharedIndices(Codec):
         ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
         return sums
 
-    def _sum_values(self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told) -> tuple:
-        """Return the indices, the sums of all ranks' values, and None (no rounding errors); sum `told` (sketches)."""
+    def _sum_values(
+        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, sketches
+    ) -> tuple:
+        """Return the indices, the sums of all ranks' values, and None (no rounding errors); add `sketches` up, too."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
-        if told is not None:
-            values = torch.cat([values, told.view(-1).to(values.device)])
+        if sketches is not None:
+            values = torch.cat([values, sketches.view(-1).to(values.device)])
         self.traffic.count(payload_bytes=4 * len(values))
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{bucket.name}.values", values).wait()
-        if told is not None:
-            told.copy_(total[len(indices) :].view_as(told))
+        if sketches is not None:
+            sketches.copy_(total[len(indices) :].view_as(sketches))
         return indices, total[: len(indices)], None
 
     def _sum_quantized(
-        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, told
+        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, sketches
     ) -> tuple:
         """Return the indices, reordered by group, the sums of all ranks' values, and the rounding errors."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
@@ -133,14 +135,14 @@ class SharedIndices(Codec):
         packed = sent.new_empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
         ops.pack(places, sent, k, k, packed, *form)
         size = packed.numel()
-        if told is not None:
-            row = torch.nn.functional.pad(told[self.now.rank], (0, told.shape[1] % 2))  # a multiple of 8 bytes
+        if sketches is not None:
+            row = torch.nn.functional.pad(sketches[self.now.rank], (0, sketches.shape[1] % 2))  # a multiple of 8 bytes
             packed = torch.cat([packed, row.view(torch.uint8).to(packed.device)])
         self.traffic.count(payload_bytes=packed.numel())
         with self.traffic.timed("exchange"):
             gathered = self.exchange.allgather(f"{bucket.name}.values", packed).wait().view(self.now.world_size, -1)
-        if told is not None:
-            told.copy_(gathered[:, size:].contiguous().view(torch.float32)[:, : told.shape[1]])
+        if sketches is not None:
+            sketches.copy_(gathered[:, size:].contiguous().view(torch.float32)[:, : sketches.shape[1]])
         total = sent.new_empty(k)
         ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
         return indices, total[: len(indices)], values - sent
