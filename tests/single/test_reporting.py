@@ -123,7 +123,7 @@ def test_a_resumed_run_counts_bytes_and_steps_from_there(load):
 
 
 def test_a_checkpoint_that_some_ranks_cannot_read_is_refused(load, tmp_path):
-    """Rank 0 has written it to a disk of its own. All ranks end, those that have the file, too."""
+    """Only rank 0 finds the file, on its own disk: every rank ends with the error, rank 0 included."""
     has_checkpoint, path = load("reporting").has_checkpoint, tmp_path / "checkpoint"
 
     def ask(*everyone):
