@@ -28,6 +28,7 @@ def start(parser):
         parser.error("--device cuda: PyTorch finds no GPU")
     if args.device == "cuda":
         torch.cuda.set_device(host.local_rank() % torch.cuda.device_count())
+    torch.set_flush_denormal(True)  # an optimizer's momentum decays to denormals, which slow down the processor
     torch.manual_seed(args.seed)
     return args
 

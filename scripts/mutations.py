@@ -36,6 +36,13 @@ CORE = [
         "accumulate",
     ),
     (
+        "velocities stay denormal",
+        "update.h",
+        "MagnitudeBits(velocity) < 0x00800000u",
+        "MagnitudeBits(velocity) < 0x00000001u",
+        "accumulate",
+    ),
+    (
         "overflow in a chunk unseen",
         "accumulate.cc",
         "if (most >= kInfinityBits<float>)",

@@ -21,8 +21,9 @@ def accumulate(
     g is the gradient in float32, what is not finite as zero, times factor, plus weight_decay * parameter; where that
     overflows, zero too, and the gradient counts as not finite. No velocity: residual += g. Else velocity = momentum *
     velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual += velocity,
-    then g. Where that overflows, residual and velocity stay as they are, and the gradient counts as not finite. Every
-    product and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient Compression,
+    then g. A velocity below the smallest normal float32 is zero: denormals would stay, and slow down the arithmetic.
+    Where residual or velocity overflows, both stay as they are, and the gradient counts as not finite. Every product
+    and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient Compression,
     Algorithms 3 and 4.
     """
     with np.errstate(over="ignore", invalid="ignore"):
@@ -37,16 +38,20 @@ def accumulate(
         if velocity is None:
             v = residual + local
         elif nesterov:
-            u = (velocity + local) * np.float32(momentum)
+            u = _without_denormals((velocity + local) * np.float32(momentum))
             v = (residual + u) + local
         else:
-            u = velocity * np.float32(momentum) + local
+            u = _without_denormals(velocity * np.float32(momentum) + local)
             v = residual + u
         holds = np.isfinite(v)
         residual[:] = np.where(holds, v, residual)
         if velocity is not None:
             velocity[:] = np.where(holds, u, velocity)
     return bool(finite.all() and usable.all() and holds.all())
+
+
+def _without_denormals(values: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0.0), values)
 
 
 def accumulate_top_k(

@@ -57,8 +57,9 @@ def accumulate(
     g is the gradient in float32, with zeros for elements that are not finite, times factor, plus weight_decay *
     parameter (float32[n]). Where g overflows, it is zero too, and the gradient counts as not finite. Without a
     velocity: residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov,
-    velocity = momentum * (velocity + g) and residual += velocity, then += g. Where this overflows, both buffers keep
-    their values, and the gradient counts as not finite. Every product and sum is rounded. Returns, as a bool scalar
+    velocity = momentum * (velocity + g) and residual += velocity, then += g. A velocity below the smallest
+    normal float32 is zero. Where this overflows, both buffers keep their values, and the gradient counts as not finite.
+    Every product and sum is rounded. Returns, as a bool scalar
     tensor, whether the gradient was finite everywhere.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)

@@ -44,6 +44,8 @@ const std::vector<Setting>& AllSettings() {
   return settings;
 }
 
+float WithoutDenormal(float velocity) { return std::fabs(velocity) < std::numeric_limits<float>::min() ? 0.0f : velocity; }
+
 // The equations for a single element.
 bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& parameter, Buffers* buffers) {
   bool all_finite = true;
@@ -59,11 +61,11 @@ bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& 
     switch (s.rule) {
       case AccumulateRule::kResidual: v = Plus(v, g); break;
       case AccumulateRule::kMomentum:
-        u = Plus(Times(s.momentum, u), g);
+        u = WithoutDenormal(Plus(Times(s.momentum, u), g));
         v = Plus(v, u);
         break;
       case AccumulateRule::kNesterov:
-        u = Times(s.momentum, Plus(u, g));
+        u = WithoutDenormal(Times(s.momentum, Plus(u, g)));
         v = Plus(Plus(v, u), g);
         break;
     }

@@ -9,7 +9,7 @@ import torch
 from hinted import as_hints
 from test_ops import DTYPES, as_numpy, same
 
-from hvd_sparse import reference
+from hvd_sparse import native, reference
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 
@@ -45,6 +45,10 @@ def rounded(number):
     return float(np.float32(number))
 
 
+def without_denormal(velocity):
+    return velocity if abs(velocity) >= 2.0**-126 else 0.0
+
+
 def by_element(gradient, residual, velocity, parameter, factor=1.0, momentum=0.0, nesterov=False, weight_decay=0.0):
     """The equations in Python's floats, each product and sum rounded; returns (residual, velocity) of one element."""
     g = rounded((gradient if math.isfinite(rounded(gradient)) else 0.0) * rounded(factor))
@@ -53,9 +57,9 @@ def by_element(gradient, residual, velocity, parameter, factor=1.0, momentum=0.0
     if velocity is None:
         return rounded(residual + g), None
     if nesterov:
-        velocity = rounded(rounded(momentum) * rounded(velocity + g))
+        velocity = without_denormal(rounded(rounded(momentum) * rounded(velocity + g)))
         return rounded(rounded(residual + velocity) + g), velocity
-    velocity = rounded(rounded(rounded(momentum) * velocity) + g)
+    velocity = without_denormal(rounded(rounded(rounded(momentum) * velocity) + g))
     return rounded(residual + velocity), velocity
 
 
@@ -169,6 +173,22 @@ def test_many_steps_with_last_step_s_threshold():
             tensor[result[0]] = 0.0
         assert_same_memory(found, expected)
         hint = 0.98 * threshold
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities_of_elements_without_gradients_become_zero(nesterov):
+    """Denormals would stay: 0.9 times the smallest few rounds to themselves."""
+    n, rule = 100, {"momentum": 0.9, "nesterov": nesterov}
+    start = np.linspace(-2, 2, n, dtype=np.float32)
+    arrays = [(np.zeros(n, np.float32), start.copy()) for _ in range(2)]
+    memory = torch.zeros(n), torch.from_numpy(start.copy())
+    for _ in range(900):
+        reference.accumulate(np.zeros(n), *arrays[0], **rule)
+        native.accumulate(np.zeros(n, np.float32), *arrays[1], **rule)
+        ops.accumulate(torch.zeros(n), *memory, **rule)
+    for residual, velocity in (*arrays, [tensor.numpy() for tensor in memory]):
+        assert (velocity == 0.0).all()
+        np.testing.assert_allclose(residual, start * 9.0, rtol=1e-5)
 
 
 def test_gradients_of_any_layout():
