@@ -10,7 +10,7 @@ enum class AccumulateRule {
   kResidual,  // v <- v + g
   kMomentum,  // u <- m*u + g      v <- v + u
   kNesterov,  // u <- m*(u + g)    v <- (v + u) + g
-};                // where |u| is below the smallest normal float32, u <- 0 before it is added
+};  // where |u| is below the smallest normal float32, u <- 0 before it is added
 
 HVD_SPARSE_HD inline bool IsFinite(float value) { return MagnitudeBits(value) < 0x7f800000u; }
 

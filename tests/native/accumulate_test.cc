@@ -44,7 +44,9 @@ const std::vector<Setting>& AllSettings() {
   return settings;
 }
 
-float WithoutDenormal(float velocity) { return std::fabs(velocity) < std::numeric_limits<float>::min() ? 0.0f : velocity; }
+float WithoutDenormal(float velocity) {
+  return std::fabs(velocity) < std::numeric_limits<float>::min() ? 0.0f : velocity;
+}
 
 // The equations for a single element.
 bool Expect(const Values& gradient, const Setting& s, const std::vector<float>& parameter, Buffers* buffers) {
