@@ -84,7 +84,8 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
     Candidates<T>& candidates = *gathered;
     if (i == first) selection->passed = candidates.passed();
     const bool enough = static_cast<int64_t>(candidates.entries().size()) >= params.k;
-    if (!enough && attempt != &exact) continue;
+    const bool all = CandidateBar<T>(threshold) == 1;  // every element but zeros and NaN was a candidate
+    if (!enough && !all && attempt != &exact) continue;
     candidates.Cut();
     BitsOf<T> smallest = kInfinityBits<T>;
     for (const auto& entry : candidates.entries()) {

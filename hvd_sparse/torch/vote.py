@@ -27,7 +27,8 @@ def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Cal
     ranks = units.world_size
     if damaged > 0:
         refuse_damage()
-    if steps**2 != squares * ranks:  # equal if and only if all steps are equal (Cauchy-Schwarz)
+    # Equal if and only if all steps are equal (Cauchy-Schwarz). Both products are rounded correctly; ** need not be.
+    if steps * steps != squares * ranks:
         mean = number - number % STEPS_TOLD + steps / ranks
         raise RanksDiffer(
             f"hvd_sparse: this rank is at step {number}, the mean is {mean:g}. "

@@ -157,6 +157,28 @@ TEST(CutsWhileGathering) {
   }
 }
 
+// With fewer than k nonzero elements, their number is known when all of them are candidates: no exact threshold is
+// needed, whose histograms take ten times as long. Its passes would be three more.
+TEST(FewerThanKNonzerosTakeTwoPasses) {
+  const int64_t n = 100000, k = 1000;
+  for (const int64_t nonzeros : {int64_t{0}, int64_t{1}, k - 1}) {
+    std::vector<float> values(static_cast<size_t>(n));
+    for (int64_t i = 0; i < nonzeros; ++i) values[static_cast<size_t>(7 * i)] = static_cast<float>(i + 1);
+    for (const double hint : {0.0, 0.5}) {
+      int passes = 0;
+      const ParallelFor counting = [&](int64_t begin, int64_t end, int64_t, const RangeFunction& body) {
+        ++passes;
+        body(begin, end);
+      };
+      Selection selection;
+      EXPECT_STATUS(StatusKind::kOk, SelectTopK({values.data(), n, DType::kFloat32}, {k, hint, 3}, counting, &selection),
+                    nonzeros);
+      EXPECT_EQ(k, static_cast<int64_t>(selection.indices.size()), nonzeros);
+      EXPECT(passes <= 2, nonzeros << " nonzeros, hint " << hint << ": " << passes << " passes");
+    }
+  }
+}
+
 TEST(PositionDoesNotDecideTies) {
   constexpr int64_t kSize = 100000, kChosen = 10000;
   const Values values = Draw(DType::kFloat32, Pattern::kConstant, kSize, 1);
