@@ -19,6 +19,7 @@ from hvd_sparse.trials import Trials
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
 VALUE_BYTES = 4
+MOST_DRIFT = 1.5  # ways are timed anew when the density has changed by more than this factor
 
 
 class Tensor(NamedTuple):
@@ -48,21 +49,23 @@ class DenseFallback:
         self._tensors = dict(tensors)
         self._numels = [tensor.numel for tensor in self._tensors.values()]
         self._settled = algorithm.schedule.settled
-        self._decided: dict[float, bool] = {}
-        self._trials, self._tried_density = Trials(), algorithm.schedule.planned
+        self._decided = (1.0, False)  # the last density, and whether payloads cost more
         self._chosen: dict[int, bool] = {}  # by step, for the last two: was it sent dense?
+        self.forget()
 
     def density(self, density: float) -> float:
         """Return 1.0 if payloads of all tensors at this density cost more bytes than dense; else the density."""
-        if density not in self._decided:
-            self._decided[density] = self._costs_more(tuple(self._tensors), density)
-        return 1.0 if self._decided[density] else density
+        known, costs_more = self._decided
+        if density != known:
+            costs_more = self._costs_more(tuple(self._tensors), density)
+            self._decided = density, costs_more
+        return 1.0 if costs_more else density
 
     def choose(self, number: int, density: float) -> float:
         """Return the density of a step, counted from 0: the schedule's, or 1.0 if dense is cheaper or faster."""
         chosen = self.density(density)
         if self.is_measured and chosen < 1.0:
-            if self._tried_density != density:
+            if not 1.0 / MOST_DRIFT <= density / self._tried_density <= MOST_DRIFT:
                 self._trials, self._tried_density = Trials(), density
             chosen = 1.0 if self._trials.is_dense else density
         self._chosen = {step: way for step, way in self._chosen.items() if step == number - 1}
@@ -78,6 +81,7 @@ class DenseFallback:
     def forget(self) -> None:
         """Restart the timing of both ways."""
         self._trials, self._chosen = Trials(), {}
+        self._tried_density = self.algorithm.schedule.planned  # where the trials began: all ranks begin alike
 
     @property
     def is_measured(self) -> bool:

@@ -260,7 +260,8 @@ def region_numbers(regions: Bounds, step: int) -> list[float]:
 def must_agree(sums: Sequence[float], world_size: int) -> bool:
     """Return whether to agree on all regions in this step. sums: of `region_numbers`, over ranks."""
     due, digests, squares = sums
-    return due > 0.0 or digests * digests != squares * world_size  # equal only if all digests are equal (Cauchy-Schwarz)
+    # By Cauchy-Schwarz, equal only if all digests are equal.
+    return due > 0.0 or digests * digests != squares * world_size
 
 
 def state_of(regions: Bounds) -> list[tuple[list[str], list[int]]]:

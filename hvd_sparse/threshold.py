@@ -145,9 +145,11 @@ class KeptThreshold:
     def learn(self, k: int, threshold: float, count: int) -> None:
         """Store a refreshed threshold; if the count has left the band, make the next step refresh it."""
         if self._due:
-            self._value, self._k = threshold, k
-        elif not self._drains and self._band is not None and not k <= count * self._band <= k * self._band**2:
-            self._value = 0.0
+            self._value, self._k = max(threshold, SMALLEST), k  # 0 means none; zeros are never sent
+        elif not self._drains and self._band is not None:
+            too_few = count * self._band < k and self._value > SMALLEST  # SMALLEST cannot be lowered
+            if too_few or count > k * self._band:
+                self._value = 0.0
 
 
 class Turns:
@@ -317,7 +319,7 @@ class ScaledThreshold:
 
     def learn(self, k: int, count: int) -> None:
         """Scale the threshold by the number of elements that all ranks sent."""
-        self._value *= threshold_scale(count / k)
+        self._value = max(self._value * threshold_scale(count / k), SMALLEST)
 
 
 def threshold_scale(excess: float) -> float:

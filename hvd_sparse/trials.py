@@ -68,5 +68,7 @@ class Trials:
         self.is_dense = self.seconds(True) < self.seconds(False)
         self._tried = None
         faster, slower = self.seconds(self.is_dense), self.seconds(not self.is_dense)
+        if len(self._seconds[not self.is_dense]) < TIMED:  # it has lost early: one of so few may contain a pause
+            slower = min(self._seconds[not self.is_dense])
         cost = (slower - faster) * (self._noted + 1)  # plus the step that ran before the last duration arrived
         self._left = max(LEAST_BETWEEN, math.ceil(cost / (SHARE * faster)) if faster > 0.0 else 0)

@@ -35,6 +35,7 @@ class Exchange(Members):
 
     def __init__(self, process_set=None):
         super().__init__(hvd, process_set, "hvd_sparse.tf")
+        self._functions: dict[tuple, Callable] = {}  # of `run_now`
 
     def describe(self) -> str:
         """Return a line that identifies the compressor, for the configuration check across ranks."""
@@ -155,12 +156,19 @@ class Exchange(Members):
         return [row[1:] for row in rows]
 
     def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
-        name = f"{self._prefix}.{name}"
-        if session is None:  # in a graph, because Horovod's eager operations have no individual names
-            return tf.function(lambda own: self._gather(name, own), autograph=False)(tf.constant(array)).numpy()
+        if session is None:
+            return self.run_now(self.gather_floats, name, tf.constant(array))
         with session.graph.as_default():
-            gathered = self._gather(name, tf.constant(array))
+            gathered = self.gather_floats(name, tf.constant(array))
         return session.run(gathered)
+
+    def run_now(self, collective: Callable, name: str, own: tf.Tensor) -> np.ndarray:
+        """Return the result of a collective outside a step, in a graph: eager operations have no individual names."""
+        key = name, own.shape, own.dtype, hvd.rank(), self.size()  # the last two change in elastic jobs
+        if key not in self._functions:  # traced once: TensorFlow warns of a function that is made for each call
+            graph = tf.function(lambda own: collective(name, own), autograph=False)
+            self._functions[key] = graph.get_concrete_function(tf.TensorSpec(own.shape, own.dtype))
+        return self._functions[key](own).numpy()
 
     def _compare(self, lines: list[str]) -> None:
         if not tf.executing_eagerly():
@@ -193,9 +201,8 @@ class Announcement:
         self._thread.start()
 
     def _announce(self, own: tf.Tensor) -> None:
-        announce = tf.function(lambda own: self._exchange.allreduce("present", own), autograph=False)  # as in a step
         with contextlib.suppress(tf.errors.OpError):  # Horovod shuts down, and the result is no longer needed
-            self._sums = announce(own).numpy()
+            self._sums = self._exchange.run_now(self._exchange.allreduce, "present", own)  # as in a step
 
     def check(self) -> None:
         """Raise RuntimeError if the announcement has met ranks that are in a step."""

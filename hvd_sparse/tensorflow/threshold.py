@@ -112,10 +112,11 @@ class KeptThresholds:
         rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
         value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
         if self._band is not None:
-            spread = infos[:, 1] * self._band
-            leaves = tf.logical_not((k <= spread) & (spread <= k * self._band**2))
+            too_few = (infos[:, 1] * self._band < k) & (value > SMALLEST)  # SMALLEST cannot be lowered
+            leaves = too_few | (infos[:, 1] > k * self._band)
             value = tf.where(self._goes_by_it & leaves, tf.zeros_like(value), value)
-        changes = (tf.where(self._due, infos[:, 0], value), tf.where(self._due, k, known))
+        taken = tf.maximum(infos[:, 0], SMALLEST)  # 0 means none; zeros are never sent
+        changes = (tf.where(self._due, taken, value), tf.where(self._due, k, known))
         return [v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)]
 
     def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +197,7 @@ class ScaledThreshold:
         wanted = tf.cast(k, tf.float64)
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
-        changes = ((self._value, value * tf.ensure_shape(scale, [])), (self._k, wanted))
+        changes = ((self._value, tf.maximum(value * tf.ensure_shape(scale, []), SMALLEST)), (self._k, wanted))
         return [old.assign(tf.where(now.void, old.read_value(), new[None])) for old, new in changes]
 
 

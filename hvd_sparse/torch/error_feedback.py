@@ -17,6 +17,7 @@ from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
 
 UNREAD = torch.empty(0)  # in place of a parameter without weight decay
+SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
 class Dense(NamedTuple):
@@ -243,7 +244,8 @@ class SparsificationAware(ErrorFeedback):
         rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
         finite = ops.accumulate(gradient, sent, None, self.weights(), **rule)
         left = self._cut(sent, most * units.incoming)
-        decayed = sent * self.retained
+        # Denormals become zero: they would never decay to it, and processors multiply them slowly.
+        decayed = torch.nn.functional.hardshrink(sent * self.retained, SMALLEST_NORMAL)
         if left is not None:
             decayed.add_(left)
         finite = finite & _enlarge(sent, units)

@@ -112,3 +112,16 @@ def test_ranks_agree_while_thresholds_are_taken_early():
         scale = 30.0 ** (t % 3 - hvd.rank() % 2)
         reduced = drive(compression, parameters, {n: g * scale for n, g in draw(SHAPES, t, hvd.rank()).items()})
         assert_ranks_agree(reduced)
+
+
+def test_a_threshold_is_kept_where_fewer_than_k_residuals_are_nonzero():
+    shapes = {"head": (2000,)}
+    parameters = make_parameters(shapes)
+    compression = Compression.dct(parameters.items(), density=0.01, lifespan=1000, min_numel=100)
+    for t in range(10):
+        head = draw(shapes, t, hvd.rank())["head"]
+        head[4:] = 0.0
+        drive(compression, parameters, {"head": head})
+        assert round(compression.stats()["step"]["density"] * 2000) == 4
+        (numbers,) = compression.state_dict()["thresholds"].values()
+        assert numbers.tolist() == [2.0**-149, 20.0]

@@ -64,3 +64,33 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
         assert 5 <= before <= 80 or after == 20, counts
     if hvd.rank() == hvd.size() - 1 and factor > 1.0:
         assert counts[15] > 1000 and counts[16] == 20
+
+
+def few(t):
+    """Return gradients of which 4 elements are nonzero."""
+    return {"head": np.where(np.arange(2000) < 4, draw({"head": (2000,)}, t, hvd.rank())["head"], 0).astype(np.float32)}
+
+
+def test_a_threshold_is_kept_where_fewer_than_k_residuals_are_nonzero():
+    variables = make_variables({"head": (2000,)})
+    settings = {"density": 0.01, "lifespan": 1000, "min_numel": 100}
+    compression = Compression.dct(list(variables.values()), **settings)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for t in range(10):
+        reduce(few(t))
+        assert round(compression.stats()["step"]["density"] * 2000) == 4
+        (numbers,) = compression.state_dict()["thresholds"].values()
+        assert numbers.tolist() == [2.0**-149, 20.0]
+
+
+def test_the_scaled_threshold_has_a_lowest_value():
+    reduce = make("micro, scaling")
+    reduce({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    state = reduce.compression.state_dict()
+    ((name, numbers),) = state["thresholds"].items()
+    state["thresholds"] = {name: np.array([1e-321, numbers[1]])}
+    reduce.compression.load_state_dict(state)
+    for t in range(2):
+        reduce(draw(SHAPES, t, hvd.rank()))
+        ((_, numbers),) = reduce.compression.state_dict()["thresholds"].items()
+        assert numbers[0] == 2.0**-149 * 1.005**t

@@ -381,3 +381,11 @@ def test_stats_follow_a_warm_up_from_dense():
     assert stats["total"]["density"] == pytest.approx((1120 + 75) / 2240)
     payloads = wire.payload_size(600, 30) + wire.payload_size(500, 25)
     assert stats["step"]["payload_bytes"] == payloads + 2 * TOKEN + 20 * 4 + VOTE + PRESENCE
+
+
+def test_many_checkpoints_bring_no_warning_of_retracing(caplog):
+    compression = fresh("gradient_dropping", "tensor").compression
+    with caplog.at_level("WARNING", logger="tensorflow"):
+        for _ in range(8):
+            compression.load_state_dict(compression.state_dict(summed=True))
+    assert "retracing" not in caplog.text

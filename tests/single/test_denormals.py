@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from hvd_sparse import native, reference
+from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
+from hvd_sparse.torch.error_feedback import make_error_feedback
+from hvd_sparse.units import Units
 
 N = 3 * 2**18 + 5  # enough for three threads
 
@@ -75,3 +78,17 @@ def test_what_is_rounded_and_cleared():
     layout = BucketLayout([n], [k])
     flushing(ops.clear_bucket, message, [tensor], layout=layout, value_dtype="bfloat16")
     assert (residual.view(np.uint32) == expected.view(np.uint32)).all()
+
+
+def test_a_dense_residual_decays_to_zero():
+    """0.7 times the smallest denormal rounds to itself, and processors multiply denormals slowly."""
+    algorithm = Settings.samomentum(None, momentum=0.7, min_numel=0)
+    feedback = make_error_feedback(algorithm, torch.zeros(8), torch.device("cpu"))
+    feedback.residual.copy_(torch.tensor([1.0, -1.0, 1e-38, -1e-38, 2.0**-149, 0.0, 1e30, -3e38]))
+    units = Units(world_size=2)
+    for step in range(500):
+        dense = feedback.take_all(torch.zeros(8), 1.0, units)
+        dense.commit()
+        if step == 0:
+            assert feedback.residual.tolist() == pytest.approx([0.7, -0.7, 0, 0, 0, 0, 0.7e30, -2.1e38], rel=1e-6)
+    assert not feedback.residual.any() and dense.finite

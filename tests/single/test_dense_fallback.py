@@ -1,6 +1,7 @@
 """The rule that sends tensors dense if payloads cost more bytes, compared with bytes counted by hand."""
 
 import math
+import tracemalloc
 
 import pytest
 
@@ -117,6 +118,39 @@ def test_a_schedule_of_the_users_own_is_asked_for_its_steps_alone(scope):
     assert fallback.always == frozenset()
     assert fallback.choose(0, 0.25) == 1.0 and fallback.choose(1, 0.001) == 0.001
     rule(8, "dgc", tensors, density=Falling(), exchange="auto", scope=scope).choose(2, 0.01)
+
+
+class Decaying(Periodic):
+    def density(self, step):
+        return max(0.001, 0.1 * 0.999**step)
+
+
+def test_measured_steps_are_compared_while_the_density_changes_in_every_step():
+    """Dense steps take 0.01 s, sparse ones 1 s; a step's duration is known when the next but one begins."""
+    fallback = rule(2, tensors={"w": Tensor((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
+    ways = []
+    for step in range(2000):
+        if step > 1:
+            fallback.note(step - 1, 0.01 if ways[step - 2] else 1.0)
+        ways.append(fallback.choose(step, Decaying().density(step)) >= 1.0)
+    assert ways.count(True) > 1800
+    fallback.forget()
+    fresh = rule(2, tensors={"w": Tensor((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
+    for step in range(2000, 2500):  # a rank that joins now decides as one that restarts its timing
+        density = Decaying().density(step)
+        assert fallback.choose(step, density) == fresh.choose(step, density)
+        for one in (fallback, fresh):
+            one.note(step, 1.0)
+
+
+def test_decisions_at_densities_that_never_recur_take_no_memory():
+    fallback = rule(2, density=Decaying())
+    tracemalloc.start()
+    for step in range(3000):
+        fallback.choose(step, 0.1 - step * 1e-5)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 50_000
 
 
 def test_a_method_without_a_density_is_never_sent_dense():

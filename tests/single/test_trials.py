@@ -93,3 +93,12 @@ def test_trials_are_not_close_to_each_other():
     ways = [is_dense for is_dense, _ in play(Trials(), 2000, lambda _: 1.0, lambda _: 1.02)]
     starts = [number for number in range(1, 2000) if ways[number] != ways[number - 1] and ways[number]]
     assert min(b - a for a, b in itertools.pairwise(starts)) >= LEAST_BETWEEN
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_pause_in_a_trial_that_ends_early_does_not_delay_the_next(place):
+    """Payloads take 0.1 s, dense steps 0.3 s: a trial of 4 steps costs 0.8 s, a hundredth of 800 steps."""
+    durations = iter([600.0 if number == place else 0.3 for number in range(100)])
+    ways = [is_dense for is_dense, _ in play(Trials(), 2000, lambda _: 0.1, lambda _: next(durations))]
+    starts = [number for number in range(1, 2000) if ways[number] and not ways[number - 1]]
+    assert len(starts) >= 2 and 600 <= starts[1] - starts[0] <= 1000
