@@ -30,8 +30,8 @@ std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<in
 }
 
 // Selects from the stored residuals, without adding the gradients.
-Status SelectKept(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
-                  const ParallelFor& parallel_for, bool* finite, Selection* selection) {
+Status SelectStored(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
+                    const ParallelFor& parallel_for, bool* finite, Selection* selection) {
   for (const Part& part : parts) *finite++ = AllFinite(part.gradient, parallel_for);
   std::vector<float> copy;
   return SelectTopK({JoinResiduals(parts, n, &copy), n, DType::kFloat32}, select, parallel_for, selection);
@@ -127,7 +127,7 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   select.k = format.k;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));  // an invalid format must change nothing
   HVD_SPARSE_RETURN_IF_ERROR(active ? AccumulateTopK(parts, format.n, select, parallel_for, finite, selection)
-                                    : SelectKept(parts, format.n, select, parallel_for, finite, selection));
+                                    : SelectStored(parts, format.n, select, parallel_for, finite, selection));
   const std::vector<int64_t> indices = std::move(selection->indices);
   return PackSelected(parts, indices, format, level, payload);
 }

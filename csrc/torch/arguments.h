@@ -5,9 +5,11 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "../core/accumulate.h"
 #include "../core/denormals.h"
@@ -17,6 +19,13 @@
 namespace hvd_sparse {
 
 using at::Tensor;
+
+// Returns indices as int64[n].
+inline Tensor FromIndices(const std::vector<int64_t>& indices) {
+  Tensor result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
+  std::copy(indices.begin(), indices.end(), result.mutable_data_ptr<int64_t>());
+  return result;
+}
 
 // Each of PyTorch's threads has its own setting of torch.set_flush_denormal.
 inline void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const RangeFunction& body) {

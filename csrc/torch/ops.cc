@@ -15,12 +15,6 @@
 namespace hvd_sparse {
 namespace {
 
-Tensor FromIndices(const std::vector<int64_t>& indices) {
-  Tensor result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
-  std::copy(indices.begin(), indices.end(), result.mutable_data_ptr<int64_t>());
-  return result;
-}
-
 Tensor SelectThresholdOp(const Tensor& values, int64_t k, const std::string& method, double fraction, int64_t seed) {
   TORCH_CHECK_VALUE(method == "exact" || method == "sampled",
                     "hvd_sparse.select_threshold: method must be exact or sampled, got ", method);

@@ -1,4 +1,4 @@
-// Ops that process, in one call, a bucket of tensors whose numbers of entries vary from step to step.
+// Ops on several tensors whose numbers of entries vary from step to step: filters, fits, MiCRO's partition.
 #include <torch/library.h>
 
 #include "../core/reduce.h"
@@ -105,9 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
   Partitioned found;
   Raise(op, AccumulatePartition(parts, {begin, end, threshold, share, sample, static_cast<uint64_t>(seed)},
                                 TorchParallelFor, finite.mutable_data_ptr<bool>(), &found));
-  Tensor indices = at::empty({static_cast<int64_t>(found.indices.size())}, at::kLong);
-  std::copy(found.indices.begin(), found.indices.end(), indices.mutable_data_ptr<int64_t>());
-  return {indices, SketchTensor(found), at::scalar_tensor(found.threshold, at::kDouble), finite};
+  return {FromIndices(found.indices), SketchTensor(found), at::scalar_tensor(found.threshold, at::kDouble), finite};
 }
 
 }  // namespace

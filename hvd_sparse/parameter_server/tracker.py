@@ -21,7 +21,7 @@ from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import payload_size
 
-NO_CLOCK = 2**32 - 1
+MOST_CLOCK = 2**32 - 1  # clocks are uint32
 PART = 2  # a log has at most n/2 indices,
 PART_BESIDE_CLOCKS = 4  # or n/4 if there is also an array of n elements
 
@@ -60,8 +60,8 @@ class ChangeTracker:
 
     def apply(self, update: Update, clock: int) -> None:
         """Subtract an update from the parameters, and record the changed elements."""
-        if clock >= NO_CLOCK:
-            raise OverflowError(f"a server counts up to {NO_CLOCK} pushes: save its state, and start anew from that")
+        if clock >= MOST_CLOCK:
+            raise OverflowError(f"a server counts up to {MOST_CLOCK} pushes: save its state, and start anew from that")
         if update.indices is None:
             self._parameters -= update.values
             self._all_changed = clock

@@ -133,7 +133,7 @@ class TracedCall:
         return self._left.pop(positions[0])
 
 
-def check_call(call: Call, algorithm: Algorithm, exchange: Exchange) -> None:
+def check_call(call: Call, exchange: Exchange) -> None:
     """Refuse other reductions and process sets, functions that run eagerly, and scalers of several passes."""
     if tf.executing_eagerly():
         raise RuntimeError(

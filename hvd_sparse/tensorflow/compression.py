@@ -323,7 +323,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     def _begin(self, call: Call) -> TracedCall:
         """Lay out a step for all gradients of the call that is being traced."""
         parts, exchange = self._parts, self._parts.exchange
-        check_call(call, parts.algorithm, exchange)
+        check_call(call, exchange)
         check_optimizer(call, parts.algorithm, exchange, parts.is_scaled)
         self._load()
         self._mark_place()

@@ -124,7 +124,7 @@ class SparseCompressor(Compressor):
             "import Compression"
         )
 
-    def _start_checks(self) -> None:
+    def _start_all_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
         self._check_optimizer()
         for compressor in list(_compressors):

@@ -39,7 +39,7 @@ class Compressor(abc.ABC):
         self._exchange = Exchange(collectives, self._traffic)
         make = HierarchicalStep if algorithm.is_hierarchical else Step
         self._step = make(algorithm, self._parameters, self._exchange, self._traffic)
-        self._crosses = self._parameters.device.type != self._step.device.type  # gradients do, and come back
+        self._crosses = self._parameters.device.type != self._step.device.type  # gradients, and sums back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
         parameters = [self._parameters[name] for name in self._parameters]
@@ -160,7 +160,7 @@ class Compressor(abc.ABC):
         """
         self._exchange.size()  # raises if the host framework is not initialised
         self._parameters.check_device()
-        self._start_checks()
+        self._start_all_checks()
         if self._check.has_agreed:
             self._drop()
             self._step.forget()
@@ -168,7 +168,7 @@ class Compressor(abc.ABC):
         if self._exchange.collectives.is_elastic():
             self._number = max(self._number, furthest)
 
-    def _start_checks(self) -> None:
+    def _start_all_checks(self) -> None:
         """Start comparing settings, of this compressor at least."""
         self._start_check()
 

@@ -53,8 +53,8 @@ class Step:
         self._small = [name for name in parameters if parameters[name].numel() < max(algorithm.min_numel, 1)]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
-        self._idle: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
-        self._nowhere: frozenset[str] = frozenset()  # the same, in this step
+        self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
+        self._frozen_everywhere: frozenset[str] = frozenset()  # the same, in this step
         self.entries: dict[str, Entry] = {}
         self._plan: list[Bucket] = []
         self._plan_key: tuple | None = None
@@ -64,7 +64,7 @@ class Step:
         self._tokens, self._clips_model = Tokens(), algorithm.clips == "model"
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
-        self._alone: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
+        self._by_host: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # start of this step; time since the previous start
         self.damage = torch.zeros(2, dtype=torch.int64)  # status of the last decode on CUDA: recorded, not raised
@@ -94,7 +94,7 @@ class Step:
 
     def forget(self) -> None:
         """Make the next step expect no tensors, as the first one does; keep the error feedback."""
-        self.expected, self._idle = (), frozenset()
+        self.expected, self._frozen_before = (), frozenset()
         self.restart()
 
     def restart(self) -> None:
@@ -142,7 +142,7 @@ class Step:
         self._deferred, self._votes, self._late, self._is_sealed = [], [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
         shared = self._dense if self.codec.is_joint else self._together.names if density < 1.0 else frozenset()
-        self._alone = self._dense - self._idle - shared
+        self._by_host = self._dense - self._frozen_before - shared
         self._tokens.begin(self.rank, len(self.expected))
         self._scatter.begin((self.algorithm.seed << 32) + number)
         if self._plan_key != (self.expected, density):
@@ -159,7 +159,7 @@ class Step:
 
     def _ask_who_is_there(self) -> None:
         """Start the all-reduce that tells which ranks take part in this step, and whether any parameter is frozen."""
-        came = [*self.expected, *self._idle] or list(self.parameters)
+        came = [*self.expected, *self._frozen_before] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
         self._presence = Presence(self.exchange, freezes, self.codec.region_numbers())
         self._collectives = [self._presence.pending]
@@ -169,7 +169,7 @@ class Step:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
-        if name in self._alone:
+        if name in self._by_host:
             entry.carries_token = False
             self._scale(entry)
             carried = self._take_dense(entry)
@@ -189,10 +189,11 @@ class Step:
 
     def finish(self) -> None:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
-        self._nowhere = self._trained_nowhere()
-        known = {*self.expected, *self._nowhere}
+        self._frozen_everywhere = self._find_frozen_everywhere()
+        known = {*self.expected, *self._frozen_everywhere}
         if not self._is_sealed and self.expected and self.codec.is_joint and (self._awaited or {*self.entries} - known):
-            self._bucket_of, known = {}, set(self._nowhere)  # a tensor is missing or new: all share a late bucket
+            # A tensor is missing or new: all share a late bucket.
+            self._bucket_of, known = {}, set(self._frozen_everywhere)
             self._is_sealed = True
         if not self._is_sealed:
             self._seal()
@@ -212,8 +213,8 @@ class Step:
         self._collectives = []
         self._tokens.end()
         self.codec.end()
-        self.expected = tuple(name for name in sorted(self.entries) if name not in self._nowhere)
-        self._idle, self.entries, self._bucket_of = self._nowhere, {}, {}
+        self.expected = tuple(name for name in sorted(self.entries) if name not in self._frozen_everywhere)
+        self._frozen_before, self.entries, self._bucket_of = self._frozen_everywhere, {}, {}
         for bucket in self._plan:
             bucket.restart()
 
@@ -310,9 +311,9 @@ class Step:
         self._vote(f"{prefix}vote")
         if whole is not None:
             self.traffic.count(payload_bytes=whole.nbytes)
-            together = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
-            self._collectives.append(together.pending)
-            self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), together))
+            dense_bucket = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
+            self._collectives.append(dense_bucket.pending)
+            self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), dense_bucket))
 
     def _take_together(self, entries: Sequence[Entry]) -> torch.Tensor:
         """Return the concatenated dense tensors for one all-reduce; all ranks have the same ones."""
@@ -355,7 +356,7 @@ class Step:
         self.codec.finite += finite
         return sent
 
-    def _trained_nowhere(self) -> frozenset[str]:
+    def _find_frozen_everywhere(self) -> frozenset[str]:
         """Return the parameters of this step that are frozen on all ranks; all-reduces if any rank has a frozen one."""
         with self.traffic.timed("exchange"):
             if not self._presence.anywhere_frozen():

@@ -171,8 +171,8 @@ TEST(FewerThanKNonzerosTakeTwoPasses) {
         body(begin, end);
       };
       Selection selection;
-      EXPECT_STATUS(StatusKind::kOk, SelectTopK({values.data(), n, DType::kFloat32}, {k, hint, 3}, counting, &selection),
-                    nonzeros);
+      EXPECT_STATUS(StatusKind::kOk,
+                    SelectTopK({values.data(), n, DType::kFloat32}, {k, hint, 3}, counting, &selection), nonzeros);
       EXPECT_EQ(k, static_cast<int64_t>(selection.indices.size()), nonzeros);
       EXPECT(passes <= 2, nonzeros << " nonzeros, hint " << hint << ": " << passes << " passes");
     }
