@@ -28,7 +28,7 @@ class Channel:
         self._mailbox = Mailbox(self._communicator, background=True)
         self._everyone = Notices.attached(communicator)  # for all replicas
         self._notices = self._everyone or Notices(self._communicator)
-        self._is_open = True
+        self.is_open = True
         atexit.register(self._close_at_exit)
 
     def agree(self, error: Exception | None, settings: dict) -> None:
@@ -84,7 +84,7 @@ class Channel:
 
     def close(self) -> None:
         """Tell the other stages that this one has ended."""
-        if not self._is_open:
+        if not self.is_open:
             return
         if not self.failure:
             for stage in range(self.stages):
@@ -94,13 +94,13 @@ class Channel:
 
     def _close_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the error that ends the interpreter
-        if error is not None and self._is_open:
+        if error is not None and self.is_open:
             self.fail(error)
         self.close()
 
     def _release(self) -> None:
         """Finish sending the last messages: a stage that computes takes them when it is ready for them."""
-        self._is_open = False
+        self.is_open = False
         atexit.unregister(self._close_at_exit)
         poll(lambda: self._is_done() or None, self._timeout, self._mailbox.is_busy)
         self._mailbox.close(SHUTDOWN_TIMEOUT)

@@ -9,7 +9,7 @@ A message is a header, a description and a body, little-endian:
     FORWARD    to the next stage     activations: values and masks
     BACKWARD   to the previous stage gradients: only values, because both stages have the masks; no description
     TARGETS    first to last stage   the targets of the loss
-    LOSS       last stage to all     the loss of the step, float64
+    LOSS       last stage to all     the loss of the batch, float64; 0 at the end of a prediction
 
 Description: u16 bytes of the structure, structure as JSON (`tree.flatten`), then for each tensor
     u8 dtype, u8 form, u8 whether a gradient is wanted, u8 dimensions, u32 f, u64 entries kept, u32 each dimension

@@ -1,7 +1,7 @@
 """One stage of a pipeline: its schedule of computation and messages. Frameworks derive from `Pipeline`."""
 
 import abc
-from collections import Counter
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,14 +10,15 @@ from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.model_parallel import message, tree
+from hvd_sparse.model_parallel.arguments import check_reduction
 from hvd_sparse.model_parallel.batch import Batch, Pass
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
+from hvd_sparse.model_parallel.traffic import Traffic
 
 TIMEOUT = 600.0  # seconds
-REDUCTIONS = ("mean", "sum")
 
 
 class Pipeline(abc.ABC):
@@ -47,13 +48,14 @@ class Pipeline(abc.ABC):
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
         self._step = self._trained = 0  # numbers of batches, and of those to train with
-        self._traffic: Counter = Counter()
+        self._traffic = Traffic()
+        self._unfinished: deque[Batch] = deque()  # whose LOSS has not come yet
         try:
             if error is not None:
                 raise error
             micro_batches = checked_integer("micro_batches", micro_batches, 1, MOST_MICRO_BATCHES)
             check_choice("schedule", schedule, tuple(SCHEDULES))
-            check_choice("reduction", reduction, REDUCTIONS)
+            check_reduction(reduction, loss if self.is_last else None)
             if self.is_last and not callable(loss):
                 raise TypeError(f"loss must be a function of outputs and targets on the last stage, got {loss!r}")
             self._check()
@@ -90,7 +92,7 @@ class Pipeline(abc.ABC):
             TimeoutError: A stage did not answer within `timeout` seconds.
             RuntimeError: This pipeline has failed before, or was closed.
         """
-        return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=True, compares=True))[0]
+        return self._guarded(self._run, inputs, targets, self._next_batch(training=True))[0]
 
     def evaluate(self, inputs=None, targets=None) -> float:
         """Return the thresholded network's loss for a batch, on every stage, without gradients.
@@ -105,10 +107,12 @@ class Pipeline(abc.ABC):
         Raises:
             PipelineError: As `step`; likewise the other exceptions.
         """
-        return self._guarded(self._run, inputs, targets, Batch(self._step + 1, training=False, compares=True))[0]
+        return self._guarded(self._run, inputs, targets, self._next_batch(training=False))[0]
 
     def predict(self, inputs=None):
         """Run the thresholded network for a batch; call it on every stage.
+
+        Other stages than the last run ahead of it by at most one batch.
 
         Args:
             inputs: As for `step`.
@@ -119,7 +123,7 @@ class Pipeline(abc.ABC):
         Raises:
             PipelineError: As `step`; likewise the other exceptions.
         """
-        _, batch = self._guarded(self._run, inputs, None, Batch(self._step + 1, training=False, compares=False))
+        _, batch = self._guarded(self._run, inputs, None, self._next_batch(training=False, compares=False))
         if not self.is_last:
             return None
         leaves = [self._concatenate(list(parts)) for parts in zip(*batch.outputs, strict=True)]
@@ -133,11 +137,8 @@ class Pipeline(abc.ABC):
             sent_bytes (messages with their headers) and ratio; "targets_bytes"; "occupancy": part of the masked
             elements that was kept; "steps"; "boundaries": {name: the `stats` of this stage's boundary}.
         """
-        count = self._traffic
-        occupancy = count["kept"] / count["elements"] if count["elements"] else 1.0
-        directions = {name: self._direction(name) for name in ("forward", "backward", "evaluation")}
-        rest = {"targets_bytes": count["targets"], "occupancy": occupancy, "steps": self._trained}
-        return {**directions, **rest, "boundaries": {name: one.stats() for name, one in self.boundaries.items()}}
+        boundaries = {name: one.stats() for name, one in self.boundaries.items()}
+        return {**self._traffic.stats(), "steps": self._trained, "boundaries": boundaries}
 
     def close(self) -> None:
         """Close this stage, and tell the others; the interpreter's exit does it otherwise."""
@@ -156,6 +157,10 @@ class Pipeline(abc.ABC):
     @abc.abstractmethod
     def _check(self) -> None:
         """Raise ValueError or TypeError for wrong arguments of the framework's own."""
+
+    @abc.abstractmethod
+    def _check_samples(self, name: str, leaf) -> None:
+        """Raise TypeError or ValueError unless a leaf of inputs or targets is a tensor with samples."""
 
     @abc.abstractmethod
     def _split(self, leaf, sizes: list[int]) -> list:
@@ -215,6 +220,12 @@ class Pipeline(abc.ABC):
             boundary = self._made(type(boundary)(**boundary.settings._asdict()))
         return boundary
 
+    def _next_batch(self, training: bool, compares: bool = True) -> Batch:
+        """Return the state of a new batch; RuntimeError after `close`."""
+        if not self._channel.is_open and not self._channel.failure:
+            raise RuntimeError("this pipeline was closed, and cannot go on: build another one")
+        return Batch(self._step + 1, training, compares)
+
     def _guarded(self, function, *arguments):
         """Call; whatever fails here is told to all ranks."""
         if self._channel.failure:
@@ -254,6 +265,8 @@ class Pipeline(abc.ABC):
     def _begin(self, inputs, targets, batch: Batch) -> None:
         """Cut the inputs into micro-batches, and send the targets on their way."""
         leaves, batch.structure = tree.flatten(inputs)
+        for leaf in leaves:
+            self._check_samples("inputs", leaf)
         rows = {len(leaf) for leaf in leaves}
         if len(rows) != 1 or rows == {0}:
             raise ValueError(
@@ -272,12 +285,14 @@ class Pipeline(abc.ABC):
                 parts, structure = tree.flatten(part)
                 tensors = [self._to_wire("", leaf, batch.training) for leaf in parts]
                 data = message.encode(head._replace(kind=Kind.TARGETS), structure, tensors)
-                self._traffic["targets"] += data.size
+                self._traffic.add_targets(data)
                 self._channel.send(self.stages - 1, Kind.TARGETS, data)
 
     def _parts(self, targets, sizes: list[int]) -> list:
         """Return the parts of a tree along the first dimension, one for each micro-batch."""
         leaves, structure = tree.flatten(targets)
+        for leaf in leaves:
+            self._check_samples("targets", leaf)
         wrong = [len(leaf) for leaf in leaves if len(leaf) != sum(sizes)]
         if wrong:
             raise ValueError(f"targets must have as many samples as inputs, {sum(sizes)}; got {wrong[0]}")
@@ -339,13 +354,9 @@ class Pipeline(abc.ABC):
         run.passed_on = [self._to_wire(n, leaf, batch.training) for n, leaf in zip(names, run.outputs, strict=True)]
         data = message.encode(run.head._replace(kind=Kind.FORWARD), structure, run.passed_on)
         self._channel.send(self.index + 1, Kind.FORWARD, data)
-        self._count("forward" if batch.training else "evaluation", run.passed_on, data)
-        if not batch.training:
-            return
-        for tensor in run.passed_on:
-            if tensor.mask is not None:
-                self._traffic["kept"] += int(np.count_nonzero(tensor.mask))
-                self._traffic["elements"] += tensor.mask.size
+        self._traffic.add("forward" if batch.training else "evaluation", run.passed_on, data)
+        if batch.training:
+            self._traffic.add_masks(run.passed_on)
 
     def _run_backward(self, micro: int, batch: Batch) -> None:
         run = batch.runs[micro]
@@ -360,32 +371,26 @@ class Pipeline(abc.ABC):
         back = [like._replace(array=array) for like, array in zip(likes, arrays, strict=True)]
         data = message.encode(run.head._replace(kind=Kind.BACKWARD), tensors=back, describe=False)
         self._channel.send(self.index - 1, Kind.BACKWARD, data)
-        self._count("backward", back, data)
+        self._traffic.add("backward", back, data)
 
     def _share_loss(self, batch: Batch) -> float:
-        """Return the batch's loss on all stages; 0.0 where none was asked for."""
-        if not batch.compares:
-            return 0.0
-        head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
-        if not self.is_last:
-            _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, batch)
+        """Return the batch's loss on all stages.
+
+        A prediction has none, and waits until the one before has ended: else stages that run ahead would hold the
+        messages of any number of batches.
+        """
+        if self.is_last:
+            loss = float(sum(float(part) for part in batch.losses))
+            head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
+            data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
+            for stage in range(self.stages - 1):
+                self._channel.send(stage, Kind.LOSS, data)
             return loss
-        loss = sum(float(part) for part in batch.losses)
-        data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
-        for stage in range(self.stages - 1):
-            self._channel.send(stage, Kind.LOSS, data)
+        self._unfinished.append(Batch(batch.step, batch.training, batch.compares))
+        loss = 0.0
+        while len(self._unfinished) > (0 if batch.compares else 1):
+            _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, self._unfinished.popleft())
         return loss
-
-    def _count(self, direction: str, tensors: list[Tensor], data: np.ndarray) -> None:
-        self._traffic[f"{direction} messages"] += 1
-        self._traffic[f"{direction} dense"] += sum(tensor.nbytes for tensor in tensors)
-        self._traffic[f"{direction} sent"] += data.size
-
-    def _direction(self, name: str) -> dict:
-        count = self._traffic
-        dense, sent = count[f"{name} dense"], count[f"{name} sent"]
-        ratio = dense / sent if sent else 1.0
-        return {"messages": count[f"{name} messages"], "dense_bytes": dense, "sent_bytes": sent, "ratio": ratio}
 
 
 def _key(name: str) -> str:

@@ -149,6 +149,9 @@ class Connection:
         """Say good-bye, after the last answer if all is well."""
         if not why:
             self.wait()
+            if self.worker.traffic.pushes == 0:
+                text = "left without a push: only a step of session.optimizer(...) trains"
+                print(f"hvd_sparse: worker {self.worker.number} {text}", file=sys.stderr)
         self._send(self.worker.leave(why))
         self._end.close(self._timeout if not why else TICK)
 

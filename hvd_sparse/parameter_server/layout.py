@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,18 @@ class ParameterLayout:
     Args:
         shapes: {name: shape}.
         min_numel: Smaller tensors are sent dense.
+        frozen: The parameters that do not change, as arrays in the model's order, which must be equal on all ranks.
 
     Raises:
         ValueError: There is no tensor, or a tensor has no elements.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], min_numel: int = 0):
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        min_numel: int = 0,
+        frozen: Iterable[np.ndarray] = (),
+    ):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         empty = [name for name, size in sizes.items() if size == 0]
         if not sizes or empty:
@@ -42,6 +49,7 @@ class ParameterLayout:
         self.begins = [0, *(int(end) for end in ends[:-1])]
         self.sparse_numel = sum(size for size in sizes.values() if size >= min_numel)
         self._min_numel = min_numel
+        self.frozen = _checksum(frozen)
 
     def tensors(self) -> list[Piece]:
         """Return one piece for each tensor."""
@@ -76,3 +84,11 @@ class ParameterLayout:
     def digest(self) -> str:
         """Return a hash of the names, the shapes and their order, as 16 hexadecimal digits."""
         return hashlib.sha256(repr(list(self.shapes.items())).encode()).hexdigest()[:16]
+
+
+def _checksum(arrays: Iterable[np.ndarray]) -> str:
+    """Return the number of arrays, and a checksum of their values."""
+    count = crc = 0
+    for array in arrays:
+        count, crc = count + 1, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc)
+    return f"{count}, checksum {crc:08x}"

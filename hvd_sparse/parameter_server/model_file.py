@@ -1,5 +1,6 @@
 """A model as a session saves it: parameters by name, and the buffers of all layers in one vector."""
 
+import zipfile
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,13 +26,20 @@ def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[n
 
     Raises ValueError if the model differs.
     """
-    with np.load(path, allow_pickle=False) as file:
+    try:
+        opened = np.load(path, allow_pickle=False)
+        if not {"buffers", "settings"} <= {*getattr(opened, "files", ())}:
+            raise ValueError("it has other arrays")
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"restore={path!r} is no file of session.save") from error
+    with opened as file:
         arrays = {name.removeprefix("parameter/"): file[name] for name in file.files if name.startswith("parameter/")}
         found = {name: np.shape(array) for name, array in arrays.items()}
         differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
         if differing:
-            raise ValueError(f"{path} is of another model: {sorted(differing)} are missing there or here, or differ")
+            both = [f"{name}: {found.get(name)} there, {layout.shapes.get(name)} here" for name in sorted(differing)]
+            raise ValueError(f"restore={path!r} is of another model, with other shapes: {'; '.join(both)}")
         saved = file["buffers"]
         if buffers.size and saved.size not in (0, buffers.size):
-            raise ValueError(f"{path} must have {buffers.size} elements of buffers, got {saved.size}")
+            raise ValueError(f"restore={path!r} must have {buffers.size} elements of buffers, got {saved.size}")
         return layout.flatten(arrays), saved if buffers.size and saved.size else buffers

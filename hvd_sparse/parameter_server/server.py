@@ -5,6 +5,7 @@ over MPI, in a thread, and in a simulation.
 """
 
 import collections
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
 from hvd_sparse.parameter_server.updates import Update, segments_of, unpack
 
 RESTORED = "restore = a file"  # what a worker says that was started with one; its servers must have been, too
+MOST_DIFFERENCES = 10  # of each side, in an error
 Outgoing = list[tuple[int, np.ndarray]]
 
 
@@ -308,14 +310,18 @@ def introduction(layout: ParameterLayout, method: Method, servers: int = 1) -> l
         f"tensors = {len(layout.names)}",
         f"elements = {layout.numel}",
         f"layout = {layout.digest()}",
+        f"frozen parameters = {layout.frozen}",
     ]
-    return [f"hvd_sparse = {__version__}", *model, *method.describe()]
+    tensors = [f"tensor {name} = {list(shape)}" for name, shape in layout.shapes.items()]
+    return [f"hvd_sparse = {__version__}", *model, *method.describe(), *tensors]
 
 
 def differing(theirs: list[str], ours: list[str]) -> str:
-    """Return a description of the differences of two introductions; an empty string if there are none."""
-    there = [f"{line} there" for line in theirs if line not in ours]
-    return "; ".join(there + [f"{line} here" for line in ours if line not in theirs])
+    """Return a description of the first differences of two introductions; an empty string if there are none."""
+    in_ours, in_theirs = set(ours), set(theirs)
+    there = [f"{line} there" for line in theirs if line not in in_ours]
+    here = [f"{line} here" for line in ours if line not in in_theirs]
+    return "; ".join(there[:MOST_DIFFERENCES] + here[:MOST_DIFFERENCES])
 
 
 def departures(servers: Iterable[Server]) -> dict[int, str]:
@@ -325,3 +331,10 @@ def departures(servers: Iterable[Server]) -> dict[int, str]:
         for worker, why in dict(server.departures).items():  # a copy: the server's thread may still change it
             found[worker] = found.get(worker) or why
     return found
+
+
+def report_departures(servers: Iterable[Server]) -> None:
+    """Print the workers that left early, and why."""
+    for worker, why in departures(servers).items():
+        if why:
+            print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)

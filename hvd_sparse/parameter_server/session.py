@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
-from hvd_sparse.library import checked_communicator, mpi
+from hvd_sparse.library import checked_communicator
 from hvd_sparse.parameter_server.connection import (
     TICK,
     Connection,
@@ -27,9 +27,9 @@ from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
 from hvd_sparse.parameter_server.model_file import flattened, restored
 from hvd_sparse.parameter_server.placement import place
-from hvd_sparse.parameter_server.server import Server, departures
+from hvd_sparse.parameter_server.server import Server, departures, report_departures
 from hvd_sparse.parameter_server.summary import summary
-from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session
+from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
 
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
@@ -44,6 +44,7 @@ class Session:
         parameters: {name: float32 array}.
         method: The settings of a method, such as `DGS()`.
         buffers: {name: float32 array} of tensors that are not trained, such as batch statistics.
+        frozen: Arrays of the parameters that do not change: they are not sent, and must be equal on all ranks.
         servers: Number of ranks that serve, the last ones; or "colocated": every rank trains and serves.
         threads: Number of threads in which each of these ranks serves, each with its own shard.
         overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
@@ -63,6 +64,7 @@ class Session:
         parameters: Mapping[str, np.ndarray],
         method: Method,
         buffers: Mapping[str, np.ndarray] | None = None,
+        frozen: Iterable[np.ndarray] = (),
         *,
         servers: int | str = 1,
         threads: int = 1,
@@ -81,9 +83,10 @@ class Session:
         self.communicator = checked_communicator(communicator)
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers, threads)
-        self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        shapes = {name: np.shape(array) for name, array in parameters.items()}
+        self.layout = ParameterLayout(shapes, method.min_numel, frozen)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
-        self._restores = restore is not None
+        self._restores, self._has_served = restore is not None, False
         self._servers: dict[int, Server] = {}  # those on this rank, by number
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
@@ -147,7 +150,8 @@ class Session:
                 self._release()
             if self._server_error is not None:
                 raise self._server_error
-            self._report()
+            report_departures(self._servers.values())
+            self._has_served = True
         return departures(self._servers.values())
 
     def _join(self, parameters: dict[str, np.ndarray]) -> None:
@@ -222,6 +226,8 @@ class Session:
     def save(self, path: str) -> None:
         """Write the servers' parameters, the averaged buffers and the settings to a file for `connect(restore=)`.
 
+        Call it on a worker; or, for the final model, on the only rank that serves, after `serve` has returned.
+
         Args:
             path: Path of the file, in NumPy's .npz format. If the write is interrupted, it has the old or new model.
 
@@ -230,7 +236,7 @@ class Session:
         """
         parameters, buffers = self._state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
-        settings = {"method": self.method.describe(), "statistics": self.stats()}
+        settings = {"method": self.method.describe(), "statistics": None if self._has_served else self.stats()}
         with atomic_file(path) as file:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
@@ -279,7 +285,7 @@ class Session:
         if self._threads:
             self._join_threads()
             self._threads.clear()
-            self._report()
+            report_departures(self._servers.values())
         self._release()
         if last is not None:
             raise last
@@ -306,30 +312,25 @@ class Session:
         if _open.get(self.communicator.py2f()) is self:
             del _open[self.communicator.py2f()]
 
-    def _report(self) -> None:
-        for worker, why in departures(self._servers.values()).items():
-            if why:
-                print(f"hvd_sparse: worker {worker} left early: {why}", file=sys.stderr)
-
     def _answers(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
+        if self._has_served:
+            if len(self._servers) < len(self.placement.servers):
+                raise RuntimeError(f"rank {self.rank} has only a part of the model: save on a worker, or use servers=1")
+            return [server.state() for server in self._servers.values()]
         self.synchronize()
         return self._connected().ask(what)
 
     def _connected(self) -> Connection:
         if self._connection is None:
-            what = "has left the run" if self.is_worker else "is a server: call serve() on it"
-            raise RuntimeError(f"rank {self.rank} {what}; only workers that have joined train")
+            left = "has left the run; take stats() and state_dict() before close()"
+            what = left if self.is_worker else "is a server: call serve() on it; only workers that have joined train"
+            raise RuntimeError(f"rank {self.rank} {what}")
         return self._connection
 
     def _check(self) -> None:
         self.placement.check(self.method, self.layout)
-        own = len(self.placement.on(self.rank))
-        needs_threads = self._silence is not None or self.is_worker == self.is_server or own > 1
-        if needs_threads and mpi().Query_thread() != mpi().THREAD_MULTIPLE:
-            raise RuntimeError(
-                "this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
-                "connect before other libraries start MPI, or pass silence=None, servers=1 and threads=1"
-            )
+        if self._silence is not None or self.is_worker == self.is_server or len(self.placement.on(self.rank)) > 1:
+            require_threads()
 
     def _endpoint(self, number: int | None = None, background: bool = False) -> MPIEndpoint:
         return MPIEndpoint(self.communicator, self.placement, self._number, number, background)
@@ -350,8 +351,7 @@ class Session:
 
     def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
         """Return the servers on this rank; the first server of all has the buffers."""
-        numbers = self.placement.on(self.rank)
-        is_restored = restore is not None
+        numbers, is_restored = self.placement.on(self.rank), self._restores
         if 0 not in numbers:
             asks = (self._open_worker_endpoint(), self.placement, self.rank, self._timeout)
             flat, is_restored = first_parameters(*asks, self.layout, self.layout.flatten(parameters), restore)

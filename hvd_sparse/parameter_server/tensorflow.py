@@ -1,7 +1,7 @@
 """Asynchronous training for TensorFlow (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
 
     session = connect(model, DGS(density=0.01, momentum=0.7))
-    if session.is_server:
+    if not session.is_worker:                    # with servers="colocated" all ranks are workers
         session.serve()
     else:
         optimizer = session.optimizer(learning_rate=0.1)
@@ -40,7 +40,7 @@ from hvd_sparse.parameter_server.methods import (
 from hvd_sparse.parameter_server.model_file import flattened, split_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
-from hvd_sparse.tensorflow.variables import trained_and_buffers, unwrapped
+from hvd_sparse.tensorflow.variables import frozen_variables, trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays
 
 __all__ = [
@@ -80,7 +80,7 @@ def connect(
     Args:
         model: A Keras 3 model, a built Keras 2 model, a `tf.Module`, or a list of variables, in the same order on all
             ranks. Paths (Keras 3) or names identify variables, with a number if several have the same name. Variables
-            that are not trainable do not change.
+            of frozen layers do not change: they must be equal on all ranks.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
@@ -94,7 +94,7 @@ def connect(
         communicator: An mpi4py communicator; None: the world.
 
     Returns:
-        The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
+        The session: call `optimizer` on a worker (`session.is_worker`), `serve()` on another rank.
 
     Raises:
         ServerRefused: The ranks differ in model or method.
@@ -116,7 +116,8 @@ class TensorFlowSession(Session):
         arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
         buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
         self.replaced: set[str] = set()  # variables that have the servers' parameters until the next step
-        super().__init__(arrays, method, buffers, **options)
+        frozen = map(_as_array, frozen_variables(model, {**self.tensors, **self.buffers}))
+        super().__init__(arrays, method, buffers, frozen, **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
@@ -165,11 +166,11 @@ class TensorFlowSession(Session):
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
-        self.share_buffers()
+        if self.is_worker:
+            self.share_buffers()
         arrays, averages = self._state()
         arrays |= self._split(averages)
-        variables = {**self.tensors, **self.buffers}
-        return {name: _like(variables[name], array) for name, array in arrays.items()}
+        return {name: _like({**self.tensors, **self.buffers}[name], array) for name, array in arrays.items()}
 
     def load_global(self, model=None) -> None:
         """Assign the servers' model as it is now to another model; what is neither trained nor a buffer stays.
@@ -182,8 +183,7 @@ class TensorFlowSession(Session):
             ValueError: The variables differ; and the exceptions of `global_variables`.
         """
         arrays = self.global_variables()
-        ours = {**self.tensors, **self.buffers}
-        theirs = ours
+        theirs = ours = {**self.tensors, **self.buffers}
         if model is not None:
             tensors, buffers = trained_and_buffers(model)
             theirs = {**tensors, **buffers}

@@ -1,7 +1,7 @@
 """Asynchronous training for PyTorch (DGS: Yan et al., 2020): `connect`, a session, and the worker's optimizer.
 
     session = connect(model, DGS(density=0.01, momentum=0.7))
-    if session.is_server:
+    if not session.is_worker:                    # with servers="colocated" all ranks are workers
         session.serve()
     else:
         optimizer = session.optimizer(lr=0.1)
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_sparse.checks import check_number
 from hvd_sparse.parameter_server.methods import (
     ASGD,
     DGS,
@@ -68,7 +69,8 @@ def connect(
     Workers wait until the servers have sent the parameters.
 
     Args:
-        model: A module, or its named parameters. Parameters that need no gradient do not change.
+        model: A module, or its named parameters. Parameters that need no gradient do not
+            change: they must be equal on all ranks.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
@@ -82,7 +84,7 @@ def connect(
         communicator: An mpi4py communicator; None: the world.
 
     Returns:
-        The session: call `serve()` on a server (`session.is_server`), `optimizer` on a worker.
+        The session: call `optimizer` on a worker (`session.is_worker`), `serve()` on another rank.
 
     Raises:
         ServerRefused: The ranks differ in model or method.
@@ -102,7 +104,9 @@ class TorchSession(Session):
     def __init__(self, model: torch.nn.Module | Named, method: Method, **options):
         self.model = model if isinstance(model, torch.nn.Module) else None
         named = model if self.model is None else self.model.named_parameters()
-        self.tensors = {name: parameter for name, parameter in named if parameter.requires_grad}
+        parameters = dict(named)
+        self.tensors = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        frozen = (_as_array(parameter) for parameter in parameters.values() if not parameter.requires_grad)
         names = {id(parameter): name for name, parameter in self.tensors.items()}
         for name, parameter in self.tensors.items():
             if names[id(parameter)] != name:
@@ -110,7 +114,7 @@ class TorchSession(Session):
             if not parameter.is_floating_point():
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
         arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())
-        super().__init__(arrays, method, buffers, **options)
+        super().__init__(arrays, method, buffers, frozen, **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
@@ -134,6 +138,7 @@ class TorchSession(Session):
             The optimizer; its `step` pushes an update.
 
         Raises:
+            TypeError: A value is not a number.
             ValueError: A value is below 0 or not finite, or a parameter is not in the session.
             RuntimeError: This rank is no worker, or has left the run.
         """
@@ -168,7 +173,7 @@ class TorchSession(Session):
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
-        if self.model is not None:
+        if self.is_worker:
             self.share_buffers()
         arrays, averages = self._state()
         tensors = {name: torch.from_numpy(array).to(self.tensors[name].dtype) for name, array in arrays.items()}
@@ -213,6 +218,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         weight_decay: Coefficient of weight decay, at least 0.
 
     Raises:
+        TypeError: A value is not a number.
         ValueError: A value is below 0 or not finite, or a parameter is not in the session.
         RuntimeError: This rank is no worker, or has left the run.
     """
@@ -251,6 +257,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             What `closure` returns; None without one.
 
         Raises:
+            TypeError: A group's learning rate or weight decay is not a number.
             ValueError: A group's learning rate or weight decay is below 0 or not finite.
             TimeoutError: The servers do not answer.
             ServerRefused: The servers have stopped, or differ from this worker.
@@ -315,10 +322,10 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
 
 def _check_group(group: dict) -> None:
-    """Raise ValueError unless learning rate and weight decay are finite and at least 0."""
+    """Raise TypeError unless learning rate and weight decay are numbers, ValueError unless finite and at least 0."""
     for name in ("lr", "weight_decay"):
-        if not 0.0 <= float(group[name]) < float("inf"):
-            raise ValueError(f"{name} must be finite and at least 0, got {group[name]!r}")
+        value = group[name].item() if isinstance(group[name], torch.Tensor) else group[name]
+        check_number(name, value, "finite and at least 0", lambda number: number >= 0.0)
 
 
 def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -131,3 +131,12 @@ class InProcessEndpoint(Endpoint):
 
     def close(self, timeout: float) -> None:
         """There is nothing to wait for."""
+
+
+def require_threads() -> None:
+    """Raise RuntimeError unless several threads may call MPI."""
+    if mpi().Query_thread() != mpi().THREAD_MULTIPLE:
+        raise RuntimeError(
+            "this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
+            "connect before other libraries start MPI, or pass silence=None, servers=1 and threads=1"
+        )

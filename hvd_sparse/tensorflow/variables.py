@@ -106,6 +106,15 @@ def trained_and_buffers(source) -> tuple[dict[str, tf.Variable], dict[str, tf.Va
     return trained, _named([variable for variable in others if unwrapped(variable).dtype.is_floating], trained)
 
 
+def frozen_variables(source, others: dict[str, tf.Variable]) -> list[tf.Variable]:
+    """Return the floating-point variables that are not among the others, which change; source: as above."""
+    known = {id(variable) for variable in others.values()}
+    name = "non_trainable_weights" if hasattr(source, "non_trainable_weights") else "non_trainable_variables"
+    variables = getattr(source, name) if has_variables(source) else resolve(source)
+    found = [unwrapped(variable) for variable in variables]
+    return [variable for variable in found if id(variable) not in known and variable.dtype.is_floating]
+
+
 def _named(variables: list, taken: dict) -> dict[str, tf.Variable]:
     """Return {name: variable} with names that are not in `taken`; tied variables appear once."""
     names: dict[int, str] = {}

@@ -338,3 +338,55 @@ def test_horovod_and_a_session_in_one_process(run_job):
         """
     )
     assert code == 0 and output.count("sum [3.0, 3.0, 3.0]") == 3, output
+
+
+FROZEN = """
+from torch import nn
+import torch
+from hvd_sparse.torch.asynchronous import DGS, connect
+
+torch.manual_seed(RANK if os.environ["DIFFERS"] else 0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+model[0].requires_grad_(False)
+session = connect(model, DGS(), silence=None, timeout=20.0)
+if not session.is_worker:
+    session.serve()
+    parameters = session.global_state_dict()
+    print("value", parameters["1.bias"].tolist(), session.save(os.environ["JOB_OUTPUT"] + ".npz"))
+else:
+    optimizer = session.optimizer(lr=0.5)
+    model(torch.zeros(1, 4)).sum().backward()
+    model[1].bias.grad.fill_(1.0)
+    optimizer.step()
+    print("value", model[1].bias.tolist(), None)
+    session.close()
+"""
+
+
+def test_the_final_model_is_on_the_server(run_job):
+    code, output = run_job(FROZEN, 2, environment={"DIFFERS": ""})
+    values = re.findall(r"value (.*)", output)
+    assert code == 0 and len(values) == 2 and values[0] == values[1], output
+
+
+def test_frozen_parameters_must_be_equal(run_job):
+    code, output = run_job(FROZEN, 2, environment={"DIFFERS": "1"})
+    assert code != 0 and "ServerRefused" in output and "frozen parameters = 2, checksum" in output, output
+
+
+def test_a_worker_that_never_pushes_is_reported(run_job):
+    assert "worker 0 left without a push" in run_job("run(steps=0)", 2)[1]
+
+
+def test_several_servers_have_no_final_model(run_job):
+    script = """
+    session = Job(servers=2)
+    if session.is_worker:
+        session.train(2)
+        session.close()
+    else:
+        session.serve()
+        session.save("nothing.npz")
+    """
+    code, output = run_job(script, 3)
+    assert code != 0 and "has only a part of the model: save on a worker" in output, output

@@ -300,7 +300,8 @@ def test_hello_of_another_model_or_method(pair):
         "method = gd_async": introduction(server.layout, METHODS["gd_async"]()),
         "layout = ": introduction(ParameterLayout({**SHAPES, "a": (4, 30)}, 20), server.method),
         "elements = ": introduction(ParameterLayout({**SHAPES, "d": (1,)}, 20), server.method),
-        "density = constant(0.1) here": ours[:-1],
+        "density = constant(0.1) here": [line for line in ours if not line.startswith("density")],
+        "tensor a = [4, 30] there": introduction(ParameterLayout({**SHAPES, "a": (4, 30)}, 20), server.method),
         "more there": [*ours, "more"],
     }
     for difference, lines in others.items():

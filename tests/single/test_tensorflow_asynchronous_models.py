@@ -1,5 +1,7 @@
 """Models of Keras 3, Keras 2 and modules in asynchronous sessions: names, buffers, the servers' model; errors."""
 
+import zlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -130,6 +132,16 @@ def test_frozen_layers_are_left_alone(keras):
         assert short(session.buffers) == BUFFERS
         train(model, session.optimizer(0.1), 10)
     np.testing.assert_array_equal(kernel, model.get_layer("first").get_weights()[0])
+
+
+def test_frozen_layers_must_be_equal(keras):
+    """What is compared on joining is a checksum of exactly the frozen layers' weights."""
+    inputs = keras.Input((3,))
+    frozen = keras.layers.Dense(4, trainable=False)
+    model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.BatchNormalization()(frozen(inputs))))
+    checksum = zlib.crc32(b"".join(array.tobytes() for array in frozen.get_weights()))
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        assert session.layout.frozen == f"2, checksum {checksum:08x}"
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])

@@ -8,11 +8,15 @@ import tensorflow as tf
 
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
+from hvd_sparse.model_parallel.batch import Batch
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.model_parallel.tensorflow.boundary import ThresholdBoundary
 from hvd_sparse.tensorflow.variables import has_variables, unwrapped
 
 DTYPES = {getattr(tf, name): name for name in message.DTYPES if hasattr(tf, name)}
+COMPOSITE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
+eager = tf.autograph.experimental.do_not_convert
 Boundary = ThresholdBoundary | float | None
 
 
@@ -42,7 +46,8 @@ class Pipeline(stages.Pipeline):
         schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
         loss: A function of outputs and targets, in this order, that returns a scalar, on the last stage; or a
             `tf.keras.losses.Loss`, called as Keras does.
-        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum".
+        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
+            be that of a Keras loss.
         timeout: Seconds to wait for another stage.
         communicator: An mpi4py communicator; None: the world.
 
@@ -70,6 +75,7 @@ class Pipeline(stages.Pipeline):
         boundaries = tf.__internal__.tracking.wrap({})  # a checkpoint restores those that do not exist yet when they do
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
+    @eager
     def step(self, inputs=None, targets=None) -> float:
         """Run a batch forward and backward; call it on every stage.
 
@@ -87,7 +93,7 @@ class Pipeline(stages.Pipeline):
             PipelineError: Another stage has failed.
             ValueError: `inputs` or `targets` are missing, or there where they do not belong; or their sizes are wrong.
             TimeoutError: A stage did not answer within `timeout` seconds.
-            RuntimeError: This pipeline has failed before, or was closed.
+            RuntimeError: This pipeline has failed before, or was closed; or the call is inside a `tf.function`.
         """
         self._gradients = None
         try:
@@ -95,6 +101,8 @@ class Pipeline(stages.Pipeline):
         except BaseException:
             self._gradients = None  # those of the micro-batches that have run
             raise
+
+    evaluate, predict = eager(stages.Pipeline.evaluate), eager(stages.Pipeline.predict)
 
     def gradients(self) -> list[tf.Tensor]:
         """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
@@ -131,6 +139,14 @@ class Pipeline(stages.Pipeline):
         gradients = self.gradients()
         return self._guarded(self._reduced, gradients, options) if gradients else []
 
+    def _next_batch(self, training: bool, compares: bool = True) -> Batch:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "step, evaluate and predict need eager execution, got a call inside a tf.function or graph: call step "
+                "eagerly; to compile a stage, make its call a tf.function"
+            )
+        return super()._next_batch(training, compares)
+
     def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
         from hvd_sparse.tensorflow import reduce_gradients  # needs Horovod, which a pipeline alone does not
 
@@ -149,6 +165,10 @@ class Pipeline(stages.Pipeline):
     def _made(self, boundary: ThresholdBoundary | float) -> ThresholdBoundary:
         return boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
 
+    def _check_samples(self, name: str, leaf) -> None:
+        is_tensor = hasattr(leaf, "shape") and not isinstance(leaf, COMPOSITE)
+        check_samples(name, leaf, is_tensor, "dense tensors or arrays")
+
     def _split(self, leaf, sizes: list[int]) -> list[tf.Tensor]:
         return tf.split(tf.convert_to_tensor(leaf), sizes)
 
@@ -162,12 +182,12 @@ class Pipeline(stages.Pipeline):
     def _to_wire(self, name: str, leaf: tf.Tensor, training: bool) -> Tensor:
         if not isinstance(leaf, tf.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, None
         if leaf.dtype.is_floating and leaf.shape.rank > 1 and len(leaf) > 0:
             boundary = self._boundary_of(name)
         if boundary is not None and boundary.settings.density < 1.0:
             mask = boundary.mask(leaf, training).numpy()
-        dtype = DTYPES[leaf.dtype]
         return Tensor(_as_array(leaf), dtype, mask, bool(name) and training and dtype in message.DIFFERENTIABLE)
 
     def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
@@ -215,11 +235,13 @@ class Pipeline(stages.Pipeline):
         return tree.call(self.stage, given, **options)
 
     def _compared(self, outputs, targets) -> tf.Tensor:
-        """Return the loss; ValueError if it is no scalar."""
+        """Return the loss; TypeError or ValueError if it is no scalar tensor."""
         is_keras = isinstance(self._loss, tf.keras.losses.Loss)
         loss = self._loss(targets, outputs) if is_keras else self._loss(outputs, targets)
+        if not tf.is_tensor(loss):
+            raise TypeError(f"loss must return a tensor of TensorFlow, got {type(loss).__name__}")
         if loss.shape.rank != 0:
-            raise ValueError(f"loss must return a scalar, got shape {loss.shape}")
+            raise ValueError(f"loss must return a scalar, got shape {loss.shape}: reduce it over samples")
         return loss
 
 

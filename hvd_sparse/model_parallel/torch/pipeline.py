@@ -8,6 +8,7 @@ import torch
 
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
 
@@ -35,8 +36,9 @@ class Pipeline(stages.Pipeline):
             for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
         micro_batches: Number of micro-batches per batch, at most its number of samples.
         schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
-        loss: A function of outputs and targets, on the last stage.
-        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum".
+        loss: A function of outputs and targets that returns a scalar, on the last stage.
+        reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
+            be that of a loss object, such as `torch.nn.CrossEntropyLoss`.
         timeout: Seconds to wait for another stage.
         communicator: An mpi4py communicator; None: the world.
 
@@ -73,6 +75,9 @@ class Pipeline(stages.Pipeline):
         made = boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
         return made.to(self._device)
 
+    def _check_samples(self, name: str, leaf) -> None:
+        check_samples(name, leaf, isinstance(leaf, torch.Tensor), "tensors of PyTorch")
+
     def _split(self, leaf: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         return list(torch.split(leaf, sizes))
 
@@ -88,20 +93,32 @@ class Pipeline(stages.Pipeline):
     def _to_wire(self, name: str, leaf: torch.Tensor, training: bool) -> Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, self._boundary_of(name) if leaf.dim() > 1 and leaf.numel() > 0 else None
         if boundary is not None and leaf.is_floating_point() and boundary.settings.density < 1.0:
             mask = boundary.train(training).mask(leaf).cpu().numpy()
-        return Tensor(_as_array(leaf), DTYPES[leaf.dtype], mask, leaf.requires_grad)
+        return Tensor(_as_array(leaf), dtype, mask, leaf.requires_grad)
 
     def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
         self.stage.train(training)
         with torch.set_grad_enabled(training):
-            outputs = tree.call(self.stage, tree.unflatten(run.inputs, run.structure))
+            # no leaves: a stage may begin with an in-place operation, which autograd refuses for them
+            given = [leaf.clone() if leaf.requires_grad else leaf for leaf in run.inputs]
+            outputs = tree.call(self.stage, tree.unflatten(given, run.structure))
             if targets is not None:
-                run.loss = self._loss(outputs, targets) * weight
+                run.loss = self._compared(outputs, targets) * weight
                 run.tape = run.loss
                 run.loss = run.loss.detach()
         return outputs
+
+    def _compared(self, outputs, targets) -> torch.Tensor:
+        """Return the loss; TypeError or ValueError if it is no scalar tensor."""
+        loss = self._loss(outputs, targets)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss must return a tensor of PyTorch, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ValueError(f"loss must return a scalar, got shape {list(loss.shape)}: reduce it over samples")
+        return loss
 
     def _backward(self, run: stages.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
         if gradients is None:

@@ -1,0 +1,93 @@
+"""What a pipeline refuses, with an error on all stages."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi4py import MPI
+
+from hvd_sparse.tensorflow.model_parallel import Pipeline, PipelineError
+
+pytestmark = pytest.mark.each_value
+
+RANK, STAGES = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+LAST = RANK == STAGES - 1
+several = pytest.mark.skipif(STAGES == 1, reason="one stage sends nothing")
+ZEROS = np.zeros((4, 3), np.float32)
+
+
+def pipeline(stage=None, **options):
+    """Return a pipeline of linear layers."""
+    options = {"loss": tf.keras.losses.MeanSquaredError(), "timeout": 30.0, **options}
+    return Pipeline(tf.keras.layers.Dense(3) if stage is None else stage, **options)
+
+
+@pytest.mark.parametrize(("own", "reduction"), [("sum", "mean"), ("sum_over_batch_size", "sum")])
+def test_a_loss_object_of_another_reduction_is_refused(own, reduction):
+    loss = tf.keras.losses.MeanSquaredError(reduction=own)
+    expected = rf"reduction must be that of the loss, got '{reduction}' with MeanSquaredError\(reduction='{own}'\)"
+    with pytest.raises((ValueError, PipelineError), match=expected):
+        pipeline(loss=loss if LAST else None, reduction=reduction)
+
+
+def test_a_loss_object_that_sums_has_the_loss_of_the_whole_batch():
+    stage = tf.keras.layers.Dense(3, kernel_initializer="ones", use_bias=False)
+    with pipeline(stage, loss=tf.keras.losses.MeanSquaredError(reduction="sum"), reduction="sum", micro_batches=3) as p:
+        assert p.step(ZEROS, ZEROS + 2.0) == pytest.approx(4 * 4.0)  # four samples, each the mean of three squares
+
+
+def test_a_closed_pipeline_says_so():
+    one = pipeline()
+    one.close()
+    for call in (lambda: one.step(ZEROS, ZEROS), lambda: one.evaluate(ZEROS, ZEROS), lambda: one.predict(ZEROS)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate", "predict"])
+def test_a_call_inside_a_tf_function_is_refused_and_the_pipeline_lives_on(method):
+    data = (ZEROS,) if method == "predict" else (ZEROS, ZEROS)
+    with pipeline() as one:
+
+        @tf.function
+        def compiled():
+            return getattr(one, method)(*data)
+
+        with pytest.raises(RuntimeError, match=r"call step eagerly; to compile a stage, make its call a tf\.function"):
+            compiled()
+        assert one.step(ZEROS, ZEROS) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "error"),
+    [
+        ([1.0, 2.0], ZEROS, "inputs must be dense tensors or arrays, .*; got float"),
+        (
+            tf.ragged.constant([[1.0], [2.0, 3.0]]),
+            ZEROS,
+            "inputs must be dense tensors or arrays, .*; got RaggedTensor",
+        ),
+        (np.float32(1.0), ZEROS, "inputs must have a first dimension that counts samples"),
+        (ZEROS, tf.constant(1.0), "targets must have a first dimension that counts samples"),
+        (ZEROS, [1.0, 2.0], "targets must be dense tensors or arrays, .*; got float"),
+    ],
+)
+@pytest.mark.parametrize("where", [0, STAGES - 1])
+def test_data_that_are_no_tensors_of_samples_are_refused(inputs, targets, error, where):
+    with pytest.raises((TypeError, ValueError, PipelineError), match=error):
+        pipeline().step(inputs, targets if where == RANK else None)
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+def test_a_loss_that_is_no_tensor_is_refused(method):
+    with pytest.raises((TypeError, PipelineError), match="loss must return a tensor of TensorFlow, got float"):
+        getattr(pipeline(loss=lambda outputs, _: float(tf.reduce_sum(outputs))), method)(ZEROS, ZEROS)
+
+
+@several
+def test_a_type_that_messages_cannot_have_is_refused():
+    class Tiny(tf.keras.layers.Dense):
+        def call(self, x):
+            return tf.strings.as_string(super().call(x))
+
+    with pytest.raises((TypeError, PipelineError), match="output 'output' of a stage must have one of the dtypes"):
+        pipeline(Tiny(3)).predict(ZEROS)
