@@ -6,7 +6,7 @@ from collections import Counter
 NOT_COPIED = (
     "hvd_sparse: a compression cannot be copied, pickled or broadcast: N ranks with the residual of one would send it "
     "N times. Leave it out of what is copied, such as a Module or hvd.elastic's state: each rank keeps its own, and "
-    "may save state_dict()"
+    "may save state_dict(). Under DistributedDataParallel copy or save model.module"
 )
 OTHER_FRAMEWORK = (
     "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, "

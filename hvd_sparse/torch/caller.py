@@ -34,10 +34,10 @@ def runs_closure(optimizer) -> bool:
     return any(frame.f_code.co_name == "step" and frame.f_locals.get("closure") is not None for frame in own)
 
 
-def scaler_steps() -> bool:
-    """Return whether `GradScaler.step` is running in this thread: it unscales gradients before the optimizer's step."""
+def stepping_scaler() -> GradScaler | None:
+    """Return the scaler whose `step` is running in this thread, or None: it unscales before the optimizer's step."""
     scalers = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "step")
-    return any(isinstance(scaler, GradScaler) and scaler.is_enabled() for scaler in scalers)
+    return next((scaler for scaler in scalers if isinstance(scaler, GradScaler) and scaler.is_enabled()), None)
 
 
 def _running_methods(optimizer) -> set[str]:

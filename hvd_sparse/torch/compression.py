@@ -15,7 +15,7 @@ from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.members import passes_by
-from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, scaler_steps
+from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
@@ -139,7 +139,7 @@ class SparseCompressor(Compressor):
 
         PyTorch counts most changes of a tensor, but not those by a loss scaler.
         """
-        if scaler_steps():
+        if stepping_scaler() is not None:
             raise RuntimeError(
                 f"hvd_sparse: scaler.step() unscales gradients before the optimizer reduces them. {REDUCE_FIRST}"
             )
@@ -150,11 +150,16 @@ class SparseCompressor(Compressor):
                 "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
             )
         for entry in self._step.entries.values():
-            if entry.passed._version != entry.version and self._has_changed(entry):
+            if self._is_replaced(entry) or (entry.passed._version != entry.version and self._has_changed(entry)):
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
                     f"after it had been taken: the change would be lost. {REDUCE_FIRST}"
                 )
+
+    def _is_replaced(self, entry: Entry) -> bool:
+        """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""
+        now = self._parameters[entry.name].grad
+        return now is not entry.passed and not (now is not None and now.is_sparse)
 
     def _has_changed(self, entry: Entry) -> bool:
         """Return whether a gradient whose count of changes differs has changed since the last one was compressed.

@@ -23,6 +23,11 @@ from hvd_sparse.torch.step import Step
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units, checked_loss_scale
 
+WITHIN_A_STEP = (
+    "hvd_sparse: state_dict() between backward and optimizer.step(): the state has gradients that are not sent yet. If "
+    "this batch is trained again from it, they count twice. Call it between optimizer steps"
+)
+
 
 class Compressor(abc.ABC):
     """A compressor with error feedback, for one optimizer: the common part of all host frameworks."""
@@ -108,6 +113,7 @@ class Compressor(abc.ABC):
         """
         self._log = None if writer is None else Log(writer, every, prefix)
 
+    @torch.inference_mode(False)  # training and collectives change the tensors, wherever they were made
     def state_dict(self, summed: bool = False) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between optimizer steps.
 
@@ -122,8 +128,11 @@ class Compressor(abc.ABC):
         Raises:
             RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
         """
+        if self._under_way:
+            warnings.warn(WITHIN_A_STEP, stacklevel=3)
         return gather_state(self._step, self._number, self._exchange, summed)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`; call it on every rank, between optimizer steps.
 
@@ -191,9 +200,10 @@ class Compressor(abc.ABC):
     def _begin(self) -> None:
         """Begin a step."""
         self._drop()
-        self._optimizer_checks.is_used = True
+        units = self._units()
+        self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.restart()
-        self._step.begin(self._number, self._units())
+        self._step.begin(self._number, units)
         self._under_way, self._finished = True, False
 
     @abc.abstractmethod

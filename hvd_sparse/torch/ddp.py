@@ -85,6 +85,11 @@ class DDPCompressor(Compressor):
             ValueError: The model has other parameters, another process group, another communication hook, or an option
                 that does not support hooks. Or this compressor is already registered.
         """
+        if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+            raise TypeError(
+                f"register takes a DistributedDataParallel, got the {type(model).__name__} of torch.compile: register "
+                "before torch.compile, or pass model._orig_mod"
+            )
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 "register takes the model that DistributedDataParallel returned, got "
@@ -178,11 +183,18 @@ class DDPCompressor(Compressor):
         """Return whether a step may leave out parameters."""
         return self._is_static() or self._is_set("find_unused_parameters")
 
+    def _joins(self) -> bool:
+        """Return whether this is within `Join`, where a rank that has left its loop reduces without optimizer steps."""
+        model = None if self._model is None else self._model()
+        return model is not None and model._join_config.enable
+
     def _open_step(self) -> None:
         """Begin a step."""
         if self._check.is_due():
             self._agree()
         self._arrived, self._arrived_names = [], set()
+        self._collectives.leaves_out = self._leaves_out()
+        self._optimizer_checks.before_reduction()
         self._begin()
 
     def _take(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
@@ -241,6 +253,8 @@ class DDPCompressor(Compressor):
                     means = list(total.split([part.numel() for part in arrived.sums]))
                 self._put(arrived.entries, means, scale)
         self._end()
+        if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
+            self._optimizer_checks.is_due = True
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
         self._arrived, self._arrived_names = [], set()

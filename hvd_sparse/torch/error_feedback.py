@@ -16,7 +16,7 @@ from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
 
-UNREAD = torch.empty(0)  # in place of a parameter without weight decay
+UNREAD = torch.empty(0, dtype=torch.float32)  # in place of a parameter without weight decay
 SMALLEST_NORMAL = 2.0**-126  # of float32
 
 

@@ -142,7 +142,7 @@ class HierarchicalStep:
         """Add the error feedback of the last layout within each host, for the ranks that own it now; on all ranks."""
         now = self.feedback
         for name, kind in itertools.product(sorted(self.parameters), self._kinds):
-            part = torch.zeros(self.parameters[name].numel())
+            part = torch.zeros(self.parameters[name].numel(), dtype=torch.float32)
             old, begin = before.get(name, (None, 0))
             if old is not None and kind in old.buffers:
                 part.narrow(0, begin, old.parameter.numel()).copy_(old.buffers[kind])
@@ -331,7 +331,7 @@ class HierarchicalStep:
     def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
         """Return a gradient for the sum within the host, float32[n], clipped; zeros if there is none."""
         if entry is None or entry.frozen:
-            return torch.zeros(self.parameters[name].numel())
+            return torch.zeros(self.parameters[name].numel(), dtype=torch.float32)
         factor = self._clip(entry)
         whole = entry.gradient.detach().reshape(-1).to(torch.float32)
         return whole if factor == 1.0 else whole * factor
@@ -383,7 +383,7 @@ class HierarchicalStep:
         """Return the reduced gradient of this rank's shard, float32; zeros if no rank of the host has a gradient."""
         if name not in self._within:
             begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
-            return torch.zeros(end - begin)
+            return torch.zeros(end - begin, dtype=torch.float32)
         entry, pending = self._within[name]
         reduced = None
         if pending is not None:

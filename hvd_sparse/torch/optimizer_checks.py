@@ -11,11 +11,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
-from hvd_sparse.torch.caller import scaler_steps
+from hvd_sparse.torch.caller import stepping_scaler
 
 NOT_SCALED = (
     "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
     "clip_norm and weight_decay are in wrong units. Before each backward: compression.loss_scale = scaler.get_scale()"
+)
+OLD_SCALE = (
+    "hvd_sparse: the loss scaler multiplied the gradients by {}, but compression.loss_scale was {} in this step: "
+    "residuals, clip_norm and weight_decay are in wrong units. Before each backward: "
+    "compression.loss_scale = scaler.get_scale()"
+)
+TWO_PASSES = (
+    "hvd_sparse: two backward passes without an optimizer step between them: each counts as a step of the compression, "
+    "the second compresses the first one's reduced gradient again, and momentum grows without bound. Accumulate in "
+    "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either"
 )
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
 
@@ -33,15 +43,18 @@ class OptimizerChecks:
         self._algorithm, self._ids, self._warns = algorithm, {id(parameter) for parameter in parameters}, warns
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: has it these parameters?
         self.is_used = False  # whether it has compressed
-        # Whether a loss scale was set, or has no effect.
-        self.is_scaled = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
+        self.is_scaled = False  # whether a loss scale was set
+        self.scale = 1.0  # the loss scale of the last step
+        self.is_due = False  # whether an optimizer has yet to step with the reduced gradients
+        self._has_stepped = self._has_told = False
+        self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
         for other in [other for other in _checks if other._ids & self._ids]:
             _checks.discard(other)
         _checks.add(self)
         _watch_optimizers()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if a loss scaler steps and no loss scale was set; warn once of a second momentum."""
+        """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum."""
         if not self.is_used:
             return
         is_new = optimizer not in self._known
@@ -50,11 +63,22 @@ class OptimizerChecks:
             self._known[optimizer] = any(id(one) in self._ids for group in groups for one in group["params"])
         if not self._known[optimizer]:
             return
+        self.is_due, self._has_stepped = False, True
         if is_new:
             self._warn_of_momentum(optimizer)
         reduces = getattr(optimizer, "_should_synchronize", False)  # Horovod's: the compressor then raises an error
-        if not self.is_scaled and not reduces and scaler_steps():
+        scaler = stepping_scaler() if self._needs_scale and not reduces else None
+        if scaler is not None and not self.is_scaled:
             raise RuntimeError(NOT_SCALED)
+        if scaler is not None and scaler.get_scale() != self.scale:
+            raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self.scale))
+
+    def before_reduction(self) -> None:
+        """Warn once if no optimizer has stepped since the last reduction, though one did before."""
+        if self.is_due and self._has_stepped and not self._has_told:
+            self._has_told = True
+            if self._warns():
+                warnings.warn(TWO_PASSES, stacklevel=4)
 
     def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         inner = self._algorithm.local_momentum

@@ -3,7 +3,8 @@
 If one rank is in hvd.join() while the others submit an all-gather, Horovod's background thread on that rank dies, and
 the others wait forever. So this package submits an all-gather only once it knows that all ranks take part. An
 all-reduce of ones tells this; except in the smallest models, its result arrives before the first bucket is full.
-Process groups of PyTorch need no check: all ranks take part, or all wait.
+Process groups of PyTorch need no check: all ranks take part, or all wait. Where a model may leave out parameters, the
+sum still tells whether any rank has a frozen one.
 
 A rank that waits for the others between two steps announces this in the same all-reduce: `hvd_sparse.announcement`.
 """
@@ -17,14 +18,18 @@ from hvd_sparse.torch.exchange import MOST_REGION_NUMBERS, Exchange, Pending
 
 
 class Presence:
-    """The all-reduce that starts a step: presence, frozen parameters, and numbers of the codec."""
+    """The all-reduce that starts a step: presence, frozen parameters, and numbers of the codec.
+
+    Without it, as under a DistributedDataParallel that leaves out no parameters, no rank has a frozen one in a step.
+    """
 
     def __init__(self, exchange: Exchange, freezes: bool, region_numbers: Sequence[float] = ()):
         exchange.end_announcement()
-        numbers = [1.0 + MOST_RANKS * freezes, *region_numbers, *[0.0] * (MOST_REGION_NUMBERS - len(region_numbers))]
+        self._may_miss = exchange.collectives.may_join  # if not, all ranks take part in all steps
+        is_asked = self._may_miss or exchange.collectives.may_leave_out() or bool(region_numbers)
+        frozen = MOST_RANKS * (freezes and is_asked)  # what one rank alone knows starts no collective
+        numbers = [1.0 + frozen, *region_numbers, *[0.0] * (MOST_REGION_NUMBERS - len(region_numbers))]
         own = torch.tensor(numbers, dtype=torch.float64)
-        self._may_miss = exchange.collectives.may_join  # if not, all ranks take part in all steps, and freeze alike
-        is_asked = self._may_miss or bool(region_numbers)
         self.bytes = own.nbytes if is_asked else 0
         self.pending = exchange.allreduce("present", own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None

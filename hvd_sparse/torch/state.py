@@ -38,7 +38,8 @@ def _copies(part: StatePart, every: bool) -> dict[str, torch.Tensor]:
         return {kind: own[kind].clone() for kind in sorted(own)}
     copies = {}
     for kind in part.buffers:
-        copies[kind] = torch.zeros(part.n, device=None if part.feedback is None else part.feedback.device)
+        device = None if part.feedback is None else part.feedback.device
+        copies[kind] = torch.zeros(part.n, dtype=torch.float32, device=device)
         if kind in own:
             copies[kind].narrow(0, part.begin, own[kind].numel()).copy_(own[kind])
     return copies

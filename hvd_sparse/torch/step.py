@@ -362,7 +362,7 @@ class Step:
             if not self._presence.anywhere_frozen():
                 return frozenset()
             names = sorted(self.entries)
-            trains = torch.tensor([float(not self.entries[name].frozen) for name in names])
+            trains = torch.tensor([float(not self.entries[name].frozen) for name in names], dtype=torch.float32)
             self.traffic.count(payload_bytes=trains.nbytes)
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)

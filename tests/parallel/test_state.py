@@ -1,13 +1,24 @@
 """A checkpoint continues a run bit for bit. Summed over the ranks, it can be loaded by any number of ranks."""
 
 import io
+import warnings
 
 import horovod.torch as hvd
 import leftover_sets
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
-from helpers import assert_ranks_agree, distributed, drive, fingerprint, make_parameters, memory_of, step, total
+from helpers import (
+    assert_ranks_agree,
+    backward,
+    distributed,
+    drive,
+    fingerprint,
+    make_parameters,
+    memory_of,
+    step,
+    total,
+)
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch import Compression
@@ -75,6 +86,37 @@ def test_a_resumed_run_is_the_uninterrupted_one(method, scope):
             assert torch.equal(expected, memory_of(resumed, optimizer_goes_on, name, kind)), (name, kind)
     assert resumed.state_dict()["step"] == 12
     assert_ranks_agree(optimizer_goes_on)
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_a_state_within_a_step_is_warned_of():
+    """What has been compressed is in it, and would count again with the batch."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100)
+    optimizer = distributed(parameters, compression)
+    step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compression.state_dict()
+    backward(parameters, draw(SHAPES, 1, hvd.rank()))
+    with pytest.warns(UserWarning, match=r"state_dict\(\) between backward and optimizer\.step\(\)"):
+        compression.state_dict()
+    optimizer.step()
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_a_state_loaded_in_inference_mode_can_be_trained_from():
+    states = []
+    for mode in (False, True):
+        parameters = make_parameters()
+        compression = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100)
+        optimizer = distributed(parameters, compression)
+        if states:
+            with torch.inference_mode(mode):
+                compression.load_state_dict(states[0])
+        step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+        states.append(through_a_file(compression.state_dict()))
+    assert states[1]["step"] == 2
 
 
 @pytest.mark.parametrize("scope", SCOPES)

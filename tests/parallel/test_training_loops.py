@@ -31,11 +31,18 @@ def clip_and_step(optimizer, parameters):
     optimizer.step()
 
 
+def replace_and_step(optimizer, parameters):
+    for one in parameters.values():
+        one.grad = one.grad * 0.5
+    optimizer.step()
+
+
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
     ("finish", "message"),
     [
+        (replace_and_step, r"was changed between backward\(\) and optimizer\.step\(\)"),
         (scaler_step, r"scaler\.step\(\) unscales gradients before"),
         (clip_and_step, r"was changed between backward\(\) and optimizer\.step\(\)"),
     ],
@@ -71,7 +78,7 @@ def test_a_gradient_changed_before_a_dense_step_reduces_it_is_an_error(method):
 def test_a_gradient_changed_once_it_is_reduced_is_what_the_optimizer_takes(finish):
     parameters = make_parameters()
     compression = sparse(parameters)
-    compression.loss_scale = 1.0  # the gradients here are not scaled
+    compression.loss_scale = 64.0  # as if the gradients here were scaled
     optimizer = distributed(parameters, compression, lr=1.0)
     for t in range(3):
         optimizer.zero_grad()

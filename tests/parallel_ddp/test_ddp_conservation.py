@@ -58,6 +58,22 @@ def test_parameters_that_some_ranks_or_all_leave_out(method):
     balance.check()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_that_a_rank_or_all_freeze(method):
+    """Only some ranks know that a parameter is frozen. What is frozen on all ranks sends nothing after one step."""
+    name, settings = METHODS[method]
+    balance = Balance(trainer := Trainer(name, ddp={"find_unused_parameters": True}, **settings))
+    sent = []
+    for step in range(12):
+        frozen = {"body.weight"} if step % 4 > 1 or (step % 4 == 1 and dist.get_rank() == 0) else set()
+        for one in SHAPES:
+            trainer.model[one].requires_grad_(one not in frozen)
+        balance.deliver(trainer.reduced(balance.gradients(step, [one for one in SHAPES if one not in frozen])))
+        sent.append(trainer.compression.stats()["step"]["payload_bytes"])
+    balance.check()
+    assert method not in ("tensor", "dense") or sent[11] < sent[10]
+
+
 @pytest.mark.parametrize("method", WITH_MOMENTUM)
 def test_residual_and_velocity_of_a_parameter_that_a_rank_leaves_out_stay(method):
     """Bit for bit, though other ranks use it, and though it has weight decay; those of the others change."""

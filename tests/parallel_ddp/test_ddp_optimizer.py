@@ -1,5 +1,6 @@
 """What the optimizer around a compression must not do, found at its first step on every rank."""
 
+import math
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ddp_helpers import assert_ranks_agree
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
@@ -81,6 +83,64 @@ def test_dense_steps_without_momentum_need_no_loss_scale():
     model = DistributedDataParallel(nn.Linear(40, 30))
     Compression.topk(model.module.named_parameters(), density=1.0).register(model)
     scaled_step(model, sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+def plain(model, optimizer):
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def accumulated(model, optimizer):
+    with model.no_sync():
+        loss_of(model).backward()
+    plain(model, optimizer)
+
+
+def overflown(model, optimizer):
+    """A step that a loss scaler skips."""
+    (math.inf * loss_of(model)).backward()
+
+
+def uneven(model, optimizer):
+    """Rank 0 leaves its loop before the others do."""
+    with Join([model]):
+        for _ in range(1 + 2 * dist.get_rank()):
+            plain(model, optimizer)
+
+
+def twice(model, optimizer):
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss_of(model).backward()
+    optimizer.step()
+
+
+def without_optimizer(model, optimizer):
+    for _ in range(2):
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "warned"),
+    [
+        ([plain, plain], False),
+        ([accumulated, accumulated], False),
+        ([plain, overflown, overflown, plain], False),
+        ([uneven, uneven, plain], False),
+        ([without_optimizer], False),
+        ([twice, twice, twice], True),
+        ([plain, overflown, twice], True),
+    ],
+)
+def test_two_reductions_before_an_optimizer_step_are_warned_of_once(loop, warned):
+    model, _, optimizer = build(sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in loop:
+            step(model, optimizer)
+    told = [one for one in caught if "two backward passes without an optimizer step" in str(one.message)]
+    assert len(told) == (warned and dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize(

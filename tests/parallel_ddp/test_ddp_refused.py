@@ -34,6 +34,19 @@ def test_a_model_without_ddp_is_refused():
         Compression.dgc(model.named_parameters()).register(model)
 
 
+def test_a_compiled_model_is_registered_without_its_wrapper():
+    model = linear()
+    compiled = torch.compile(DistributedDataParallel(model))
+    compression = Compression.dgc(model.named_parameters())
+    with pytest.raises(TypeError, match=r"register before torch\.compile, or pass model\._orig_mod"):
+        compression.register(compiled)
+    compression.register(compiled._orig_mod)
+    copied = copy.deepcopy(compiled._orig_mod.module)
+    assert torch.equal(copied.weight, model.weight)
+    with pytest.raises(TypeError, match=r"Under DistributedDataParallel copy or save model\.module"):
+        copy.deepcopy(compiled._orig_mod)
+
+
 def test_a_second_registration_is_refused():
     model = linear()
     compression = Compression.dgc(model.named_parameters())

@@ -47,7 +47,7 @@ class ThresholdBoundary(torch.nn.Module):
     ):
         super().__init__()
         self.settings = BoundarySettings(density, threshold, start_dim, momentum, seed).checked()
-        self.register_buffer("running_threshold", torch.zeros(()))
+        self.register_buffer("running_threshold", torch.zeros((), dtype=torch.float32))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_last", torch.zeros(2, dtype=torch.int64), persistent=False)  # kept, of how many
         self.register_buffer("_total", torch.zeros(2, dtype=torch.int64), persistent=False)

@@ -119,7 +119,7 @@ class OwnedRegions(FixedCount):
         parts = [
             self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
             if name in training
-            else torch.zeros(inner.size)
+            else torch.zeros(inner.size, dtype=torch.float32)
             for name, inner, _ in self._parts(bucket, Entries(indices, indices))
         ]
         return torch.cat(parts)

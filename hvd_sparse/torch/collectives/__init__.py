@@ -54,6 +54,10 @@ class Collectives(abc.ABC):
     def is_elastic(self) -> bool:
         """Return whether ranks may join or leave during the job."""
 
+    def may_leave_out(self) -> bool:
+        """Return whether a rank may leave out parameters that others use, though `may_join` is False."""
+        return False
+
     @abc.abstractmethod
     def incarnation(self) -> object:
         """Return an object that changes each time the host framework is initialised again."""

@@ -142,6 +142,8 @@ class DistributedCollectives(Collectives):
             )
         self._group = group
         self.device: torch.device | None = None  # of the model; None: unknown
+        self.leaves_out = False  # whether the model may leave out parameters in a step
+        self._whole: DistributedCollectives | None = None  # of which these are a subset
         self._postponed: list[Postponed] = []
         wait_at_exit()
 
@@ -176,6 +178,10 @@ class DistributedCollectives(Collectives):
         """Return False: an elastic torchrun restarts all processes."""
         return False
 
+    def may_leave_out(self) -> bool:
+        """Return whether the model may leave out parameters in a step."""
+        return self.leaves_out if self._whole is None else self._whole.leaves_out
+
     def incarnation(self) -> object:
         """Return the group of all ranks, which is a new object each time torch.distributed is initialised."""
         return dist.group.WORLD
@@ -209,7 +215,7 @@ class DistributedCollectives(Collectives):
                 _subsets[ranks] = self.incarnation(), group
             if dist.get_rank() in ranks:
                 own = DistributedCollectives(group)
-                found[ranks], own.device = own, self.device
+                found[ranks], own.device, own._whole = own, self.device, self
         return found
 
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
