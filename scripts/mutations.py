@@ -66,8 +66,8 @@ CORE = [
     (
         "k - 1 candidates are enough",
         "select.cc",
-        ">= params.k;\n    if (!enough",
-        ">= params.k - 1;\n    if (!enough",
+        ">= params.k;\n    const bool all",
+        ">= params.k - 1;\n    const bool all",
         "select",
     ),
     ("NaN before zeros", "select.cc", "{false, true}", "{true, false}", "select"),
@@ -226,7 +226,7 @@ PYTHON = [
     (
         "stale threshold",
         "hvd_sparse/threshold.py",
-        "self._value, self._k = threshold, k",
+        "self._value, self._k = max(threshold, SMALLEST), k",
         "self._k = k",
         "torch test_thresholds",
     ),
