@@ -69,8 +69,8 @@ def connect(
     Workers wait until the servers have sent the parameters.
 
     Args:
-        model: A module, or its named parameters. Parameters that need no gradient do not
-            change: they must be equal on all ranks.
+        model: A module, or its named parameters. Parameters that need no gradient do not change:
+            they must be equal on all ranks.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and

@@ -1,4 +1,4 @@
-"""Finds wrong uses that gradients do not show, when an optimizer steps: a loss scale not set, a second momentum."""
+"""Finds wrong uses that gradients do not show: a loss scale not set or old, two momenta, two passes for a step."""
 
 import functools
 import warnings
