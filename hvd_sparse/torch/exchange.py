@@ -38,10 +38,13 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or all(handle.is_done() for handle in self._handles)
 
-    def wait_at_most(self, seconds: float) -> torch.Tensor:
-        """Return the result; raise RuntimeError if the other ranks have not taken part within `seconds`."""
+    def wait_at_most(self, seconds: float, meanwhile: Callable[[], bool] = lambda: True) -> torch.Tensor:
+        """Return the result; raise RuntimeError if the other ranks have not taken part within `seconds`.
+
+        meanwhile: called again and again until it returns True, which the result waits for; it may raise an error.
+        """
         deadline = monotonic() + seconds
-        while not self.is_done():
+        while not (meanwhile() & self.is_done()):
             if monotonic() > deadline:
                 raise RuntimeError(check_failed(seconds))
             sleep(0.0005)
@@ -163,17 +166,16 @@ class Exchange:
 
     def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
         """Return the result of a collective; RuntimeError if a rank is in a step instead, or after `seconds`."""
-        if self._announced is None:
-            return pending.wait_at_most(seconds)
-        deadline = monotonic() + seconds
-        while not (pending.is_done() and self._announced.is_done()):
-            if self._announced.is_done():
-                refuse_apart(float(self._announced.wait()[0]), self.size())
-            if monotonic() > deadline:
-                raise RuntimeError(check_failed(seconds))
-            sleep(0.0005)
+        result = pending.wait_at_most(seconds, self._have_all_announced)
         self.end_announcement()
-        return pending.wait()
+        return result
+
+    def _have_all_announced(self) -> bool:
+        """Return whether the open announcement, if any, is complete; RuntimeError if other ranks are in a step."""
+        if self._announced is None or not self._announced.is_done():
+            return self._announced is None
+        refuse_apart(float(self._announced.wait()[0]), self.size())
+        return True
 
     def refuse_together(self, reason: str) -> None:
         """Raise ValueError on every rank if any of them has a reason not to load its state.
