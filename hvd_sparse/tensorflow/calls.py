@@ -3,7 +3,6 @@
 The variable is in a local list of Horovod's own stack frames while it traces `compress`.
 """
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.frames import frames
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round
@@ -64,16 +64,14 @@ def is_stand_in(variable) -> bool:
     return operation is not None and operation.type == "Placeholder"
 
 
-def find_call(tensor, deepest: int = 100) -> Call | None:
+def find_call(tensor) -> Call | None:
     """Return the call of Horovod's `allreduce_grads` that passed this gradient, None if there is none.
 
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    frame, known, optimizer, lists, helper, scaler, applier = sys._getframe(1), {}, None, None, None, None, None
-    for _ in range(deepest):
-        if frame is None:
-            break
+    known, optimizer, lists, helper, scaler, applier = {}, None, None, None, None, None
+    for frame in frames(100):
         name, local = frame.f_code.co_name, frame.f_locals
         if lists is None:
             if name.endswith("allreduce") and "compression" in local and "op" in local:
@@ -89,7 +87,6 @@ def find_call(tensor, deepest: int = 100) -> Call | None:
             optimizer = local["self"]
         elif applier is None:
             applier = getattr(local.get("self"), "optimizer", None)
-        frame = frame.f_back
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
     averages = helper is not None and helper.average_aggregated_gradients
@@ -218,15 +215,12 @@ def warn_of_turns(names: set[str], reduced: set[str], variables: Iterable[str]) 
     reduced.update(names)
 
 
-def makes_optimizer(deepest: int = 30) -> bool:
+def makes_optimizer() -> bool:
     """Return whether a Keras optimizer of Horovod is being created; RuntimeError if it is around one of Keras 3.
 
     Keras 3 never calls the methods that Horovod overrides: each rank would silently train alone.
     """
-    frame = sys._getframe(2)
-    for _ in range(deepest):
-        if frame is None:
-            return False
+    for frame in frames():
         if frame.f_code.co_name == "create_distributed_optimizer":
             if is_keras_3(frame.f_locals.get("optimizer")):
                 raise RuntimeError(
@@ -235,7 +229,6 @@ def makes_optimizer(deepest: int = 30) -> bool:
                     "install tf-keras), or use hvd.DistributedGradientTape"
                 )
             return True
-        frame = frame.f_back
     return False
 
 

@@ -1,15 +1,13 @@
 """The optimizer of Horovod that calls a compressor: it knows the reduction."""
 
-import sys
-from collections.abc import Iterator
-from types import FrameType
-
 from torch.amp.grad_scaler import GradScaler
 
+from hvd_sparse.frames import frames
 
-def calling_optimizer(compressor, depth: int = 12):
-    """Return the Horovod optimizer that called this compressor, at most `depth` frames up; None if none did."""
-    callers = (frame.f_locals.get("self") for frame in _frames(depth))
+
+def calling_optimizer(compressor):
+    """Return the Horovod optimizer that called this compressor; None if none did."""
+    callers = (frame.f_locals.get("self") for frame in frames(12))
     return next((caller for caller in callers if getattr(caller, "_compression", None) is compressor), None)
 
 
@@ -30,26 +28,16 @@ def runs_closure(optimizer) -> bool:
     """
     if not getattr(optimizer, "_should_synchronize", False):
         return False
-    own = (frame for frame in _frames() if frame.f_locals.get("self") is optimizer)
+    own = (frame for frame in frames() if frame.f_locals.get("self") is optimizer)
     return any(frame.f_code.co_name == "step" and frame.f_locals.get("closure") is not None for frame in own)
 
 
 def stepping_scaler() -> GradScaler | None:
     """Return the scaler whose `step` is running in this thread, or None: it unscales before the optimizer's step."""
-    scalers = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "step")
+    scalers = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == "step")
     return next((scaler for scaler in scalers if isinstance(scaler, GradScaler) and scaler.is_enabled()), None)
 
 
 def _running_methods(optimizer) -> set[str]:
     """Return the names of the optimizer's methods that are running in this thread."""
-    return {frame.f_code.co_name for frame in _frames() if frame.f_locals.get("self") is optimizer}
-
-
-def _frames(depth: int = 30) -> Iterator[FrameType]:
-    """Yield the frames of the calling functions, at most so many, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
+    return {frame.f_code.co_name for frame in frames() if frame.f_locals.get("self") is optimizer}

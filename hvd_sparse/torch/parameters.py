@@ -1,9 +1,10 @@
 """Finds the parameter that a gradient belongs to. Horovod passes gradients to a compressor without their names."""
 
-import sys
 from collections.abc import Container, Iterable
 
 import torch
+
+from hvd_sparse.frames import frames
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -148,13 +149,7 @@ def _could_be(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
     return grad is not None and grad.is_sparse and grad.shape == gradient.shape
 
 
-def _parameter_of_caller(depth: int = 8):
+def _parameter_of_caller():
     """Return the local variable `p` of Horovod's `_allreduce_grad_async`; None if another function called."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "_allreduce_grad_async":
-            return frame.f_locals.get("p")
-        frame = frame.f_back
-    return None
+    callers = (frame for frame in frames(10) if frame.f_code.co_name == "_allreduce_grad_async")
+    return next((frame.f_locals.get("p") for frame in callers), None)
