@@ -139,9 +139,9 @@ class Selecting {
     const bool fits = rule_.Fits(static_cast<int64_t>(reaching.size()));
     result->threshold = params_.threshold;
     if (fits) {
-      Name(reaching, result);
+      Take(reaching, result);
     } else if (size_ > 0) {
-      HVD_SPARSE_RETURN_IF_ERROR(NameLargest(gathered.entries(), rule_.wanted(), lowest == 1, result));
+      HVD_SPARSE_RETURN_IF_ERROR(TakeLargest(gathered.entries(), rule_.wanted(), lowest == 1, result));
     }
     Sketch(fits, result);
     return Status::Ok();
@@ -150,20 +150,20 @@ class Selecting {
  private:
   using Entries = std::vector<Candidates<float>::Entry>;
 
-  void Name(const Entries& entries, Partitioned* result) const {
+  void Take(const Entries& entries, Partitioned* result) const {
     for (const auto& entry : entries) result->indices.push_back(params_.begin + entry.index);
   }
 
   // Selects the `wanted` largest elements. complete: whether `entries` has the largest of all nonzero elements. If
   // wanted is 0, the threshold is the largest magnitude.
-  Status NameLargest(const Entries& entries, int64_t wanted, bool complete, Partitioned* result) const {
+  Status TakeLargest(const Entries& entries, int64_t wanted, bool complete, Partitioned* result) const {
     const int64_t m = std::max<int64_t>(1, wanted);
     if (complete || static_cast<int64_t>(entries.size()) >= m) {
       const Entries largest = Largest(entries, static_cast<size_t>(m), params_.seed);
       uint32_t smallest = largest.empty() ? 0 : kInfinityBits<float>;
       for (const auto& entry : largest) smallest = std::min(smallest, entry.magnitude);
       result->threshold = MagnitudeFromBits(float{}, smallest);
-      if (wanted > 0) Name(largest, result);
+      if (wanted > 0) Take(largest, result);
       return Status::Ok();
     }
     std::vector<float> copy;

@@ -34,13 +34,13 @@ def listen(compression):
     selection, named = getattr(compression._step.codec, "selection", None), []
     if selection is None:  # all selected elements were sent
         return lambda: round(compression.stats()["step"]["density"] * N)
-    original = selection.indices
+    original = selection.select_indices
 
     def indices(*arguments):
         named.append(original(*arguments))
         return named[-1]
 
-    selection.indices = indices
+    selection.select_indices = indices
     return lambda: len(named[-1])
 
 

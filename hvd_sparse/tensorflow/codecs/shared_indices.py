@@ -30,7 +30,7 @@ class IndexBucket(Bucket):
 
 
 class SharedIndices(Codec):
-    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at the union."""
+    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at all of them."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -51,7 +51,7 @@ class SharedIndices(Codec):
     def decode(self, bucket: IndexBucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
         entries, n = bucket.entries, sum(entry.feedback.size for entry in bucket.entries)
-        indices = bucket.indices if gathered is None else self._union(gathered, n)
+        indices = bucket.indices if gathered is None else self._shared_indices(gathered, n)
         values = tf.concat([entry.feedback.residual.sparse_read(own) for entry, own in self._cut(entries, indices)], 0)
         count = tf.size(indices, tf.int64)
         now.counted.add(sent=count if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(count), count))
@@ -123,7 +123,7 @@ class SharedIndices(Codec):
         total, sent = (tf.scatter_nd(back, part, tf.shape(values, tf.int64)) for part in (total, sent))
         return total, sent, tf.reshape(sketches, [-1])
 
-    def _union(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
+    def _shared_indices(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
         """Return the indices that all ranks selected, ascending."""
         coding, ranks = self.algorithm.coding, self.exchange.size()
         offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])

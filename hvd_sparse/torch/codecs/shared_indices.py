@@ -29,7 +29,7 @@ from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
 
 
 class SharedIndices(Codec):
-    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at the union."""
+    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at all of them."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -68,10 +68,10 @@ class SharedIndices(Codec):
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         whole = self._whole_of(bucket)
         self._hold([name for name, entry in entries.items() if entry.frozen])
-        if not self.selection.is_named:
+        if not self.selection.sends_indices:
             self.accumulate(in_training(entries))
             return
-        indices = self.selection.indices(whole.residual, bucket, in_training(entries))
+        indices = self.selection.select_indices(whole.residual, bucket, in_training(entries))
         n, k, coding = bucket.payloads[0].n, max(1, len(indices)), self.algorithm.coding
         bucket.message = indices.new_empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, indices.new_zeros(len(indices), dtype=torch.float32), n, k, bucket.message, coding, "none")
@@ -80,9 +80,9 @@ class SharedIndices(Codec):
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
         whole, payload = self._whole_of(bucket), bucket.payloads[0]
         if gathered is None:
-            indices = self.selection.indices(whole.residual, bucket, {})
+            indices = self.selection.select_indices(whole.residual, bucket, {})
         else:
-            indices = self._union(gathered, payload.n)
+            indices = self._shared_indices(gathered, payload.n)
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         sketches = self.selection.sketches(bucket.name)
@@ -147,7 +147,7 @@ class SharedIndices(Codec):
         ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
         return indices, total[: len(indices)], values - sent
 
-    def _union(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
+    def _shared_indices(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
         """Return the indices that all ranks selected, ascending."""
         coding = self.algorithm.coding
         located = ops.locate_payloads(gathered, [n], self.now.world_size, coding, "none")
@@ -189,14 +189,14 @@ class SharedIndices(Codec):
 class Selection(abc.ABC):
     """The rule by which a rank selects indices."""
 
-    is_named = True  # whether indices must be sent to the other ranks
+    sends_indices = True  # whether indices must be sent to the other ranks
     thresholds: Mapping[str, ScaledThreshold | PredictedThreshold] = {}
 
     def __init__(self, codec: SharedIndices):
         self._codec = codec
 
     @abc.abstractmethod
-    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Accumulate the entries; return ascending indices into the whole model's residual."""
 
     def sketches(self, name: str) -> torch.Tensor | None:
@@ -214,7 +214,7 @@ class Leader(Selection):
         super().__init__(codec)
         self._hint = ThresholdHint()
 
-    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return the indices of the k largest elements, or none."""
         now, k = self._codec.now, bucket.payloads[0].k
         self._codec.accumulate(entries)
@@ -235,7 +235,7 @@ class Partition(Selection):
         self.thresholds = {"model": PredictedThreshold() if self._predicts else ScaledThreshold()}
         self._sketches: dict[str, torch.Tensor] = {}  # by bucket
 
-    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return the indices selected in the partition, in one pass over the gradients."""
         if not entries:  # all are frozen
             self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS, dtype=torch.float32)
@@ -282,9 +282,9 @@ class Partition(Selection):
 class Random(Selection):
     """Random-k: every rank draws the same indices from the seed and the step, so that they need not be sent."""
 
-    is_named = False
+    sends_indices = False
 
-    def indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
         """Return the indices that all ranks draw. The codec has accumulated the entries."""
         drawn = stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed)
         return torch.from_numpy(drawn).to(residual.device)
