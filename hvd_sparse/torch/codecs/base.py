@@ -44,7 +44,7 @@ class Entry:
 class Round:
     """The data of the current step that a codec needs."""
 
-    step: int  # counted from 0
+    number: int  # of the step, from 0
     density: float
     seed: int
     units: Units

@@ -57,7 +57,7 @@ class OwnedRegions(FixedCount):
 
     def region_numbers(self) -> list[float]:
         """Return the numbers by which the ranks check that they have the same regions."""
-        return region_numbers(self.regions, self.now.step) if self._scatters else []
+        return region_numbers(self.regions, self.now.number) if self._scatters else []
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
         """Return the buckets of these tensors, with their regions."""

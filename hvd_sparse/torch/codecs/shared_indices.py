@@ -218,7 +218,7 @@ class Leader(Selection):
         """Return the indices of the k largest elements, or none."""
         now, k = self._codec.now, bucket.payloads[0].k
         self._codec.accumulate(entries)
-        if now.step % now.world_size != now.rank:
+        if now.number % now.world_size != now.rank:
             return residual.new_empty(0, dtype=torch.int64)
         indices, _, info = ops.select_top_k(residual, k, now.seed, self._hint.value(k))
         threshold, passed = info.tolist()
@@ -241,7 +241,7 @@ class Partition(Selection):
             self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS, dtype=torch.float32)
             return residual.new_empty(0, dtype=torch.int64)
         now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
-        begin, end = partition(now.step, now.rank, now.world_size, len(residual))
+        begin, end = partition(now.number, now.rank, now.world_size, len(residual))
         threshold, share = self.thresholds["model"].plan(k, now.world_size)
         starts = dict(zip(bucket.members, itertools.accumulate(sizes, initial=0), strict=False))
         indices, sketch, _, finite = ops.accumulate_partition(

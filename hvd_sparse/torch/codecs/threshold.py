@@ -113,7 +113,7 @@ class Threshold(BucketCodec):
         """Return the arguments of a fit of thresholds; empty for methods without one."""
         if not isinstance(self.algorithm, SIDCo):
             return {}
-        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + self.now.step}
+        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + self.now.number}
 
     def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
         """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
@@ -159,7 +159,7 @@ class Threshold(BucketCodec):
 
     def _plan_of(self, name: str) -> Plan:
         payload = self._payload(name)
-        return self._thresholds[name].plan(self.now.step, payload.k, payload.n)
+        return self._thresholds[name].plan(self.now.number, payload.k, payload.n)
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
         sizes = [self.parameters[name].numel() for name in names]
