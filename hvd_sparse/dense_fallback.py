@@ -51,7 +51,7 @@ class DenseFallback:
         self._settled = algorithm.schedule.settled
         self._decided = (1.0, False)  # the last density, and whether payloads cost more
         self._chosen: dict[int, bool] = {}  # by step, for the last two: was it sent dense?
-        self.forget()
+        self.reset()
 
     def density(self, density: float) -> float:
         """Return 1.0 if payloads of all tensors at this density cost more bytes than dense; else the density."""
@@ -78,7 +78,7 @@ class DenseFallback:
         if is_dense is not None and seconds > 0.0:
             self._trials.note(is_dense, seconds)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Restart the timing of both ways."""
         self._trials, self._chosen = Trials(), {}
         self._tried_density = self.algorithm.schedule.planned  # where the trials began: all ranks begin alike

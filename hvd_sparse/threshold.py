@@ -74,7 +74,7 @@ class ConstantThreshold:
     def __init__(self, value: float):
         self._plan = Plan(value)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Do nothing: there is no state."""
 
     def numbers(self) -> list[float]:
@@ -119,9 +119,9 @@ class KeptThreshold:
         self._turns = Turns(algorithm, count)
         self._position = position
         self._band = algorithm.band
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the state, so that the next step computes a new threshold."""
         self.restore([0.0, 0.0])
 
@@ -186,9 +186,9 @@ class FittedThreshold:
 
     def __init__(self, algorithm: SIDCo):
         self._algorithm = algorithm
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the state: start with the number of stages in the settings."""
         self.restore([0.0] * 6)
 
@@ -234,9 +234,9 @@ class PredictedThreshold:
     NUMBERS = 6
 
     def __init__(self):
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the state."""
         self.restore([0.0] * self.NUMBERS)
 
@@ -297,9 +297,9 @@ class ScaledThreshold:
     """MiCRO's published rule: starts at 1 / (2 sqrt(k)), and scales with the number sent (section IV-C)."""
 
     def __init__(self):
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the state."""
         self.restore([0.0, 0.0])
 

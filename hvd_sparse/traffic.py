@@ -17,9 +17,9 @@ class Traffic:
     """
 
     def __init__(self):
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Count from zero."""
         self.steps = 0
         self._step = defaultdict(float)

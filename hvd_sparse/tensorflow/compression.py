@@ -251,14 +251,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
         self._change(self._own_place(), session)
-        self._parts.step.restart()
+        self._parts.step.reset()
 
     def reset(self, session=None) -> None:
         """Clear residuals and step number, on every rank. Keep the loss scale."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
         self._change([*((variable, tf.zeros_like) for variable in own), *self._own_place()], session)
         if self.feedback:
-            self._parts.step.restart()
+            self._parts.step.reset()
 
     def _buffers(self) -> list[tf.Variable]:
         return [buffer for feedback in self.feedback.values() for buffer in feedback.buffers.values()]

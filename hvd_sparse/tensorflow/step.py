@@ -81,11 +81,11 @@ class Step:
             self._fallback, self._timings = DenseFallback(algorithm, tensors, size), 0
         return self._fallback
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Reset the timings of the dense fallback."""
         self._began, self._timings = 0.0, 0
         if self._fallback is not None:
-            self._fallback.forget()
+            self._fallback.reset()
 
     def explain(self, steps: int) -> dict:
         """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
@@ -206,7 +206,7 @@ class Step:
         def forget(differ) -> np.int64:
             """Reset the timings, if those of the ranks differ."""
             if differ:
-                self.restart()
+                self.reset()
             return np.int64(0)
 
         timings = tf.numpy_function(lambda: np.int64(self._timings), [], tf.int64)

@@ -157,8 +157,8 @@ class Compressor(abc.ABC):
                 for buffer in feedback.buffers.values():
                     buffer.zero_()
             self._number = 0
-            self._traffic.restart()
-            self._step.forget()
+            self._traffic.reset()
+            self._step.forget_tensors()
             self._check.forget()
 
     def _agree(self) -> None:
@@ -172,7 +172,7 @@ class Compressor(abc.ABC):
         self._start_all_checks()
         if self._check.has_agreed:
             self._drop()
-            self._step.forget()
+            self._step.forget_tensors()
         furthest = self._check.finish(self._description())
         if self._exchange.collectives.is_elastic():
             self._number = max(self._number, furthest)
@@ -202,7 +202,7 @@ class Compressor(abc.ABC):
         self._drop()
         units = self._units()
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
-        self._parameters.restart()
+        self._parameters.begin_step()
         self._step.begin(self._number, units)
         self._under_way, self._finished = True, False
 

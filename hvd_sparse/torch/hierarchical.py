@@ -151,16 +151,16 @@ class HierarchicalStep:
             if name in now and bool(part.any()):
                 now[name].buffer(kind).copy_(part)
 
-    def forget(self) -> None:
+    def forget_tensors(self) -> None:
         """Make the next step expect no tensors; keep the error feedback."""
         self.expected = ()
         if self.inner is not None:
-            self.inner.forget()
+            self.inner.forget_tensors()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Reset the thresholds, which persist across steps."""
         if self.inner is not None:
-            self.inner.restart()
+            self.inner.reset()
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""

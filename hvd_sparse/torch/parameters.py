@@ -62,7 +62,7 @@ class Parameters:
                 "now. Build the compression after model.to(device)"
             )
 
-    def restart(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step. `find` guesses that gradients arrive in the same order as in the previous step."""
         self._last = None
 

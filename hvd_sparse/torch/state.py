@@ -51,7 +51,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     for name, part in step.state_parts(state["summed"]).items():
         if part.feedback is not None:
             _fill(part, state["memory"][name], state["summed"])
-    step.restart()
+    step.reset()
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())
     sizes = {name: part.n for name, part in step.state_parts(summed=False).items()}

@@ -92,20 +92,20 @@ class Step:
             for name, one in sorted(self.feedback.items())
         }
 
-    def forget(self) -> None:
+    def forget_tensors(self) -> None:
         """Make the next step expect no tensors, as the first one does; keep the error feedback."""
         self.expected, self._frozen_before = (), frozenset()
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Reset what persists across steps: thresholds, timings of the dense fallback, the record of damage."""
         self._began, self._plan_key = 0.0, None
         if is_asynchronous(self.device):
             ops.take_decode_status(torch.empty(0, device=self.device))
         if self._fallback is not None:
-            self._fallback.forget()
+            self._fallback.reset()
         for threshold in self.codec.thresholds.values():
-            threshold.forget()
+            threshold.reset()
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""
@@ -154,7 +154,7 @@ class Step:
                 bucket.is_small = bucket.most_bytes is None and bucket.regions is None and sent <= SMALL_BYTES
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
-            bucket.restart()
+            bucket.begin_step()
         self._ask_who_is_there()
 
     def _ask_who_is_there(self) -> None:
@@ -216,7 +216,7 @@ class Step:
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._frozen_everywhere)
         self._frozen_before, self.entries, self._bucket_of = self._frozen_everywhere, {}, {}
         for bucket in self._plan:
-            bucket.restart()
+            bucket.begin_step()
 
     def overflowed(self) -> bool:
         """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for the votes.
@@ -295,7 +295,7 @@ class Step:
         sparse = [entry.name for entry in entries if entry.name not in self._dense]
         self._late = self.codec.plan(sparse, "late")
         for bucket in self._late:
-            bucket.restart()
+            bucket.begin_step()
             self._bucket_of.update(dict.fromkeys(bucket.members, bucket))
         self._start_all(entries, self._late, "late.")
 

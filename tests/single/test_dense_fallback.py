@@ -134,7 +134,7 @@ def test_measured_steps_are_compared_while_the_density_changes_in_every_step():
             fallback.note(step - 1, 0.01 if ways[step - 2] else 1.0)
         ways.append(fallback.choose(step, Decaying().density(step)) >= 1.0)
     assert ways.count(True) > 1800
-    fallback.forget()
+    fallback.reset()
     fresh = rule(2, tensors={"w": Tensor((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
     for step in range(2000, 2500):  # a rank that joins now decides as one that restarts its timing
         density = Decaying().density(step)

@@ -94,7 +94,7 @@ class Bucket:
         """The total bytes of the payloads."""
         return sum(payload.size for payload in self.payloads)
 
-    def restart(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         self.missing, self.is_started, self.sums, self.pending = set(self.members), False, {}, None
 
