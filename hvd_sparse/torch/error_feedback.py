@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, SparsificationAwareMomentum
+from hvd_sparse.half import rest_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
 from hvd_sparse.units import Units
 
+HALF = (torch.float16, torch.bfloat16)
 UNREAD = torch.empty(0, dtype=torch.float32)  # in place of a parameter without weight decay
 SMALLEST_NORMAL = 2.0**-126  # of float32
 
@@ -97,9 +99,16 @@ class ErrorFeedback:
         """Return the keyword arguments of `ops.accumulate` other than factor and weight decay."""
         return {}
 
-    def keep_excess(self, total: torch.Tensor, dtype: torch.dtype, part: float) -> torch.Tensor:
-        """Clamp a sum, float32[n], to the range of a 16-bit type; add the excess, times `part`, to the residual."""
-        most = torch.finfo(dtype).max
+    def keep_excess(
+        self, total: torch.Tensor, dtype: torch.dtype, rank: int, units: Units, reduction: float
+    ) -> torch.Tensor:
+        """Clamp and round a sum, float32[n], to a 16-bit type, and add this rank's part of the rest to the residual.
+
+        Other types are returned as they are. rank, units: of the ranks that share the rest; reduction: of the sum.
+        """
+        if dtype not in HALF:
+            return total
+        most, part = torch.finfo(dtype).max, rest_of(rank, units.world_size) / units.outgoing(reduction)
         total = total.view(-1)
         held = total.clamp(-most, most).to(dtype)
         excess = (total - held).mul_(part)

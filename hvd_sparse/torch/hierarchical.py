@@ -14,7 +14,6 @@ from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
-from hvd_sparse.half import rest_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Entry, place_of
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
@@ -29,7 +28,6 @@ from hvd_sparse.torch.vote import RanksDiffer, counted, step_and_scale
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
-HALF = (torch.float16, torch.bfloat16)
 HOST_BYTES = 1 << 22  # of one message of dense gradients within a host; larger tensors are sent alone, without a copy
 
 
@@ -390,9 +388,5 @@ class HierarchicalStep:
             with self.traffic.timed("exchange"):
                 reduced = pending.wait().mul_(scale)
         total = self.inner.result(entry, reduced, scale).view(-1)
-        dtype = self.parameters[name].dtype
-        if dtype in HALF:
-            hosts, column = len(self.hierarchy.hosts), self.inner.exchange.rank()
-            part = rest_of(column, hosts) / self.inner.units.outgoing(scale)
-            total = self.inner.feedback[name].keep_excess(total, dtype, part).float()
-        return total.float()
+        dtype, inner = self.parameters[name].dtype, self.inner
+        return inner.feedback[name].keep_excess(total, dtype, inner.rank, inner.units, scale).float()

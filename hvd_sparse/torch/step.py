@@ -16,7 +16,6 @@ import torch
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
-from hvd_sparse.half import rest_of
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
@@ -265,11 +264,8 @@ class Step:
                 f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
                 f"{bucket.scale}: reduce all gradients of an optimizer alike"
             )
-        total = bucket.sums[entry.name]
-        if entry.gradient.dtype in (torch.float16, torch.bfloat16):
-            part = rest_of(self.rank, self.units.world_size) / self.units.outgoing(scale)
-            return self.feedback[entry.name].keep_excess(total, entry.gradient.dtype, part)
-        return total
+        total, dtype = bucket.sums[entry.name], entry.gradient.dtype
+        return self.feedback[entry.name].keep_excess(total, dtype, self.rank, self.units, scale)
 
     def _decode(self, bucket: Bucket, members: dict[str, Entry], scale: float) -> None:
         with self.traffic.timed("exchange"):
