@@ -47,6 +47,10 @@ class Members:
         """Return this process's rank within the process set."""
         return self.process_set.rank()
 
+    def everywhere(self, name: str, own) -> list:
+        """All-gather a Python object over all ranks. Return the objects in the order of ranks."""
+        return self._hvd.allgather_object(own, name=f"hvd_sparse.{name}")
+
     def check_everyone(self) -> None:
         """Raise ValueError unless these are all ranks, for as long as the job runs."""
         if is_elastic():

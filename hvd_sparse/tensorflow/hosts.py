@@ -61,7 +61,7 @@ class Hosts:
         exchange.check_everyone()
         if not hvd.is_initialized():
             raise ValueError('exchange="hierarchical" needs to know the hosts: call hvd.init() first')
-        hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), _everywhere))
+        hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), exchange.everywhere))
         if len(set(map(len, hierarchy.hosts))) > 1:
             sizes = list(map(len, hierarchy.hosts))
             raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
@@ -166,8 +166,3 @@ def make_hosts(
     """Return the hosts for a hierarchical exchange; None for other exchanges, and if all steps are dense."""
     adds = algorithm.is_hierarchical and not is_always_dense(algorithm.schedule)
     return Hosts(algorithm, variables, decays, exchange) if adds else None
-
-
-def _everywhere(name: str, own: str) -> list[str]:
-    """Return the strings of all ranks."""
-    return hvd.allgather_object(own, name=f"hvd_sparse.{name}")

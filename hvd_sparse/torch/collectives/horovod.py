@@ -4,7 +4,7 @@ The names contain the compressor's ordinal and a fixed bucket number. They never
 step, because hooks run in a different order on every rank.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -97,10 +97,6 @@ class HorovodCollectives(Members, Collectives):
     def why_not_cuda(self) -> str:
         """Return why CUDA tensors cannot be exchanged; an empty string if they can."""
         return "" if hvd.cuda_built() else WITHOUT_CUDA
-
-    def everywhere(self, name: str, own: Hashable) -> list[Any]:
-        """All-gather a Python object over all ranks. Return the objects in the order of ranks."""
-        return hvd.allgather_object(own, name=f"hvd_sparse.{name}")
 
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
         """Return {ranks: their collectives} for each host and column; create missing process sets."""
