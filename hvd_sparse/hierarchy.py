@@ -51,6 +51,12 @@ class Hierarchy(NamedTuple):
         return np.arange(self.shards + 1, dtype=np.int64) * rows // self.shards * unit
 
 
+def shard_shape(begin: int, end: int, row: int) -> list[int]:
+    """Return the shape of elements [begin, end) of a tensor: a matrix if they are whole rows of `row` elements."""
+    size = end - begin
+    return [size // row, row] if row > 1 and begin % row == 0 == size % row else [size]
+
+
 def by_name(names: Sequence[Hashable]) -> Hierarchy:
     """Return the hosts, given the host name of each rank."""
     hosts: dict[Hashable, list[int]] = {}

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.half import HALF
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy
+from hvd_sparse.hierarchy import between_hosts, find_hierarchy, shard_shape
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, hold, once
@@ -30,8 +30,7 @@ class Shard:
 
     def __init__(self, whole: tf.Variable, begin: int, end: int, row: int):
         self.whole, self._begin, self._end = whole, begin, end
-        size = end - begin
-        self.shape = tf.TensorShape([size // row, row] if row > 1 and begin % row == 0 == size % row else [size])
+        self.shape = tf.TensorShape(shard_shape(begin, end, row))
 
     def read_value(self) -> tf.Tensor:
         """Return the elements."""

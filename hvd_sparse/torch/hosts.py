@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hvd_sparse.hierarchy import shard_shape
 from hvd_sparse.pieces import WORD_BYTES
 from hvd_sparse.torch.exchange import Exchange, Pending
 
@@ -91,8 +92,7 @@ class Shard:
 
     def __init__(self, parameter: torch.Tensor, begin: int, end: int, row: int):
         self._parameter, self._part = parameter, slice(begin, end)
-        size = end - begin
-        self.shape = torch.Size([size // row, row] if row > 1 and begin % row == 0 and size % row == 0 else [size])
+        self.shape = torch.Size(shard_shape(begin, end, row))
 
     @property
     def requires_grad(self) -> bool:
