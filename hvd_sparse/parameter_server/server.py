@@ -7,7 +7,7 @@ over MPI, in a thread, and in a simulation.
 import collections
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -325,10 +325,15 @@ def differing(theirs: list[str], ours: list[str]) -> str:
 
 
 def departures(servers: Iterable[Server]) -> dict[int, str]:
-    """Return the workers that left the servers of a rank, and the first reason that one of these has."""
+    """Return the workers that left the servers of a rank, and why."""
+    return first_reasons(dict(server.departures) for server in servers)  # copies: threads may still change them
+
+
+def first_reasons(departures: Iterable[Mapping[int, str]]) -> dict[int, str]:
+    """Return the workers that left any of several servers, and the first reason that one of these has."""
     found: dict[int, str] = {}
-    for server in servers:
-        for worker, why in dict(server.departures).items():  # a copy: the server's thread may still change it
+    for own in departures:
+        for worker, why in own.items():
             found[worker] = found.get(worker) or why
     return found
 

@@ -1,17 +1,13 @@
 """The statistics of an asynchronous run, as a session returns them."""
 
+from hvd_sparse.parameter_server.server import first_reasons
 from hvd_sparse.parameter_server.worker import Worker
 
 
 def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) -> dict:
     """Combine a worker's traffic with the statistics of all servers."""
-    traffic, staleness = worker.traffic, {}
-    for server in servers[:1]:  # all servers receive the same pushes
-        staleness = {int(stale): count for stale, count in server["staleness"].items()}
-    departures: dict[int, str] = {}
-    for server in servers:
-        for rank, why in server["departures"].items():
-            departures[int(rank)] = departures.get(int(rank)) or why
+    traffic, first = worker.traffic, servers[0]  # all servers receive the same pushes
+    departures = first_reasons({int(rank): why for rank, why in one["departures"].items()} for one in servers)
     dense = traffic.pushes * worker.dense_bytes
     longest = max(server["seconds"] for server in servers)
     return {
@@ -27,9 +23,9 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
         "seconds": seconds,
         "seconds_waiting": waited,
         "all": {
-            "pushes": servers[0]["pushes"],
-            "updates_per_second": servers[0]["pushes"] / longest,
-            "staleness": staleness,
+            "pushes": first["pushes"],
+            "updates_per_second": first["pushes"] / longest,
+            "staleness": {int(stale): count for stale, count in first["staleness"].items()},
             "server_bytes": sum(server["memory_bytes"] for server in servers),
             "bytes_in": sum(server["bytes_in"] for server in servers),
             "bytes_out": sum(server["bytes_out"] for server in servers),
