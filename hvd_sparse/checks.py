@@ -3,6 +3,9 @@
 import math
 import numbers
 import operator
+from collections.abc import Sequence
+
+MOST_SHOWN = 3  # entries of a list in an error message
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -50,3 +53,9 @@ def checked_integer(name: str, value: int, least: int | None = None, most: int |
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name} must be {expected}, got {number}")
     return number
+
+
+def some(texts: Sequence[str]) -> str:
+    """Return the first texts for an error message, and how many more there are."""
+    more = f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
+    return ", ".join(texts[:MOST_SHOWN]) + more if texts else "nothing"

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from hvd_sparse.checks import some
+
 AGREE_SECONDS = 600  # how long a rank waits for the others in a check
 DIGEST_BYTES = 32
 
@@ -15,11 +17,13 @@ def digest(lines: Iterable[str]) -> bytes:
 def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
     """Say how the ranks' descriptions, a list of lines a rank, differ from that of rank 0."""
     reasons = []
+    first = set(descriptions[0])
     for rank, lines in enumerate(descriptions):
-        only_first = [line for line in descriptions[0] if line not in lines]
-        only_here = [line for line in lines if line not in descriptions[0]]
+        here = set(lines)
+        only_first = [f"'{line}'" for line in descriptions[0] if line not in here]
+        only_here = [f"'{line}'" for line in lines if line not in first]
         if only_first or only_here:
-            reasons.append(f"rank {rank} has {_some(only_here)} where rank 0 has {_some(only_first)}")
+            reasons.append(f"rank {rank} has {some(only_here)} where rank 0 has {some(only_first)}")
     if not reasons:
         reasons.append("the same lines stand in another order")
     return (
@@ -35,10 +39,3 @@ def check_failed(seconds: float) -> str:
         f"state, within {seconds:.0f} s. Every rank must build its compressions in the same order, and call reset() or "
         "load_state_dict() like the others"
     )
-
-
-def _some(lines: list[str], most: int = 3) -> str:
-    if not lines:
-        return "nothing"
-    shown = ", ".join(f"'{line}'" for line in lines[:most])
-    return shown + (f" and {len(lines) - most} more" if len(lines) > most else "")

@@ -18,13 +18,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.checks import some
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.distributed import DistributedCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.units import Units
-
-MOST_NAMES = 3  # parameter names listed in an error message
 
 
 class Arrived(NamedTuple):
@@ -131,7 +130,7 @@ class DDPCompressor(Compressor):
         unknown = [name for identity, name in theirs.items() if identity not in self._names]
         if unknown:
             raise ValueError(
-                f"the model trains parameters that this compression was not built with: {_some(unknown)}. Build it "
+                f"the model trains parameters that this compression was not built with: {some(unknown)}. Build it "
                 "from the model's own named_parameters()"
             )
         self._trained = len(theirs)
@@ -139,7 +138,7 @@ class DDPCompressor(Compressor):
         foreign = [name for identity, name in own.items() if identity not in theirs]
         if foreign:
             raise ValueError(
-                f"this compression was built with parameters that the model does not train: {_some(foreign)}. Build "
+                f"this compression was built with parameters that the model does not train: {some(foreign)}. Build "
                 "it from the model's own named_parameters()"
             )
 
@@ -323,8 +322,3 @@ def _fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
             return False
         at += part.nbytes
     return at == buffer.data_ptr() + buffer.nbytes
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
