@@ -205,6 +205,10 @@ class Algorithm(abc.ABC):
         """Return {name: weight decay} of (name, parameter) pairs; 0.0 if the optimizer applies it."""
         return {name: 0.0 for name, _ in parameters}
 
+    def fit(self, step) -> dict[str, Any]:
+        """Return the arguments of the native functions that fit thresholds, in a step; empty without a fit."""
+        return {}
+
     def describe(self) -> list[str]:
         """Return one line per setting, and the version, for the configuration check across ranks."""
         start = [f"hvd_sparse = {__version__}", f"method = {self.name}"]

@@ -153,6 +153,10 @@ class SIDCo(AtDensity):
         object.__setattr__(self, "stages", checked_integer("stages", self.stages, 1))
         check_choice("distribution", self.distribution, DISTRIBUTIONS)
 
+    def fit(self, step) -> dict[str, Any]:
+        """Return the first stage's distribution, and the seed of the sample."""
+        return {"distribution": self.distribution, "seed": self.seed + step}
+
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(Algorithm):

@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Bucket, BucketCodec, Entry, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
@@ -46,7 +45,7 @@ class Threshold(BucketCodec):
             is_active=now.is_active,
             level=self.algorithm.level,
             **plan,
-            **self._fit(now),
+            **self.algorithm.fit(now.number),
             **self._form(entries),
             **feedback[0].rule(),
         )
@@ -55,12 +54,6 @@ class Threshold(BucketCodec):
         now.counted.add(sent=tf.reduce_sum(found))
         most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in entries)
         return Bucket(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
-
-    def _fit(self, now: Round) -> dict:
-        """Return the arguments of a fit of thresholds; empty for methods without one."""
-        if not isinstance(self.algorithm, SIDCo):
-            return {}
-        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + now.number}
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the payloads, whose headers have their sizes, and clear the sent entries."""

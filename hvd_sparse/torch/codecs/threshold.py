@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_sparse.algorithms import SIDCo
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
@@ -96,24 +95,16 @@ class Threshold(BucketCodec):
             weight_decay=decays(feedback, units),
             thresholds=[plan.threshold for plan in plans],
             ks=[plan.k for plan in plans],
-            is_active=True,
             level=self.algorithm.level,
             channels=self._channels(entries),
             stages=[plan.stages for plan in plans],
-            **self._fit,
+            **self.algorithm.fit(self.now.number),
             **self._form(),
             **feedback[0].rule(),
         )
         self.finite.append(finite)
         thresholds, counts, offsets = info.t().tolist()
         return Filtered(payloads, thresholds, list(map(int, counts)), list(map(int, offsets)))
-
-    @property
-    def _fit(self) -> dict:
-        """Return the arguments of a fit of thresholds; empty for methods without one."""
-        if not isinstance(self.algorithm, SIDCo):
-            return {}
-        return {"distribution": self.algorithm.distribution, "seed": self.algorithm.seed + self.now.number}
 
     def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
         """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
@@ -141,11 +132,11 @@ class Threshold(BucketCodec):
 
         A fit that should not be used becomes a selection of exactly the k largest elements.
         """
-        plans = [self._plan_of(name) for name in names]
-        if not self._fit:
+        plans, fit = [self._plan_of(name) for name in names], self.algorithm.fit(self.now.number)
+        if not fit:
             return plans
         ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
-        fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **self._fit)
+        fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **fit)
         return [Plan(0.0, -k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
