@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hvd_sparse.algorithms import Algorithm, Scoped
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.algorithms.base import AtDensity
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
@@ -134,7 +134,7 @@ class DenseFallback:
     def _payload_bytes(self, names: Sequence[str], density: float) -> int:
         """Return N / (N - 1) times the bytes that a rank receives for these tensors."""
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
-        if isinstance(algorithm, Scoped) and algorithm.scatters(self.world_size, self._numels):
+        if algorithm.scatters(self.world_size, self._numels):
             selections = [tensors] if algorithm.selection == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)

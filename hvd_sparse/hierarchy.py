@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_sparse.algorithms import Algorithm, Scoped
+from hvd_sparse.algorithms import Algorithm
 
 
 class Hierarchy(NamedTuple):
@@ -98,7 +98,7 @@ def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> A
     """
     names = {field.name for field in dataclasses.fields(algorithm)}
     settings: dict = {"min_numel": 0, "exchange": "gather", "ranks_per_host": None}
-    if isinstance(algorithm, Scoped):
+    if "between_hosts" in names:
         settings |= {"exchange": algorithm.between_hosts, "between_hosts": "auto"}
     if "clip_norm" in names:
         decays = {name: decay for name, decay in weight_decays.items() if decay}

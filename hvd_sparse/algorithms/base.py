@@ -196,6 +196,10 @@ class Algorithm(abc.ABC):
         """Whether hosts add their ranks' gradients before they compress."""
         return False
 
+    def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
+        """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather."""
+        return False
+
     @property
     def replaces_optimizer(self) -> bool:
         """Return whether it applies a momentum, weight decay or clip_norm, which the optimizer then must not."""
