@@ -33,11 +33,11 @@ def check_state(
     sizes: Mapping[str, int],
     kinds: Mapping[str, tuple[str, ...]],
     thresholds: Mapping[str, int],
-    place: Mapping[str, int | None],
+    identity: Mapping[str, int | None],
 ) -> None:
     """Raise ValueError unless a state fits parameters of these sizes and buffers, and unless summed, this rank.
 
-    thresholds: the count of numbers of each threshold. place: this process's "ranks", "rank" and "shard".
+    thresholds: the count of numbers of each threshold. identity: this process's "ranks", "rank" and "shard".
     """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ValueError(f"this is no state of version {VERSION} from state_dict()")
@@ -68,15 +68,15 @@ def check_state(
             raise ValueError(f"{name}: the state's threshold must be finite, got {numbers.tolist()}")
     if state["summed"]:
         return
-    if state["ranks"] != place["ranks"]:
+    if state["ranks"] != identity["ranks"]:
         raise ValueError(
-            f"the state is that of one of {state['ranks']} ranks, and there are {place['ranks']} now: save "
+            f"the state is that of one of {state['ranks']} ranks, and there are {identity['ranks']} now: save "
             "state_dict(summed=True) instead, and every rank takes its share of it"
         )
     for key in ("rank", "shard"):
-        if state.get(key, place[key]) != place[key]:
+        if state.get(key, identity[key]) != identity[key]:
             raise ValueError(
-                f"the state is that of {key} {state[key]}, and this is {key} {place[key]}: every rank loads what it "
+                f"the state is that of {key} {state[key]}, and this is {key} {identity[key]}: every rank loads what it "
                 "saved itself, or all ranks load one state_dict(summed=True)"
             )
 

@@ -189,8 +189,8 @@ class Server:
             del arrays["parameters"]
         elif message.text != "state":
             raise DamagedMessage(f"there is no answer to {message.text!r}")
-        place = (message.worker, message.incarnation, message.sequence, self.clock, message.k)
-        return Message(Kind.STATE, *place, body=protocol.encode_state(description, arrays))
+        fields = (message.worker, message.incarnation, message.sequence, self.clock, message.k)
+        return Message(Kind.STATE, *fields, body=protocol.encode_state(description, arrays))
 
     def _push(self, message: Message, record: Record) -> Message | np.ndarray | None:
         if message.sequence == record.sequence and message.sequence > 0:
@@ -223,11 +223,11 @@ class Server:
 
     def _reply(self, message: Message) -> np.ndarray:
         k, encoded = self._tracker.answer(message.worker, message.clock)
-        place = (message.worker, message.incarnation, message.sequence, self.clock, k)
+        fields = (message.worker, message.incarnation, message.sequence, self.clock, k)
         body = encoded[protocol.HEADER_BYTES :]
         is_payload = 0 < k < self.numel
         check = native_changes.sealed_crc(body) if is_payload else None
-        return protocol.seal(encoded, Message(Kind.REPLY, *place, form=self._tracker.form), check)
+        return protocol.seal(encoded, Message(Kind.REPLY, *fields, form=self._tracker.form), check)
 
     def _average(self, message: Message) -> None:
         """Move the buffers towards a worker's by 1/N of the difference, for N current workers.
@@ -252,8 +252,8 @@ class Server:
         self.statistics.refused += 1
         incarnation, last = self._last.get(message.worker, (0, 0))
         applied = last if incarnation == message.incarnation else 0
-        place = (message.worker, message.incarnation, message.sequence, self.clock, applied)
-        return Message(Kind.REFUSED, *place, reason=reason, body=protocol.as_body(text))
+        fields = (message.worker, message.incarnation, message.sequence, self.clock, applied)
+        return Message(Kind.REFUSED, *fields, reason=reason, body=protocol.as_body(text))
 
     def _forget(self, worker: int, why: str) -> None:
         record = self._records.pop(worker)

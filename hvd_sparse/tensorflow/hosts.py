@@ -78,9 +78,9 @@ class Hosts:
         # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
         self.dense_algorithm = dataclasses.replace(algorithm, min_numel=least)
         self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts})
-        self.shards = {name: Shard(variables[name], *self.place(name), rows[name]) for name in self.cuts}
+        self.shards = {name: Shard(variables[name], *self.bounds(name), rows[name]) for name in self.cuts}
 
-    def place(self, name: str) -> tuple[int, int]:
+    def bounds(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's shard of a variable."""
         begin, end = self.cuts[name][self.shard_number : self.shard_number + 2].tolist()
         return begin, end
@@ -155,7 +155,7 @@ class Hosts:
         return tf.ensure_shape(result, [self._length(entry.name)])
 
     def _length(self, name: str) -> int:
-        begin, end = self.place(name)
+        begin, end = self.bounds(name)
         return end - begin
 
 

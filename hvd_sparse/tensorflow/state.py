@@ -52,7 +52,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
             if kind in saved:
                 value = on_host(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
-                value, place, count = value[slice(*hosts.place(name))], hosts.host_number, hosts.count
+                value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
             changes.append(buffer.assign(share_of(value, place, count) if summed else value.astype(np.float32)))
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
@@ -83,7 +83,7 @@ def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
     """Pad a buffer of this rank's shard with zeros to the size of the whole variable."""
     if hosts is None or name not in hosts.cuts:
         return shard
-    begin, end = hosts.place(name)
+    begin, end = hosts.bounds(name)
     return tf.pad(shard, [[begin, int(hosts.cuts[name][-1]) - end]])
 
 

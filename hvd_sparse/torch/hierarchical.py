@@ -15,7 +15,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy
-from hvd_sparse.torch.codecs.base import Entry, place_of
+from hvd_sparse.torch.codecs.base import Entry, sum_buffer
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
@@ -246,7 +246,7 @@ class HierarchicalStep:
         if entry.name in self.cuts:
             if self._sums is None:
                 self._sums = self._deliver(scale)
-            out = place_of(entry.gradient)
+            out = sum_buffer(entry.gradient)
             for shard, (part, at) in enumerate(self._sums[entry.name]):
                 begin, end = self.cuts[entry.name][shard : shard + 2].tolist()
                 part.put(out.view(-1)[begin:end], at)

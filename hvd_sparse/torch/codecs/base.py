@@ -258,7 +258,7 @@ def in_training(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return {name: entry for name, entry in entries.items() if not entry.frozen}
 
 
-def place_of(gradient: torch.Tensor) -> torch.Tensor:
+def sum_buffer(gradient: torch.Tensor) -> torch.Tensor:
     """Return the destination of the sum, n float32: the gradient's own memory if its type and layout allow it."""
     in_place = gradient.dtype == torch.float32 and gradient.is_contiguous()
     return gradient if in_place else gradient.new_empty(gradient.numel(), dtype=torch.float32)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Codec, Entry, cleared, in_training, place_of
+from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Codec, Entry, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import top_k_count
 
@@ -71,7 +71,7 @@ class FixedCount(BucketCodec):
         training = in_training(entries)
         if training:
             self.clear(bucket, training)
-        bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
+        bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
         ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())
 

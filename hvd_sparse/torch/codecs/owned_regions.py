@@ -14,7 +14,7 @@ from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.reduce_scatter import Entries, Form, Regions, known_bounds, region_numbers, selected_entries
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, place_of
+from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
 
@@ -90,7 +90,7 @@ class OwnedRegions(FixedCount):
         else:
             kept = bucket.kept if gathered is None else Entries(bucket.kept.indices, gathered.numpy())
             self._clear_all(bucket, kept, in_training(entries))
-        bucket.sums = {name: place_of(entry.gradient) for name, entry in entries.items()}
+        bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
         scaled = kept.values * np.float32(scale)
         for name, indices, values in self._parts(bucket, Entries(kept.indices, scaled)):
             if name in bucket.sums:

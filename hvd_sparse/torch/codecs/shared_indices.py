@@ -22,7 +22,7 @@ from hvd_sparse.threshold import (
     sketch_sample,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, in_training, place_of
+from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
@@ -97,11 +97,11 @@ class SharedIndices(Codec):
         """Return the sums of `entries`: `total` at these indices into the bucket, zeros elsewhere."""
         n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in entries]
         if k == 0:
-            return {name: place_of(entries[name].gradient).zero_() for name in names}
+            return {name: sum_buffer(entries[name].gradient).zero_() for name in names}
         order = indices.argsort() if self.algorithm.values in LOW_BITS else slice(None)
         packed = total.new_empty(payload_size(n, k), dtype=torch.uint8)
         ops.pack(indices[order], total[order], n, k, packed)
-        sums = {name: place_of(entries[name].gradient) for name in names}
+        sums = {name: sum_buffer(entries[name].gradient) for name in names}
         layout = BucketLayout(bucket.layout.sizes, [k], [], True)
         ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
         return sums

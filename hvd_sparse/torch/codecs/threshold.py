@@ -9,7 +9,7 @@ import torch
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
-from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Entry, cleared, in_training, place_of
+from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Entry, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
 
@@ -73,7 +73,7 @@ class Threshold(BucketCodec):
             self.clear(bucket, training)
         names = list(bucket.members)
         places = [place for place, name in enumerate(names) if name in entries]
-        bucket.sums = {names[place]: place_of(entries[names[place]].gradient) for place in places}
+        bucket.sums = {names[place]: sum_buffer(entries[names[place]].gradient) for place in places}
         self._sum(gathered, names, places, list(bucket.sums.values()), scale)
 
     def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
