@@ -215,7 +215,7 @@ class BucketCodec(Codec):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._payloads: dict[str, Payload] = {}
-        self._density = 0.0
+        self._form_of_payloads: tuple[float, str] | None = None  # density and value type
 
     @property
     def bucket_bytes(self) -> int:
@@ -225,8 +225,8 @@ class BucketCodec(Codec):
     def begin(self, now: Round) -> None:
         """Begin a step."""
         super().begin(now)
-        if self._density != now.density:
-            self._payloads, self._density = {}, now.density
+        if self._form_of_payloads != (now.density, self.values):
+            self._payloads, self._form_of_payloads = {}, (now.density, self.values)
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
         """Return the buckets of these tensors, planned for payloads of exactly k entries."""

@@ -43,9 +43,7 @@ class OwnedRegions(FixedCount):
 
     def begin(self, now: Round) -> None:
         """Begin a step."""
-        scatters = self.algorithm.scatters(now.world_size, self._numels)
-        if scatters != self._scatters:
-            self._scatters, self._density = scatters, 0.0
+        self._scatters = self.algorithm.scatters(now.world_size, self._numels)
         super().begin(now)
         self._used = {}
 
