@@ -228,6 +228,17 @@ def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], 
     return Entries(indices, values) if kept.all() else Entries(indices[kept], values[kept])
 
 
+def entries_to_clear(selected: Entries, sent: Entries, kept: Entries, retained: float) -> tuple[np.ndarray, ...]:
+    """Return which of a rank's entries the owners kept: indices, int64[m]; residuals, and next residuals, float32[m].
+
+    selected: with this rank's residuals. sent: with the values that the owners decode. The next residual is what the
+    payload rounded away, plus `retained` times the sent value.
+    """
+    own = native_changes.find_common(sent.indices, kept.indices)
+    old, survived = selected.values[own], sent.values[own]
+    return sent.indices[own], old, old - survived + np.float32(retained) * survived
+
+
 def add_in_order(parts: Sequence[Entries]) -> Entries:
     """Return the sums of the ranks' entries, float32, added in rank order."""
     indices, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))

@@ -7,10 +7,19 @@ call is an operation in the graph, between the collectives.
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
-from hvd_sparse.reduce_scatter import BINS, Entries, Form, Regions, Sent, known_bounds, region_numbers, selected_entries
+from hvd_sparse.reduce_scatter import (
+    BINS,
+    Entries,
+    Form,
+    Regions,
+    Sent,
+    entries_to_clear,
+    known_bounds,
+    region_numbers,
+    selected_entries,
+)
 from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
 
@@ -140,7 +149,7 @@ class Message:
         self.n = sum(self._sizes)
         shapes = [entry.feedback.variable.shape.as_list() for entry in bucket.entries]
         self._segments = segments_of(shapes, codec.algorithm)
-        self._retained = np.float32(bucket.entries[0].feedback.retained)
+        self._retained = bucket.entries[0].feedback.retained
         self._highest = codec.algorithm.schedule.highest
         self._regions: Regions | None = None
         self._sent: Sent | None = None
@@ -187,11 +196,9 @@ class Message:
 
     def join(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return all kept sums, and for this rank's entries among them indices, residuals and next residuals."""
-        kept, sent = self._regions.join(gathered), self._sent.entries
-        own = native_changes.find_common(sent.indices, kept.indices)
-        old, survived = self._selected.values[own], sent.values[own]
-        left = old - survived + self._retained * survived
-        return kept.indices, kept.values, sent.indices[own], old, left
+        kept = self._regions.join(gathered)
+        cleared = entries_to_clear(self._selected, self._sent.entries, kept, self._retained)
+        return kept.indices, kept.values, *cleared
 
     def _make(self, k: int) -> Regions:
         algorithm, exchange = self._codec.algorithm, self._codec.exchange

@@ -10,9 +10,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from hvd_sparse import native_changes
 from hvd_sparse.granularity import segments_of
-from hvd_sparse.reduce_scatter import Entries, Form, Regions, known_bounds, region_numbers, selected_entries
+from hvd_sparse.reduce_scatter import (
+    Entries,
+    Form,
+    Regions,
+    entries_to_clear,
+    known_bounds,
+    region_numbers,
+    selected_entries,
+)
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
@@ -97,14 +104,9 @@ class OwnedRegions(FixedCount):
 
     def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
-        selected, sent = bucket.selected, bucket.sent.entries
-        was_kept = native_changes.find_common(sent.indices, kept.indices)
-        indices = left = sent.indices[was_kept]
         retained = max((self.feedback[name].retained for name in training), default=0.0)
+        indices, _, left = entries_to_clear(bucket.selected, bucket.sent.entries, kept, retained)
         exact = self.algorithm.values == "float32" and not retained
-        if not exact:
-            survived = sent.values[was_kept]
-            left = selected.values[was_kept] - survived + np.float32(retained) * survived
         for name, inner, rest in self._parts(bucket, Entries(indices, left)):
             if name in training and inner.size:
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
