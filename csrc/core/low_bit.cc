@@ -5,6 +5,7 @@
 #include <string>
 
 #include "low_bit_level.h"
+#include "run_length.h"
 
 namespace hvd_sparse {
 namespace {
@@ -80,11 +81,7 @@ class GroupClasses {
 // Checks indices and segments when the number of elements is unknown, with kMaxElements as the limit.
 Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
   if (segments.empty()) return Status::Ok();
-  for (int64_t j = 0; j < k; ++j) {
-    if (indices[j] <= (j > 0 ? indices[j - 1] : -1) || indices[j] >= kMaxElements) {
-      return Status::InvalidArgument("indices must ascend from 0, got " + std::to_string(indices[j]));
-    }
-  }
+  HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(indices, k, kMaxElements));
   return CheckSegments(segments, kMaxElements);
 }
 

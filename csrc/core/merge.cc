@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
 #include <vector>
+
+#include "dtype.h"
+#include "run_length.h"
 
 namespace hvd_sparse {
 namespace {
@@ -18,18 +20,6 @@ struct Rest {
   int64_t end;
 };
 
-Status CheckAscending(const int64_t* indices, int64_t begin, int64_t end) {
-  int64_t last = -1;
-  for (int64_t i = begin; i < end; ++i) {
-    if (indices[i] <= last) {
-      return Status::InvalidArgument("indices of a part must ascend from 0, got " + std::to_string(indices[i]) +
-                                     " after " + std::to_string(last));
-    }
-    last = indices[i];
-  }
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status AddEntries(const Parts& parts, int64_t* indices, float* sums, int64_t* found) {
@@ -37,7 +27,7 @@ Status AddEntries(const Parts& parts, int64_t* indices, float* sums, int64_t* fo
   int64_t end = 0;
   for (int64_t part = 0; part < parts.count; ++part) {
     rests.push_back({end, end + parts.counts[part]});
-    HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(parts.indices, end, rests.back().end));
+    HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(parts.indices + end, parts.counts[part], kMaxElements));
     end = rests.back().end;
   }
   std::vector<float> window(kWindow, 0.0f);

@@ -55,9 +55,15 @@ ARGUMENTS = {"values": torch.tensor(VALUES), "value_dtype": "int2", "indices": t
         ({"indices": None, "segments": torch.tensor([[0, 2]])}, "0 indices but 6 values, and segments"),
         ({"indices": torch.arange(5), "segments": torch.tensor([[0, 2]])}, "5 indices but 6 values, and segments"),
         ({"indices": torch.arange(6).int()}, "indices must be Long"),
-        ({"indices": torch.arange(-1, 5), "segments": torch.tensor([[0, 2]])}, "indices must ascend from 0"),
-        ({"indices": torch.arange(6).flip(0), "segments": torch.tensor([[0, 2]])}, "indices must ascend from 0"),
-        ({"indices": torch.zeros(6, dtype=torch.int64), "segments": torch.tensor([[0, 2]])}, "indices must ascend"),
+        ({"indices": torch.arange(-1, 5), "segments": torch.tensor([[0, 2]])}, "indices must be strictly ascending"),
+        (
+            {"indices": torch.arange(6).flip(0), "segments": torch.tensor([[0, 2]])},
+            "indices must be strictly ascending",
+        ),
+        (
+            {"indices": torch.zeros(6, dtype=torch.int64), "segments": torch.tensor([[0, 2]])},
+            "indices must be strictly ascending",
+        ),
         ({"segments": torch.tensor([[0, 2]]).int()}, "segments must be Long"),
         ({"segments": torch.tensor([0, 2])}, r"segments must be \[segments, 2\]"),
         ({"segments": torch.tensor([[0, 2, 1]])}, r"segments must be \[segments, 2\]"),

@@ -174,7 +174,10 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         (lambda: ops.quantize(VALUES, "int1", "min", None, [[0, 2]]), "hvd_sparse.quantize: 0 indices but 6 values"),
         (lambda: ops.quantize(VALUES, "int1", "min", [[1]]), "hvd_sparse.quantize: indices must have one dimension"),
         (lambda: ops.quantize(VALUES, "int1", "min", range(-1, 5), [[0, 2]]), "hvd_sparse.quantize: indices must"),
-        (lambda: ops.quantize(VALUES, "int1", "min", [0] * 6, [[0, 2]]), "hvd_sparse.quantize: indices must ascend"),
+        (
+            lambda: ops.quantize(VALUES, "int1", "min", [0] * 6, [[0, 2]]),
+            "hvd_sparse.quantize: indices must be strictly ascending",
+        ),
         (lambda: ops.quantize(VALUES, "int1", "min", range(6), [[1, 2]]), "hvd_sparse.quantize: segment 0 from 1"),
         (lambda: ops.quantize(VALUES, "int1", "min", range(6), [0, 2]), r"hvd_sparse.quantize: segments must be \["),
         (lambda: ops.quantize(VALUES, "int1", "min", range(6), [[0, 2, 1]]), "hvd_sparse.quantize: segments must be"),
