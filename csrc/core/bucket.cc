@@ -17,7 +17,7 @@ constexpr double kFitMargin = 0.97;    // elements above this fraction of the gu
 constexpr int64_t kFitSpan = 1 << 20;  // elements that are accumulated before their part of the sample is read
 
 // Returns the residuals at ascending indices, with zeros where there is no part.
-std::vector<float> ValuesAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
+std::vector<float> ResidualsAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
   std::vector<float> values;
   values.reserve(indices.size());
   auto part = parts.begin();
@@ -41,7 +41,7 @@ Status SelectStored(const std::vector<Part>& parts, int64_t n, const SelectParam
 Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& indices, const PayloadFormat& format,
                     Level level, uint8_t* payload) {
   const auto entries = static_cast<int64_t>(indices.size());
-  std::vector<float> values = ValuesAt(parts, indices);
+  std::vector<float> values = ResidualsAt(parts, indices);
   if (IsLowBit(format.dtype)) {
     HVD_SPARSE_RETURN_IF_ERROR(
         QuantizeLowBit(values.data(), indices.data(), entries, format.dtype, level, format.segments, values.data()));

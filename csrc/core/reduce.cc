@@ -185,15 +185,10 @@ Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, c
 }
 
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                      const ParallelFor& parallel_for, const std::vector<Slice>& slices) {
+                      const ParallelFor& parallel_for, float* out) {
   std::vector<Source> sources;
   HVD_SPARSE_RETURN_IF_ERROR(AppendSources(format, gathered, ranks, stride, &sources));
-  return ReduceSources(format, sources, scale, parallel_for, slices);
-}
-
-Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                      const ParallelFor& parallel_for, float* out) {
-  return ReducePayloads(format, gathered, ranks, stride, scale, parallel_for, {{0, format.n, out}});
+  return ReduceSources(format, sources, scale, parallel_for, {{0, format.n, out}});
 }
 
 }  // namespace hvd_sparse

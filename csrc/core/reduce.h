@@ -55,8 +55,4 @@ Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, c
 Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
                       const ParallelFor& parallel_for, float* out);
 
-// The same, with slices as the destination.
-Status ReducePayloads(const PayloadFormat& format, const uint8_t* gathered, int64_t ranks, int64_t stride, float scale,
-                      const ParallelFor& parallel_for, const std::vector<Slice>& slices);
-
 }  // namespace hvd_sparse

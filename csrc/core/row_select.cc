@@ -58,18 +58,18 @@ inline __attribute__((always_inline)) double SumIn(const T* row, int64_t columns
   return total;
 }
 
-// CountReaching: the number of elements that reach the threshold `bar`, including NaN. LeastReaching: the smallest key
-// of these. MaskReaching: a mask of these.
-#define HVD_SPARSE_ROW_LOOPS(T)                                                                            \
-  HVD_SPARSE_MULTIVERSION int64_t CountReaching(const T* row, int64_t columns, BitsOf<T> bar) {            \
-    return CountIn(row, columns, bar);                                                                     \
-  }                                                                                                        \
-  HVD_SPARSE_MULTIVERSION BitsOf<T> LeastReaching(const T* row, int64_t columns, BitsOf<T> bar) {          \
-    return LeastIn(row, columns, bar);                                                                     \
-  }                                                                                                        \
-  HVD_SPARSE_MULTIVERSION void MaskReaching(const T* row, int64_t columns, BitsOf<T> bar, uint8_t* mask) { \
-    MaskIn(row, columns, bar, mask);                                                                       \
-  }                                                                                                        \
+// CountAtLeast: the number of elements that reach the threshold `bar`, including NaN. LeastKeyAtLeast: the smallest key
+// of these. MaskAtLeast: a mask of these.
+#define HVD_SPARSE_ROW_LOOPS(T)                                                                           \
+  HVD_SPARSE_MULTIVERSION int64_t CountAtLeast(const T* row, int64_t columns, BitsOf<T> bar) {            \
+    return CountIn(row, columns, bar);                                                                    \
+  }                                                                                                       \
+  HVD_SPARSE_MULTIVERSION BitsOf<T> LeastKeyAtLeast(const T* row, int64_t columns, BitsOf<T> bar) {       \
+    return LeastIn(row, columns, bar);                                                                    \
+  }                                                                                                       \
+  HVD_SPARSE_MULTIVERSION void MaskAtLeast(const T* row, int64_t columns, BitsOf<T> bar, uint8_t* mask) { \
+    MaskIn(row, columns, bar, mask);                                                                      \
+  }                                                                                                       \
   HVD_SPARSE_MULTIVERSION double SumMagnitudes(const T* row, int64_t columns) { return SumIn(row, columns); }
 
 HVD_SPARSE_ROW_LOOPS(float)
@@ -90,9 +90,9 @@ class RowSelector {
   // Writes the mask of a row; returns its threshold.
   double Select(const T* row, uint8_t* mask) {
     Search(row);
-    MaskReaching(row, columns_, low_, mask);
+    MaskAtLeast(row, columns_, low_, mask);
     // If more than k elements reach low_, it is the k-th key itself, and several elements have this key.
-    const M last = at_low_ == k_ ? LeastReaching(row, columns_, low_) : low_;
+    const M last = at_low_ == k_ ? LeastKeyAtLeast(row, columns_, low_) : low_;
     if (at_low_ > k_) CutTies(row, mask);
     guess_ = last;
     return MagnitudeOfRowKey<T>(last);
@@ -110,7 +110,7 @@ class RowSelector {
     M step = kFirstStep;
     for (int round = 0; at_low_ > k_ && high_ - low_ > 1; ++round) {
       probe = std::clamp(probe, static_cast<M>(low_ + 1), static_cast<M>(high_ - 1));
-      const int64_t count = CountReaching(row, columns_, probe);
+      const int64_t count = CountAtLeast(row, columns_, probe);
       (count >= k_ ? low_ : high_) = probe;
       (count >= k_ ? at_low_ : at_high_) = count;
       probe = NextProbe(round, &step);
@@ -222,7 +222,7 @@ Status FilterThresholdRows(const Matrix& values, const double* thresholds, int64
     using T = std::decay_t<decltype(*data)>;
     for (int64_t row = begin; row < end; ++row) {
       const BitsOf<T> bar = std::max<BitsOf<T>>(1, SmallestReaching<T>(thresholds[count == 1 ? 0 : row]));
-      MaskReaching(data + row * values.columns, values.columns, bar, mask + row * values.columns);
+      MaskAtLeast(data + row * values.columns, values.columns, bar, mask + row * values.columns);
     }
   });
   return Status::Ok();

@@ -175,9 +175,9 @@ void CheckSlices(const PayloadFormat& format, const Gathered& gathered, const st
           outs.emplace_back(size);
           slices.push_back({begin, size, outs.back().get()});
         }
-        const Status status =
-            from_sources ? ReduceSources(format, sources, 1.0f / 3.0f, cut.run, slices)
-                         : ReducePayloads(format, joined.get(), ranks, gathered.stride(), 1.0f / 3.0f, cut.run, slices);
+        std::vector<Source> strided;
+        EXPECT_STATUS(StatusKind::kOk, AppendSources(format, joined.get(), ranks, gathered.stride(), &strided), where);
+        const Status status = ReduceSources(format, from_sources ? sources : strided, 1.0f / 3.0f, cut.run, slices);
         EXPECT_STATUS(StatusKind::kOk, status, where);
         for (size_t i = 0; i < outs.size(); ++i) {
           const auto begin = expected.begin() + slicing[i].first;
