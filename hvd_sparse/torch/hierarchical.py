@@ -24,7 +24,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import RanksDiffer, counted, step_and_scale
+from hvd_sparse.torch.vote import RanksDiffer, counted, start_vote, step_and_scale
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
@@ -233,9 +233,8 @@ class HierarchicalStep:
                 bad += self.inner.overflowed()
             except RanksDiffer as error:  # only ranks of this column know: the others learn it from the next vote
                 failure = error
-        own = torch.tensor([bad, 0.0, *step_and_scale(self.number, self.units.loss_scale)], dtype=torch.float64)
-        self.traffic.count(payload_bytes=own.nbytes)
-        vote = self.exchange.allreduce("vote", own).wait()
+        numbers = step_and_scale(self.number, self.units.loss_scale)
+        vote = start_vote(self.exchange, "vote", bad, 0, numbers, self.device).wait()
         overflow = counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0
         if failure is not None:
             raise failure

@@ -27,7 +27,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import counted, step_and_scale
+from hvd_sparse.torch.vote import counted, start_vote, step_and_scale
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
@@ -381,15 +381,7 @@ class Step:
         flags, self.codec.finite = self.codec.finite, []
         bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
         numbers = [*step_and_scale(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
-        if is_asynchronous(self.device):
-            vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=self.device)
-            if not self._votes:  # nothing is decoded between the votes of a step
-                self.damage = ops.take_decode_status(vote)
-            vote[0], vote[1] = bad, self.damage[0]
-            for place, number in enumerate(numbers, 2):
-                vote[place].fill_(number)  # not a copy from the host, which would wait for the device
-        else:
-            vote = torch.tensor([int(bad), 0, *numbers], dtype=torch.float64)
-        self._votes.append(self.exchange.allreduce(name, vote))
+        if is_asynchronous(self.device) and not self._votes:  # nothing is decoded between the votes of a step
+            self.damage = ops.take_decode_status(torch.empty(0, device=self.device))
+        self._votes.append(start_vote(self.exchange, name, bad, self.damage[0], numbers, self.device))
         self._collectives.append(self._votes[-1])
-        self.traffic.count(payload_bytes=vote.nbytes)

@@ -2,12 +2,40 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from hvd_sparse.announcement import STEPS_TOLD
+from hvd_sparse.torch.device import is_asynchronous
+from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.units import Units, loss_scales_differ
 
 
 class RanksDiffer(RuntimeError):
     """The ranks are at different steps, or have different loss scales."""
+
+
+def start_vote(
+    exchange: Exchange,
+    name: str,
+    bad: int | torch.Tensor,
+    damaged: int | torch.Tensor,
+    numbers: Sequence[float],
+    device: torch.device,
+) -> Pending:
+    """Start the all-reduce of a vote, without waiting for the device; `counted` checks its sums.
+
+    bad, damaged: the number of gradients that were not finite, and of damaged payloads, on this rank. numbers: those of
+    `step_and_scale`, and any further ones.
+    """
+    if not is_asynchronous(device):
+        vote = torch.tensor([int(bad), int(damaged), *numbers], dtype=torch.float64)
+    else:
+        vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=device)
+        vote[0], vote[1] = bad, damaged
+        for position, number in enumerate(numbers, 2):
+            vote[position].fill_(number)  # not a copy from the host, which would wait for the device
+    exchange.traffic.count(payload_bytes=vote.nbytes)
+    return exchange.allreduce(name, vote)
 
 
 def step_and_scale(number: int, loss_scale: float) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ import torch
 from gradients import draw
 from helpers import drive, make_parameters, memory_of
 
-from hvd_sparse.torch import Compression, device, ops, step
+from hvd_sparse.torch import Compression, device, ops, step, vote
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
@@ -33,7 +33,7 @@ def decoder(monkeypatch):
 
 
 def as_on_a_device(monkeypatch):
-    for module in (device, step):
+    for module in (device, step, vote):
         monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
 
 
