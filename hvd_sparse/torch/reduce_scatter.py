@@ -1,12 +1,12 @@
 """The collectives of `hvd_sparse.reduce_scatter`: an all-to-all to the owners of regions, an all-gather of sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from hvd_sparse.reduce_scatter import must_agree
-from hvd_sparse.torch.codecs.base import Bucket
+from hvd_sparse.torch.codecs.base import Bucket, Scattered
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.presence import Presence
 
@@ -30,16 +30,17 @@ class ReduceScatter:
         If the ranks have to agree on regions in this step, returns the buckets, which then wait until all gradients
         have arrived. With `wait`, all have arrived, and no bucket is returned.
         """
-        scattered = [bucket for bucket in buckets if bucket.regions is not None]
+        scattered = [bucket for bucket in buckets if bucket.scattered is not None]
         if not scattered:
             return []
         agrees = must_agree(presence.sums(), self.exchange.size())
-        unknown = [bucket for bucket in scattered if agrees or bucket.regions.bounds is None]
+        unknown = [bucket for bucket in scattered if agrees or bucket.scattered.regions.bounds is None]
         if unknown and not wait:
             return scattered
         self._agree(unknown)
         for bucket in scattered:
-            bucket.sent = sent = bucket.regions.split(bucket.selected)
+            data = bucket.scattered
+            data.sent = sent = data.regions.split(data.selected)
             bucket.pending = self.exchange.alltoall(bucket.name, torch.from_numpy(sent.message), sent.splits)
             collectives.append(bucket.pending)
         self.started += scattered
@@ -50,32 +51,34 @@ class ReduceScatter:
         started, self.started = self.started, []
         for bucket in started:
             received = bucket.pending.wait().numpy()
-            payload, bucket.excess = bucket.regions.reduce(received, bucket.sent.padding, self._seed)
-            name, most = f"{bucket.name}.kept", bucket.regions.most_kept_bytes
+            data = bucket.scattered
+            payload, data.excess = data.regions.reduce(received, data.sent.padding, self._seed)
+            name, most = f"{bucket.name}.kept", data.regions.most_kept_bytes
             self.exchange.traffic.count(payload_bytes=payload.size)
             bucket.pending = self.exchange.allgather(name, torch.from_numpy(payload), most)
             collectives.append(bucket.pending)
         for bucket in started:
-            if bucket.residuals_at is not None:
-                self._complete(bucket, bucket.residuals_at, collectives)
+            if bucket.scattered.residuals_at is not None:
+                self._complete(bucket, bucket.scattered, collectives)
 
-    def _complete(self, bucket: Bucket, residuals_at: Callable, collectives: list[Pending]) -> None:
+    def _complete(self, bucket: Bucket, data: Scattered, collectives: list[Pending]) -> None:
         """Start the all-reduce of all ranks' residuals at the elements whose sums the owners kept."""
-        bucket.kept = bucket.regions.join(bucket.pending.wait().numpy())
+        data.kept = data.regions.join(bucket.pending.wait().numpy())
         bucket.pending = None
-        if bucket.kept.indices.size:
-            own = residuals_at(bucket.kept.indices)
+        if data.kept.indices.size:
+            own = data.residuals_at(data.kept.indices)
             self.exchange.traffic.count(payload_bytes=own.nbytes)
             bucket.pending = self.exchange.allreduce(f"{bucket.name}.completed", own)
             collectives.append(bucket.pending)
 
     def _agree(self, buckets: Sequence[Bucket]) -> None:
         """Balance the regions by a histogram of the selected indices of all ranks."""
-        counts = [torch.from_numpy(bucket.regions.count(bucket.selected)) for bucket in buckets]
+        every = [bucket.scattered for bucket in buckets]
+        counts = [torch.from_numpy(data.regions.count(data.selected)) for data in every]
         traffic = self.exchange.traffic
         traffic.count(payload_bytes=sum(own.nbytes for own in counts))
         with traffic.timed("exchange"):
             names = [f"{bucket.name}.regions" for bucket in buckets]
             sums = [self.exchange.allreduce(name, own) for name, own in zip(names, counts, strict=True)]
-            for bucket, pending in zip(buckets, sums, strict=True):
-                bucket.regions.balance(np.asarray(pending.wait()))
+            for data, pending in zip(every, sums, strict=True):
+                data.regions.balance(np.asarray(pending.wait()))

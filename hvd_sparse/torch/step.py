@@ -150,7 +150,7 @@ class Step:
             self._plan = self.codec.plan(sparse, "model" if self.codec.is_joint else "bucket")
             sent = units.world_size * sum(bucket.size for bucket in self._plan)
             for bucket in self._plan:
-                bucket.is_small = bucket.most_bytes is None and bucket.regions is None and sent <= SMALL_BYTES
+                bucket.is_small = bucket.most_bytes is None and bucket.scattered is None and sent <= SMALL_BYTES
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.begin_step()
@@ -331,7 +331,7 @@ class Step:
         self.codec.encode(bucket, entries)
         if bucket.message is None:
             return
-        if bucket.regions is None:
+        if bucket.scattered is None:
             self.traffic.count(payload_bytes=bucket.message.numel())
         if bucket.is_small:
             bucket.pending = self.exchange.gather_small(bucket.name, bucket.message)
@@ -371,7 +371,7 @@ class Step:
             self._presence.check(self.units.world_size)
         deferred, self._deferred = self._deferred, []
         for bucket in deferred:
-            if bucket.regions is None:
+            if bucket.scattered is None:
                 bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)
                 self._collectives.append(bucket.pending)
         self._deferred = self._scatter.start(deferred, self._presence, wait, self._collectives)

@@ -66,6 +66,18 @@ class Payload(NamedTuple):
 
 
 @dataclass
+class Scattered:
+    """A bucket's data in a reduce-scatter."""
+
+    regions: Regions
+    selected: Entries = NOTHING  # the entries that this rank selected
+    sent: Sent | None = None  # the same entries as sent to the owners
+    excess: Entries = NOTHING  # rounding errors of the sums that this rank owns
+    kept: Entries | None = None  # the owners' kept sums, if residuals are then all-reduced
+    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: no all-reduce
+
+
+@dataclass
 class Bucket:
     """Tensors in one message. A bucket is reused while the expected tensors and the density stay the same."""
 
@@ -76,12 +88,7 @@ class Bucket:
     hints: torch.Tensor | None = None  # float64[selections, 3], updated by each selection
     message: torch.Tensor | None = None  # uint8[bytes], sent by this rank
     most_bytes: int | None = None  # upper bound for any rank, if sizes differ between ranks
-    regions: Regions | None = None  # for a reduce-scatter: then `message` is not sent
-    selected: Entries = NOTHING  # the entries that this rank selected, with regions
-    sent: Sent | None = None  # the same entries as sent to the owners
-    excess: Entries = NOTHING  # rounding errors of the sums that this rank owns
-    kept: Entries | None = None  # the owners' kept sums, if residuals are then all-reduced
-    residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: no all-reduce
+    scattered: Scattered | None = None  # for a reduce-scatter: then `message` is not sent
     is_small: bool = False  # all messages of the step are small and need no presence check
     missing: set[str] = field(default_factory=set)
     is_started: bool = False

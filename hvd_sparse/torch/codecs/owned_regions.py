@@ -21,7 +21,7 @@ from hvd_sparse.reduce_scatter import (
     selected_entries,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, Scattered, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
 
@@ -69,31 +69,32 @@ class OwnedRegions(FixedCount):
         buckets = super().plan(names, prefix)
         if self._scatters:
             for bucket in buckets:
-                bucket.regions = self._regions_of(bucket)
+                bucket.scattered = Scattered(self._regions_of(bucket))
         return buckets
 
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
         """Accumulate and select; with regions, store the selected entries for the owners."""
         super().encode(bucket, entries)
-        if bucket.regions is not None:
+        if bucket.scattered is not None:
             ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
-            bucket.selected = selected_entries(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
-            names, n = tuple(bucket.members), bucket.regions.form.n
-            bucket.regions.bounds = known_bounds(self.regions, names, n, self.now.world_size)
-            self._used[names] = bucket.regions
+            names, data = tuple(bucket.members), bucket.scattered
+            data.selected = selected_entries(bucket.message.cpu().numpy(), ns, ks, self.algorithm.coding)
+            data.regions.bounds = known_bounds(self.regions, names, data.regions.form.n, self.now.world_size)
+            self._used[names] = data.regions
             if self.algorithm.complete:
-                bucket.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
+                data.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
 
     def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
         """Clear the entries that this rank sent and an owner kept; set the bucket's sums to the kept sums."""
-        if bucket.regions is None:
+        if bucket.scattered is None:
             super().decode(bucket, gathered, entries, scale)
             return
-        if bucket.residuals_at is None:
-            kept = bucket.regions.join(gathered.numpy())
+        data = bucket.scattered
+        if data.residuals_at is None:
+            kept = data.regions.join(gathered.numpy())
             self._clear(bucket, kept, in_training(entries))
         else:
-            kept = bucket.kept if gathered is None else Entries(bucket.kept.indices, gathered.numpy())
+            kept = data.kept if gathered is None else Entries(data.kept.indices, gathered.numpy())
             self._clear_all(bucket, kept, in_training(entries))
         bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
         scaled = kept.values * np.float32(scale)
@@ -105,12 +106,13 @@ class OwnedRegions(FixedCount):
     def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
         retained = max((self.feedback[name].retained for name in training), default=0.0)
-        indices, _, left = entries_to_clear(bucket.selected, bucket.sent.entries, kept, retained)
+        data = bucket.scattered
+        indices, _, left = entries_to_clear(data.selected, data.sent.entries, kept, retained)
         exact = self.algorithm.values == "float32" and not retained
         for name, inner, rest in self._parts(bucket, Entries(indices, left)):
             if name in training and inner.size:
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
-        for name, inner, rest in self._parts(bucket, bucket.excess):
+        for name, inner, rest in self._parts(bucket, data.excess):
             if inner.size:
                 self.feedback[name].residual.index_add_(0, self._tensor(inner), self._tensor(rest))
 
