@@ -37,7 +37,7 @@ import pytorch_digits
 from records import load, save
 
 from hvd_sparse import native
-from hvd_sparse.reduce_scatter import Entries, Form, Regions, add_in_order
+from hvd_sparse.reduce_scatter import Entries, MessageFormat, Regions, add_in_order
 from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -167,7 +167,9 @@ def gather(ranks: list[Rank], selected: list[Entries], n: int, k: int) -> Exchan
 
 def reduce_scatter(ranks: list[Rank], selected: list[Entries], n: int, k: int, completes: bool = False) -> Exchanged:
     """Exchange by reduce-scatter: the owner of each region adds the selections, and keeps the k / N largest sums."""
-    regions = [Regions(Form(n, k, "run_length", "float32", "mean"), len(ranks), rank) for rank in range(len(ranks))]
+    regions = [
+        Regions(MessageFormat(n, k, "run_length", "float32", "mean"), len(ranks), rank) for rank in range(len(ranks))
+    ]
     counts = sum(one.count(own) for one, own in zip(regions, selected, strict=True))
     for one in regions:
         one.balance(counts)

@@ -22,7 +22,7 @@ import torch
 from entries import ENTRY_BYTES
 
 from hvd_sparse import native
-from hvd_sparse.reduce_scatter import Entries, Form, Regions
+from hvd_sparse.reduce_scatter import Entries, MessageFormat, Regions
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -46,7 +46,7 @@ def measure(n: int, k: int, ranks: int) -> dict:
     random = np.random.default_rng(0)
     common = np.unique(random.integers(0, max(k, n // 10), k))[: k // 2]
     selected = [drawn(n, k, random, common) for _ in range(ranks)]
-    form = Form(n, k, "run_length", "float32", "mean")
+    form = MessageFormat(n, k, "run_length", "float32", "mean")
     regions = [Regions(form, ranks, rank) for rank in range(ranks)]
     counts = sum(one.count(own) for one, own in zip(regions, selected, strict=True))
     for one in regions:

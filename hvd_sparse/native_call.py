@@ -19,7 +19,7 @@ ERRORS = {1: ValueError, 2: ValueError, 3: MemoryError, 4: RuntimeError}  # what
 _signatures: dict[str, Sequence] = {}
 
 
-class Form(ctypes.Structure):
+class PayloadFormat(ctypes.Structure):
     """The format of a payload, as the library takes it."""
 
     _fields_ = [
@@ -93,14 +93,16 @@ def values_type(value_dtype: str) -> type:
     return np.float64 if value_dtype == "float64" else np.float32
 
 
-def make_form(n: int, k: int, coding: str, value_dtype: str, segments: Segments) -> Form:
+def make_form(n: int, k: int, coding: str, value_dtype: str, segments: Segments) -> PayloadFormat:
     """Return the format of a payload; its attribute `rows` keeps the memory of the segments alive."""
     if value_dtype not in VALUE_DTYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {value_dtype!r}")
     rows = np.require(np.empty((0, 2)) if segments is None or len(segments) == 0 else segments, np.int64, ["C", "A"])
     if rows.ndim != 2 or rows.shape[1] != 2:
         raise ValueError(f"segments must be pairs of begin and channels, got an array of shape {list(rows.shape)}")
-    form = Form(n, k, CODINGS[resolve_coding(coding, n, k)], VALUE_DTYPES[value_dtype], address(rows), rows.size // 2)
+    form = PayloadFormat(
+        n, k, CODINGS[resolve_coding(coding, n, k)], VALUE_DTYPES[value_dtype], address(rows), rows.size // 2
+    )
     form.rows = rows
     return form
 

@@ -12,17 +12,17 @@ WORD_BYTES = 8
 MOST_WORDS = 2**31 - 1  # largest result of one all-gather, from all ranks together
 
 
-class Cut(NamedTuple):
+class Pieces(NamedTuple):
     """The number and sizes of the pieces of each rank's message."""
 
     pieces: int  # number of collectives; if it is 1, no number of words is sent
     words: int  # largest number of words that a rank sends in each collective
 
 
-def plan_pieces(most_bytes: int, ranks: int) -> Cut:
+def plan_pieces(most_bytes: int, ranks: int) -> Pieces:
     """Return how to divide messages of which none has more than `most_bytes`."""
     most = -(-most_bytes // WORD_BYTES)
     if most * ranks <= MOST_WORDS:
-        return Cut(1, most)
+        return Pieces(1, most)
     words = MOST_WORDS // ranks
-    return Cut(-(-(most + 1) // words), words)
+    return Pieces(-(-(most + 1) // words), words)

@@ -47,7 +47,7 @@ NOTHING = Entries(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageFormat:
     """The format of a message, equal on all ranks: elements n, selected entries k of each rank, and the coding."""
 
     n: int
@@ -91,7 +91,7 @@ class Regions:
         rank: This rank, the owner of region `rank`.
     """
 
-    def __init__(self, form: Form, world_size: int, rank: int):
+    def __init__(self, form: MessageFormat, world_size: int, rank: int):
         self.form = form
         self.world_size = world_size
         self.rank = rank

@@ -348,7 +348,7 @@ def partition(step: int, rank: int, ranks: int, n: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class HistogramCut:
     """The cut of a histogram of magnitudes that leaves about k elements above it."""
 
     threshold: float
@@ -360,7 +360,7 @@ class Cut:
         return float(histogram[self.bin + 1 :].sum() + self.part * histogram[self.bin])
 
 
-def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
+def histogram_cut(histogram: np.ndarray, k: int) -> HistogramCut:
     """Return the threshold that about k of the counted values reach; SMALLEST if there are not that many.
 
     Within a bin, log(count) is interpolated linearly in log(threshold), as for a power-law tail.
@@ -369,13 +369,13 @@ def histogram_cut(histogram: np.ndarray, k: int) -> Cut:
     counts[0] = 0.0  # zeros
     reaching = np.cumsum(counts[::-1])[::-1]  # elements in a bin or above it
     if reaching[0] < k:
-        return Cut(SMALLEST)
+        return HistogramCut(SMALLEST)
     bin_ = int(np.flatnonzero(reaching >= k)[-1])
     above = float(reaching[bin_] - counts[bin_])
     within = (k - above) / counts[bin_]
     if bin_ >= HISTOGRAM_INFINITY - 1:  # the last bin of numbers has no finite end
         infinite = bin_ >= HISTOGRAM_INFINITY
-        return Cut(math.inf if infinite else float(np.float32(2.0**127 * (2 - 2.0**-4))), bin_, within)
+        return HistogramCut(math.inf if infinite else float(np.float32(2.0**127 * (2 - 2.0**-4))), bin_, within)
     low, high = (np.array([bin_, bin_ + 1], np.uint32) << HISTOGRAM_SHIFT).view(np.float32).astype(np.float64).tolist()
     part = math.log(k / above) / math.log(reaching[bin_] / above) if above > 0 else k / counts[bin_]
-    return Cut(max(SMALLEST, high * (low / high) ** part), bin_, within)
+    return HistogramCut(max(SMALLEST, high * (low / high) ** part), bin_, within)

@@ -19,7 +19,7 @@ from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import AGREE_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
-from hvd_sparse.pieces import WORD_BYTES, Cut, plan_pieces
+from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
 PRESENCE_NUMBERS = 1 + 2 * (1 + 1 + 1 + 6)  # length of the presence sum
 STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for all others: settings, a state to load or to sum
@@ -252,7 +252,7 @@ def digest_numbers(lines: list[str], count: int = 6) -> list[float]:
     return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(count)]
 
 
-def cut_pieces(words: tf.Tensor, cut: Cut) -> list[tf.Tensor]:
+def cut_pieces(words: tf.Tensor, cut: Pieces) -> list[tf.Tensor]:
     """Return the pieces of a message, prefixed with its number of words; an empty piece has one word of padding."""
     count = tf.size(words, tf.int64)
     fits = tf.debugging.Assert(
@@ -265,7 +265,7 @@ def cut_pieces(words: tf.Tensor, cut: Cut) -> list[tf.Tensor]:
     return [tf.concat([part, tf.zeros([tf.cast(tf.equal(tf.size(part), 0), tf.int32)], tf.int64)], 0) for part in parts]
 
 
-def join_pieces(gathered: list[tf.Tensor], ranks: int, cut: Cut) -> tf.Tensor:
+def join_pieces(gathered: list[tf.Tensor], ranks: int, cut: Pieces) -> tf.Tensor:
     """Return the ranks' messages, concatenated in rank order, without the numbers of words and the padding."""
     begins, parts = [tf.zeros([], tf.int64)] * cut.pieces, []
     for _ in range(ranks):

@@ -11,7 +11,7 @@ import torch
 from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import AGREE_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
-from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Cut, plan_pieces
+from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Pieces, plan_pieces
 from hvd_sparse.torch.collectives import Collectives, Handle
 from hvd_sparse.traffic import Traffic
 
@@ -205,11 +205,11 @@ class Exchange:
         return [own for _, _, own in answers]
 
 
-def _names_of_pieces(name: str, cut: Cut) -> list[str]:
+def _names_of_pieces(name: str, cut: Pieces) -> list[str]:
     return [f"{name}.piece{piece}" for piece in range(cut.pieces)]
 
 
-def cut_pieces(words: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+def cut_pieces(words: torch.Tensor, cut: Pieces) -> list[torch.Tensor]:
     """Return the pieces of a message, prefixed with its number of words; an empty piece has one word of padding."""
     parts = list(torch.cat([words.new_tensor([words.numel()]), words]).split(cut.words))
     if len(parts) > cut.pieces:
@@ -217,7 +217,7 @@ def cut_pieces(words: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     return parts + [words.new_zeros(1) for _ in range(cut.pieces - len(parts))]
 
 
-def join_pieces(gathered: Sequence[torch.Tensor], ranks: int, cut: Cut) -> torch.Tensor:
+def join_pieces(gathered: Sequence[torch.Tensor], ranks: int, cut: Pieces) -> torch.Tensor:
     """Return the ranks' messages, concatenated in rank order, without the numbers of words and the padding."""
     begins, parts = [0] * cut.pieces, []
     for _ in range(ranks):

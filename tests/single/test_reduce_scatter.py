@@ -8,7 +8,7 @@ import pytest
 from hvd_sparse.reduce_scatter import (
     BALANCE_STEPS,
     Entries,
-    Form,
+    MessageFormat,
     Regions,
     add_in_order,
     known_bounds,
@@ -38,7 +38,7 @@ class Job:
 
     def __init__(self, n, k, ranks, **form):
         settings = {"coding": "run_length", "values": "float32", "level": "mean"} | form
-        self.ranks = [Regions(Form(n, k, **settings), ranks, rank) for rank in range(ranks)]
+        self.ranks = [Regions(MessageFormat(n, k, **settings), ranks, rank) for rank in range(ranks)]
 
     def agree(self, selected):
         counts = sum(rank.count(own) for rank, own in zip(self.ranks, selected, strict=True))

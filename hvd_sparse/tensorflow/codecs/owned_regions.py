@@ -12,7 +12,7 @@ from hvd_sparse.pieces import WORD_BYTES
 from hvd_sparse.reduce_scatter import (
     BINS,
     Entries,
-    Form,
+    MessageFormat,
     Regions,
     Sent,
     entries_to_clear,
@@ -202,5 +202,5 @@ class Message:
 
     def _make(self, k: int) -> Regions:
         algorithm, exchange = self._codec.algorithm, self._codec.exchange
-        form = Form(self.n, k, algorithm.coding, algorithm.values, algorithm.level, self._segments)
+        form = MessageFormat(self.n, k, algorithm.coding, algorithm.values, algorithm.level, self._segments)
         return Regions(form, exchange.size(), exchange.rank())

@@ -13,7 +13,7 @@ import torch
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.reduce_scatter import (
     Entries,
-    Form,
+    MessageFormat,
     Regions,
     entries_to_clear,
     known_bounds,
@@ -147,7 +147,9 @@ class OwnedRegions(FixedCount):
         """Return the regions of a bucket, without bounds."""
         algorithm, layout = self.algorithm, bucket.layout
         segments = segments_of([self.parameters[name].shape for name in bucket.members], algorithm)
-        form = Form(sum(layout.sizes), sum(layout.ks), algorithm.coding, algorithm.values, algorithm.level, segments)
+        form = MessageFormat(
+            sum(layout.sizes), sum(layout.ks), algorithm.coding, algorithm.values, algorithm.level, segments
+        )
         return Regions(form, self.now.world_size, self.now.rank)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -95,14 +95,14 @@ class Postponed(abc.ABC):
         return self._rest is not None and self._rest.is_done()
 
 
-class Gathered(Postponed):
+class PostponedGather(Postponed):
     """An all-gather of vectors of different sizes."""
 
     def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
         return self._owner.gather_sizes(tensor, sizes)
 
 
-class Sent(Postponed):
+class PostponedAlltoall(Postponed):
     """An all-to-all whose receivers do not know the sizes in advance."""
 
     def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor, own: Sequence[int]):
@@ -230,7 +230,7 @@ class DistributedCollectives(Collectives):
         """Start an all-gather of a vector. Its size is gathered first."""
         self.start_postponed()
         sizes = self.gather(name, torch.tensor([tensor.numel()]))
-        return self._postpone(Gathered(self, sizes, tensor.contiguous()))
+        return self._postpone(PostponedGather(self, sizes, tensor.contiguous()))
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place."""
@@ -244,7 +244,7 @@ class DistributedCollectives(Collectives):
             return self.send_sizes(tensor, sizes, [expected] * self.size())
         self.start_postponed()
         others = self.send_sizes(torch.tensor(sizes, dtype=torch.int64), [1] * self.size(), [1] * self.size())
-        return self._postpone(Sent(self, others, tensor, sizes))
+        return self._postpone(PostponedAlltoall(self, others, tensor, sizes))
 
     def start_postponed(self) -> None:
         """Start the collectives that wait for their sizes."""
