@@ -2,9 +2,10 @@
 
 A gradient goes one way through it:
 
-    gradient -> memory -> threshold -> select -> payload ==exchange==> payloads of all ranks -> sum -> gradient
+    gradient -> error feedback -> threshold -> select -> payload ==exchange==> payloads of all ranks -> sum -> gradient
 
-`hvd_sparse.torch.Compression` holds the compressors for PyTorch. This package itself imports no framework.
+`hvd_sparse.torch.Compression` and `hvd_sparse.tensorflow.Compression` have the compressors for Horovod,
+`hvd_sparse.torch.ddp.Compression` those for DistributedDataParallel. This package itself imports no framework.
 """
 
 from hvd_sparse._version import __version__

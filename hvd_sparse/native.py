@@ -1,4 +1,4 @@
-"""The native functions on NumPy arrays, without any framework, for parameter servers and workers.
+"""The native functions on NumPy arrays, without any framework: for parameter servers, reduce-scatters and `plan`.
 
 What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy. Arrays are
 float32, one-dimensional and contiguous; indices int64. Bad arguments and damaged payloads raise ValueError. Calls run
@@ -78,7 +78,28 @@ def accumulate(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> bool:
-    """Bring a gradient into `residual` and `velocity`, in place; return whether it was finite everywhere."""
+    """Accumulate a gradient of n elements in `residual` and `velocity`, in place, in one pass.
+
+    g = factor * gradient + weight_decay * parameter, with zeros for elements that are not finite. Without a velocity:
+    residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov, velocity =
+    momentum * (velocity + g) and residual += velocity, then += g.
+
+    Args:
+        gradient: float32[n].
+        residual: float32[n], changed.
+        velocity: float32[n], changed; None: no momentum.
+        parameter: float32[n]; only read with weight decay.
+        factor: Of the gradient.
+        momentum: Of the velocity, in [0, 1).
+        nesterov: Whether the momentum is Nesterov's.
+        weight_decay: Factor of the parameter.
+
+    Returns:
+        Whether all elements of the gradient, and all sums, were finite.
+
+    Raises:
+        ValueError: An array has another type or size, is read-only, or weight decay lacks the parameter.
+    """
     arguments = _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
     finite = ctypes.c_int32()
     call("accumulate", *arguments, ctypes.byref(finite))
@@ -101,7 +122,15 @@ def accumulate_top_k(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """Do `accumulate`, then `select_top_k` in the residual, in one pass if the hint is good.
 
-    Returns indices int64[k], values float32[k], the two numbers of `select_top_k`, and whether the gradient was finite.
+    Args:
+        gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay: As of `accumulate`.
+        k, seed, threshold_hint: As of `select_top_k`.
+
+    Returns:
+        Indices, int64[k]; values, float32[k]; the two numbers of `select_top_k`; and whether the gradient was finite.
+
+    Raises:
+        ValueError: As of `accumulate`; or k is not in [1, n].
     """
     arguments = _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
     check_count(k, gradient.size)
@@ -114,10 +143,20 @@ def accumulate_top_k(
 def select_top_k(
     values: np.ndarray, k: int, seed: int = 0, threshold_hint: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Select exactly the k elements of largest magnitude; the hint changes the cost but never the result.
+    """Select exactly the k elements of largest magnitude.
 
-    Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and how many
-    elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+    Args:
+        values: float32[n].
+        k: Number of elements, in [1, n].
+        seed: Of the order of equal magnitudes.
+        threshold_hint: A guess at the smallest selected magnitude; 0.0: none. It changes the cost, never the result.
+
+    Returns:
+        Ascending indices, int64[k]; values[indices]; and float64[2]: the smallest selected magnitude, and how many
+        elements were found to reach the hint (exact up to 2k; fewer than k: the data had to be read again).
+
+    Raises:
+        ValueError: k is out of range, or values are no float32[n].
     """
     n = checked("values", values, np.float32).size
     check_count(k, n)
@@ -127,9 +166,17 @@ def select_top_k(
 
 
 def filter_threshold(values: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Select all elements whose magnitude is at least a threshold of 0 or more; never NaN.
+    """Select all elements whose magnitude is at least a threshold; never NaN.
 
-    Returns ascending indices int64[k], and values[indices].
+    Args:
+        values: float32[n].
+        threshold: At least 0.
+
+    Returns:
+        Ascending indices, int64[k], and values[indices].
+
+    Raises:
+        ValueError: The threshold is negative or NaN, or values are no float32[n].
     """
     n, count = checked("values", values, np.float32).size, ctypes.c_int64()
     room = np.empty(n, np.int64)  # the part that is not written takes no memory
@@ -152,7 +199,21 @@ def quantize(
     indices: np.ndarray | None = None,
     segments: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the float32 values that survive the wire as `value_dtype`; see `hvd_sparse.wire` for segments."""
+    """Return the values that a receiver decodes when `values` are sent as another type.
+
+    Args:
+        values: float32[k].
+        value_dtype: "float32", "float64", "float16", "bfloat16", "int2", "int1" or "none".
+        level: The magnitude that "int2" and "int1" send: the "mean" of those that share it, or their "min".
+        indices: int64[k], ascending; only read with segments.
+        segments: int64[segments, 2], the groups that share a level, see `hvd_sparse.wire`; None: one group.
+
+    Returns:
+        float32[k].
+
+    Raises:
+        ValueError: A name is unknown, or segments lack indices or do not fit.
+    """
     k = checked("values", values, np.float32).size
     if segments is not None and len(segments) > 0:
         checked("indices", indices, np.int64, k)
@@ -174,7 +235,23 @@ def pack(
     value_dtype: str = "float32",
     segments: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the payload, uint8[payload_size], of k entries, or of none."""
+    """Return the payload of k of n elements, or of none, in the format of `hvd_sparse.wire`.
+
+    Args:
+        indices: int64[k], strictly ascending in [0, n); or int64[0].
+        values: float32[k], float64[k] for value_dtype "float64"; for low-bit types a result of `quantize`.
+        n: Elements of the tensor.
+        k: Entries that the payload has room for, from 1 to n.
+        coding: "run_length", "elias_fano", "bitmap", "dense" or "auto".
+        value_dtype: As of `quantize`.
+        segments: As of `quantize`.
+
+    Returns:
+        uint8[payload_size].
+
+    Raises:
+        ValueError: An argument is out of range or of another type, or indices do not ascend.
+    """
     payload = np.empty(payload_size(n, k, coding, value_dtype, segments), np.uint8)
     checked("indices", indices, np.int64)
     checked("values", values, values_type(value_dtype), indices.size)
@@ -191,7 +268,19 @@ def unpack(
     value_dtype: str = "float32",
     segments: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
+    """Check a payload, and return its entries.
+
+    Args:
+        payload: uint8[payload_size].
+        n, k, coding, value_dtype, segments: As of `pack`, equal to those that it was packed with.
+
+    Returns:
+        Ascending indices, int64[k], and values, float32[k] (float64[k] for that type); both are empty if it was packed
+        without entries.
+
+    Raises:
+        ValueError: The payload is damaged or of another format.
+    """
     checked("payload", payload, np.uint8)
     payload_size(n, k, coding, value_dtype, segments)  # checks them before memory is asked for
     form, entries = make_form(n, k, coding, value_dtype, segments), ctypes.c_int64()
@@ -212,7 +301,11 @@ def unpack_payloads(
         ks: The entries that each has at most.
         coding: Of all.
 
-    Returns indices, int64[m], counted from the first element of the first payload, and values, float32[m].
+    Returns:
+        Indices, int64[m], counted from the first element of the first payload, and values, float32[m].
+
+    Raises:
+        ValueError: A payload is damaged or of another format.
     """
     checked("payloads", payloads, np.uint8, sum(payload_size(n, k, coding) for n, k in zip(ns, ks, strict=True)))
     codings = np.array([CODINGS[resolve_coding(coding, n, k)] for n, k in zip(ns, ks, strict=True)], np.int32)

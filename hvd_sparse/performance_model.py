@@ -109,12 +109,28 @@ ORDINARY = Network(1e9)
 
 
 def dense(itemsize: int = FLOAT32) -> Exchange:
-    """Return the exchange of dense gradients with the given bytes per element."""
+    """Return the exchange of dense gradients.
+
+    Args:
+        itemsize: Bytes of an element as sent.
+
+    Returns:
+        A function of network, profile and world size that returns the seconds of one step's exchange.
+    """
     return lambda network, profile, world_size: network.all_reduce(itemsize * profile.parameters, world_size)
 
 
 def gathered(density: float, coding: str = "run_length", values: str = "float32") -> Exchange:
-    """Return the exchange of methods that gather all ranks' payloads: top-k in each tensor."""
+    """Return the exchange of methods that gather all ranks' payloads: top-k in each tensor.
+
+    Args:
+        density: Part of the elements to send, in (0, 1].
+        coding: Coding of positions, see `hvd_sparse.wire`.
+        values: Type of the values sent.
+
+    Returns:
+        As of `dense`.
+    """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
@@ -126,7 +142,12 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
 def scattered(density: float, coding: str = "run_length", values: str = "float32", complete: bool = False) -> Exchange:
     """Return the exchange of methods with a reduce-scatter among owners of regions (`hvd_sparse.reduce_scatter`).
 
-    complete: All ranks then add their residuals where owners have kept a sum.
+    Args:
+        density, coding, values: As of `gathered`.
+        complete: Whether all ranks then add their residuals where owners have kept a sum.
+
+    Returns:
+        As of `dense`.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -151,7 +172,15 @@ def between_hosts(
 ) -> Exchange:
     """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`). The ranks of a host share its link.
 
-    The exchange within a host is part of a rank's own work, in the profile. scatters: It is a reduce-scatter.
+    The exchange within a host is part of a rank's own work, in the profile.
+
+    Args:
+        density, coding, values: As of `gathered`.
+        ranks_per_host: Ranks of each host.
+        scatters: Whether it is a reduce-scatter.
+
+    Returns:
+        As of `dense`.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -178,9 +207,17 @@ def favours_scattered(
     values: str = "float32",
     complete: bool = False,
 ) -> bool:
-    """Return whether a reduce-scatter takes at most half as long as a gather, on an ordinary network.
+    """Return whether a reduce-scatter takes at most half as long as a gather, on a network of 1 Gbit/s.
 
     Half, because it changes fewer elements in a step, and its second collective waits for another cycle of Horovod.
+
+    Args:
+        numels: Elements of each selection.
+        density, coding, values, complete: As of `scattered`.
+        world_size: Number of ranks.
+
+    Returns:
+        Whether `exchange="auto"` uses a reduce-scatter.
     """
     profile = Profile(numels, compute=0.0)
     form = (density, coding, values)
@@ -192,7 +229,12 @@ def favours_scattered(
 def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:
     """Return the exchange that Deep Gradient Compression assumes: the density doubles at each step of an all-reduce.
 
-    It can also grow by another, measured factor, because the ranks' selections overlap.
+    Args:
+        density, coding, values: As of `gathered`.
+        growth: Factor of the density at each step; below 2 where the ranks' selections overlap.
+
+    Returns:
+        As of `dense`.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -204,7 +246,14 @@ def merged(density: float, coding: str = "run_length", values: str = "float32", 
 
 
 def shared(density: float, coding: str = "run_length") -> Exchange:
-    """Return the exchange of methods with shared indices (MiCRO): indices are gathered, values all-reduced."""
+    """Return the exchange of methods with shared indices (MiCRO): indices are gathered, values all-reduced.
+
+    Args:
+        density, coding: As of `gathered`.
+
+    Returns:
+        As of `dense`.
+    """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
         """Return the seconds of the exchange of one step."""
@@ -239,7 +288,17 @@ class Method:
 
 
 def break_even(method: Method, other: Method, network: Network, world_size: int) -> float | None:
-    """Return the bandwidth, in bit/s, below which a method is faster than another; None if there is no such limit."""
+    """Return the bandwidth below which a method is faster than another.
+
+    Args:
+        method: The method.
+        other: What it is compared with, such as dense training.
+        network: Its latency counts.
+        world_size: Number of ranks.
+
+    Returns:
+        Bit/s; None if one of the two is faster at all bandwidths from 1e5 to 1e13 bit/s.
+    """
 
     def gain(bandwidth: float) -> float:
         """Return the seconds per step that the method saves at this bandwidth, in bit/s."""
@@ -256,9 +315,15 @@ def break_even(method: Method, other: Method, network: Network, world_size: int)
 
 
 def largest_world_size(method: Method, other: Method, network: Network) -> int | None:
-    """Return the largest world size at which a method is faster than another; None if it never is.
+    """Return the largest world size at which a method is faster than another.
 
-    MOST_RANKS stands for no limit.
+    Args:
+        method: The method.
+        other: What it is compared with, such as dense training.
+        network: The link of each rank.
+
+    Returns:
+        Number of ranks; MOST_RANKS, 65,536, if there is no limit; None if it never is faster.
     """
     best = None
     world_size = 2

@@ -53,10 +53,10 @@ class Server:
     """Stores elements [begin, end) of a model, float32, copied from `parameters`, which are those of the whole model.
 
     shard: begin and end. workers: their number; `is_finished` is true when all have joined and left. silence: seconds
-    without a message after which a worker counts as dead; None: never. others: the number of servers that will request
-    `parameters` as their initial ones; they are stored until then. servers: the number of all shards. restored: whether
-    `parameters` are from a file. refused: the workers that a server on this rank has refused, and why; all of these
-    share it. now: returns the time.
+    without a message after which a worker counts as dead; None: never. others: the number of other ranks that serve, of
+    which each will request `parameters` as its initial ones; they are stored until then. servers: the number of all
+    shards. restored: whether `parameters` are from a file. refused: the workers that a server on this rank has refused,
+    and why; all of these share it. now: returns the time.
     """
 
     def __init__(

@@ -73,7 +73,15 @@ class Simulation:
             self.join(number)
 
     def join(self, number: int, incarnation: int | None = None) -> Worker:
-        """Start or restart a worker, and let it join. incarnation: of the worker; None: one after its last."""
+        """Start or restart a worker, and let it join.
+
+        Args:
+            number: The worker, from 0.
+            incarnation: Of the worker; None: one after its last.
+
+        Returns:
+            The worker, whose parameters are now the servers'.
+        """
         if incarnation is None:
             incarnation = 0 if self.workers[number] is None else self.workers[number].incarnation + 1
         copies = {name: array.reshape(-1).copy() for name, array in self.layout.split(self._flat).items()}
@@ -84,7 +92,18 @@ class Simulation:
         return worker
 
     def step(self, number: int, gradients: Gradients, lr: float, weight_decay: float = 0.0) -> None:
-        """Let a worker do a step: gradients(worker, {name: float32 of its shape})."""
+        """Let a worker do a step: compute gradients, push, and apply the answers.
+
+        Args:
+            number: The worker, from 0.
+            gradients: A function of the worker's number and its parameters, {name: float32 array}, that returns
+                gradients, {name: array}; tensors without a gradient may be missing.
+            lr: The learning rate.
+            weight_decay: Coefficient of the parameters that are added to their gradients.
+
+        Raises:
+            ServerRefused: A server refuses the worker.
+        """
         worker = self.workers[number]
         shaped = {name: array.reshape(self.layout.shapes[name]) for name, array in worker.parameters.items()}
         found = {
@@ -96,7 +115,15 @@ class Simulation:
         self.deliver()
 
     def run(self, arrivals: Iterator[int], steps: int, gradients: Gradients, lr, weight_decay: float = 0.0) -> None:
-        """Let `steps` workers of `arrivals` do a step each. lr: a number, or a function of the steps done."""
+        """Let workers do steps in the order of their arrivals.
+
+        Args:
+            arrivals: Yields the number of the worker whose turn it is, such as `in_turn` and `by_speed`.
+            steps: Number of steps of all workers together.
+            gradients: As of `step`.
+            lr: The learning rate, or a function of the number of steps done.
+            weight_decay: As of `step`.
+        """
         for done, number in enumerate(itertools.islice(arrivals, steps)):
             self.step(number, gradients, lr(done) if callable(lr) else lr, weight_decay)
 
