@@ -72,7 +72,7 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def passes_by(gradient: str, algorithm) -> str:
+def not_compressed(gradient: str, algorithm) -> str:
     """Return the warning for a gradient that Horovod does not pass to a compressor whose settings change training."""
     return (
         f"Horovod reduces {gradient} without its compression: it is not compressed, and the momentum, weight_decay and "

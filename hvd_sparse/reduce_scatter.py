@@ -31,7 +31,7 @@ from hvd_sparse.wire import Segments, entries_of, largest_payload, payload_size
 
 BALANCE_STEPS = 64  # steps between two agreements on the regions
 BINS = 4096  # of the histogram of selected indices
-SPARE = 1.25  # capacity of a padded message, relative to its average number of entries
+HEADROOM = 1.25  # capacity of a padded message, relative to its average number of entries
 
 Bounds = dict[tuple[str, ...], np.ndarray]  # the bounds of the regions, int64[N + 1], by the tensors of their message
 
@@ -215,7 +215,7 @@ class Regions:
     def _room(self) -> int:
         """Return the unit of message sizes, in bytes; in most steps, a message has one unit."""
         if self._padded[0] is not self.bounds:
-            most = int(SPARE * self.kept_count) + 16
+            most = int(HEADROOM * self.kept_count) + 16
             sizes = (self.form.size(begin, end, min(most, end - begin)) for begin, end in self._spans())
             self._padded = self.bounds, sum(sizes)
         return self._padded[1]

@@ -20,8 +20,8 @@ from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.variables import Variables
+from hvd_sparse.units import REDUCTIONS
 
-REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 NOT_SCALED = (
     "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
     "clip_norm and weight_decay are in wrong units. Scale the loss inside the tape, loss = "

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.log import Log
-from hvd_sparse.members import NOT_COPIED, is_elastic, passes_by
+from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
 from hvd_sparse.tensorflow.calls import (
     NEVER_CALLED,
     Call,
@@ -339,7 +339,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 name = parts.variables.name_of(variable)
                 gradients[name], positions[position] = gradient, name
             elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
-                warnings.warn(passes_by(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
+                warnings.warn(not_compressed(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
         if exchange.rank() == 0:
             warn_of_turns(set(gradients), parts.reduced, parts.variables)
         graph = tf.compat.v1.get_default_graph()

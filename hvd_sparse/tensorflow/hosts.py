@@ -111,8 +111,8 @@ class Hosts:
         total = rows[0]
         for row in rows[1:]:  # in the order of the ranks
             total += row
-        handed = 4 * (sum(sizes) - own)
-        now.counted.add(payload_bytes=handed, surplus_bytes=4 * (self.host_size - 1) * own - handed)
+        sent_bytes = 4 * (sum(sizes) - own)
+        now.counted.add(payload_bytes=sent_bytes, surplus_bytes=4 * (self.host_size - 1) * own - sent_bytes)
         for entry, shard in zip(entries, tf.split(total, [self._length(entry.name) for entry in entries]), strict=True):
             entry.dtype, entry.gradient, entry.factor = entry.gradient.dtype, shard, incoming
 

@@ -123,7 +123,7 @@ class Step:
         sparse = [entry for entry in entries if entry.is_sparse]
         buckets = self.codec.encode(sparse, inner) if sparse else []
         self._vote(now, entries, inner.units)
-        inner.overflow, inner.void, inner.agrees = now.overflow, now.void, now.agrees
+        inner.overflow, inner.ignores_payloads, inner.agrees = now.overflow, now.ignores_payloads, now.agrees
         sent = self.codec.learn(buckets, inner) if sparse else []
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
@@ -285,7 +285,7 @@ class Step:
         now.overflow = sums[0] > 0.0
         if measured:
             now.noted.append(tf.numpy_function(self._note, [now.number, sums[2] / self.exchange.size()], tf.int64).op)
-        now.void = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
+        now.ignores_payloads = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
         now.counted.add(payload_bytes=8 * own.shape[0])
 
     def _region_numbers(self, now: Round) -> tf.Tensor:

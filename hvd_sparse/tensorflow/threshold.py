@@ -198,7 +198,7 @@ class ScaledThreshold:
         excess = tf.cast(count, tf.float64) / wanted
         scale = tf.numpy_function(lambda x: np.float64(threshold_scale(x)), [excess], tf.float64, stateful=False)
         changes = ((self._value, tf.maximum(value * tf.ensure_shape(scale, []), SMALLEST)), (self._k, wanted))
-        return [old.assign(tf.where(now.void, old.read_value(), new[None])) for old, new in changes]
+        return [old.assign(tf.where(now.ignores_payloads, old.read_value(), new[None])) for old, new in changes]
 
 
 class PredictedThreshold:
@@ -233,7 +233,7 @@ class PredictedThreshold:
 
         old = self._numbers()
         learnt = tf.numpy_function(learn, [old, k, sketches], tf.float64, stateful=False)
-        new = tf.unstack(tf.where(now.void, old, tf.ensure_shape(learnt, [len(self.variables)])))
+        new = tf.unstack(tf.where(now.ignores_payloads, old, tf.ensure_shape(learnt, [len(self.variables)])))
         return [variable.assign(value[None]) for variable, value in zip(self.variables, new, strict=True)]
 
     def _numbers(self) -> tf.Tensor:

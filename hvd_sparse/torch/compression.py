@@ -14,15 +14,15 @@ import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
-from hvd_sparse.members import passes_by
+from hvd_sparse.members import not_compressed
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import held
-from hvd_sparse.torch.tokens import REDUCTIONS, reduction_scale
-from hvd_sparse.units import REDUCTION_UNKNOWN, Units, reduction_differs
+from hvd_sparse.torch.tokens import reduction_scale
+from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
 REDUCE_FIRST = (
     "Reduce first, then change gradients: optimizer.synchronize(); scaler.unscale_(optimizer), or clip; with "
@@ -179,7 +179,9 @@ class SparseCompressor(Compressor):
     def _warn_of_sparse(self) -> None:
         """Warn once of a sparse gradient, which Horovod does not give to `compress`, if that changes the training."""
         if self.algorithm.replaces_optimizer and not self._has_warned_of_sparse and self._collectives.is_first():
-            warnings.warn(passes_by("a sparse gradient, as of Embedding(sparse=True),", self.algorithm), stacklevel=4)
+            warnings.warn(
+                not_compressed("a sparse gradient, as of Embedding(sparse=True),", self.algorithm), stacklevel=4
+            )
         self._has_warned_of_sparse = True
 
     def _drop(self) -> None:

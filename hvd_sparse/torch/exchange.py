@@ -78,12 +78,12 @@ class Exchange:
         parts = [words] if cut.pieces == 1 else cut_pieces(words, cut)
         names = [name] if cut.pieces == 1 else _names_of_pieces(name, cut)
         gather = self.collectives.gather if most_bytes is None else self.collectives.gather_varying
-        handed = WORD_BYTES * sum(map(torch.numel, parts))
-        self.traffic.count(payload_bytes=handed - payload.numel())
+        sent_bytes = WORD_BYTES * sum(map(torch.numel, parts))
+        self.traffic.count(payload_bytes=sent_bytes - payload.numel())
 
         def finish(*gathered: torch.Tensor) -> torch.Tensor:
             """Join the pieces, and count the received bytes."""
-            self.traffic.count(surplus_bytes=WORD_BYTES * sum(map(torch.numel, gathered)) - 2 * handed)
+            self.traffic.count(surplus_bytes=WORD_BYTES * sum(map(torch.numel, gathered)) - 2 * sent_bytes)
             whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, ranks, cut)
             return whole.view(torch.uint8)
 
@@ -98,12 +98,12 @@ class Exchange:
         if sum(words) > MOST_WORDS:
             raise ValueError(f"hvd_sparse: a reduce-scatter of {payload.numel()} bytes: use smaller bucket_bytes")
         kept = WORD_BYTES * words[self.rank()]
-        handed = payload.numel() - kept
-        self.traffic.count(payload_bytes=handed)
+        sent_bytes = payload.numel() - kept
+        self.traffic.count(payload_bytes=sent_bytes)
 
         def finish(received: torch.Tensor) -> torch.Tensor:
             """Count the received bytes."""
-            self.traffic.count(surplus_bytes=received.nbytes - kept - handed)
+            self.traffic.count(surplus_bytes=received.nbytes - kept - sent_bytes)
             return received.view(torch.uint8)
 
         return Pending(self.collectives.send(name, payload.view(torch.int64), words), finish=finish)

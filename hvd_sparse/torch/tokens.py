@@ -5,9 +5,9 @@ from functools import lru_cache
 import torch
 
 from hvd_sparse.torch.in_flight import held, held_all
+from hvd_sparse.units import REDUCTIONS
 
 TOKEN_BYTES = 8
-REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 
 
 class Tokens:

@@ -59,7 +59,7 @@ class Round:
     seconds: tf.Tensor | None = None  # since the previous step began; None: not measured
     noted: list[tf.Operation] = field(default_factory=list)  # operations that record all ranks' mean seconds
     overflow: tf.Tensor | None = None
-    void: tf.Tensor | None = None  # whether payloads are ignored: after an overflow, or in a dense step
+    ignores_payloads: tf.Tensor | None = None  # after an overflow, or in a dense step
     counted: Counted = field(default_factory=Counted)
     agrees: tf.Tensor | None = None  # whether this step agrees on the regions of a reduce-scatter
     messages: list = field(default_factory=list)  # of reduce-scatters
@@ -149,7 +149,7 @@ class Codec(abc.ABC):
             return []
         held, excess = hold(total, dtype, self.exchange.rank(), now.units)
         entry.decode = lambda: held
-        rest = tf.where(now.void, tf.zeros_like(total), excess)
+        rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
         with tf.control_dependencies(cleared):
             return [entry.feedback.residual.assign_add(rest)]
 
@@ -176,7 +176,7 @@ class Codec(abc.ABC):
         operations = []
         for kind, new in feedback.after_sending(left).items():
             old = values if kind == "residual" else feedback.buffers[kind].sparse_read(indices)
-            new = tf.where(now.void, old, new)
+            new = tf.where(now.ignores_payloads, old, new)
             operations.append(ops.scatter_update(feedback.buffers[kind], indices, new))
         return operations
 
@@ -228,7 +228,7 @@ class BucketCodec(Codec):
         buffers = [entry.feedback.cleared() for entry in bucket.entries]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
         retained = bucket.entries[0].feedback.retained
-        cleared = ops.clear_bucket(bucket.message, bucket.ks, now.void, *memory, **form, retained=retained)
+        cleared = ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **form, retained=retained)
         done = [cleared]
         for entry, total in zip(bucket.entries, sums, strict=True):
             done += self._held(entry, total, now, [cleared])

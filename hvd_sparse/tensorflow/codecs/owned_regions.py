@@ -133,7 +133,7 @@ class OwnedRegions(FixedCount):
         changes = []
         with tf.control_dependencies(before):
             for entry, inner, rest in self._cut(bucket.entries, *bucket.excess):
-                rest = tf.where(now.void, tf.zeros_like(rest), rest)
+                rest = tf.where(now.ignores_payloads, tf.zeros_like(rest), rest)
                 changes.append(entry.feedback.residual.scatter_add(tf.IndexedSlices(rest, inner)))
         return changes
 

@@ -63,7 +63,9 @@ class SharedIndices(Codec):
         packed = ops.pack(indices, total, n, k[0])
         if is_exact:
             done.append(
-                ops.clear_bucket(packed, k, now.void, [entry.feedback.residual for entry in entries], joint=True)
+                ops.clear_bucket(
+                    packed, k, now.ignores_payloads, [entry.feedback.residual for entry in entries], joint=True
+                )
             )
         else:
             done += self._clear_parts(entries, indices, values, values - sent, now)
