@@ -3,6 +3,7 @@
 The variable is in a local list of Horovod's own stack frames while it traces `compress`.
 """
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -86,7 +87,8 @@ def find_call(tensor) -> Call | None:
         elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
             optimizer = local["self"]
         elif applier is None:
-            applier = getattr(local.get("self"), "optimizer", None)
+            with contextlib.suppress(Exception):  # a property of the user's, perhaps, which is not ready
+                applier = local["self"].optimizer
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
     averages = helper is not None and helper.average_aggregated_gradients
@@ -154,14 +156,15 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
 
     is_scaled: whether the compression's loss_scale was set.
     """
-    outer, inner = _momentum_of(call.optimizer), algorithm.local_momentum
+    applier = getattr(call.applier, "inner_optimizer", call.applier)  # of a loss scaler
+    outer, inner = _momentum_of(call.optimizer or applier), algorithm.local_momentum
     if inner > 0.0 and outer > 0.0 and exchange.rank() == 0:
         warnings.warn(two_momenta(outer, algorithm.name, inner), stacklevel=5)
     has_no_effect = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
     scales = hasattr(call.applier, "dynamic_growth_steps") or getattr(call.applier, "loss_scale_factor", None)
     if scales and not is_scaled and not has_no_effect:
         raise RuntimeError(NOT_SCALED)
-    steps = getattr(getattr(call.applier, "inner_optimizer", call.applier), "gradient_accumulation_steps", None)
+    steps = getattr(applier, "gradient_accumulation_steps", None)
     if steps and exchange.rank() == 0:
         warnings.warn(
             f"hvd_sparse: the optimizer has gradient_accumulation_steps={steps}, but each micro-batch is reduced and "

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
@@ -32,7 +33,7 @@ from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedb
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import make_hosts
 from hvd_sparse.tensorflow.parts import Parts
-from hvd_sparse.tensorflow.state import check_open, evaluate, gather_state, identity_of, restore_state
+from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
@@ -110,8 +111,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     def loss_scale(self) -> tf.Variable:
         """The loss scale: a float64 scalar variable, 1.0 at first, the same on every rank.
 
-        Assign to it, in a `tf.function` too, before the gradients are reduced: `compression.loss_scale = scale`, with a
-        number, a tensor or a variable. In a graph of TensorFlow 1, run `compression.loss_scale.assign(scale)`.
+        Assign to it in every step, in a `tf.function` too, before the gradients are reduced:
+        `compression.loss_scale = scale`, with a number, a tensor or a variable, whose value is copied. In a graph of
+        TensorFlow 1, run `compression.loss_scale.assign(scale)`.
         clip_norm, weight_decay, residuals and thresholds are in units of the unscaled gradient, and do not change
         with the scale. See docs/mixed-precision.md.
         """
@@ -250,13 +252,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
-        self._change(self._own_place(), session)
+        assign_all(self._own_place(), session)
         self._parts.step.reset()
 
     def reset(self, session=None) -> None:
         """Clear residuals and step number, on every rank. Keep the loss scale."""
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
-        self._change([*((variable, tf.zeros_like) for variable in own), *self._own_place()], session)
+        zeros = [(variable, np.zeros(variable.shape.as_list(), variable.dtype.as_numpy_dtype)) for variable in own]
+        assign_all([*zeros, *self._own_place()], session)
         if self.feedback:
             self._parts.step.reset()
 
@@ -264,14 +267,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         return [buffer for feedback in self.feedback.values() for buffer in feedback.buffers.values()]
 
     def _own_place(self) -> list[tuple]:
-        """Return the change after which the error feedback is this rank's own."""
-        marks = self._parts.step.marks if self.feedback else []
-        return [(variable, lambda _, own=own: own) for variable, own in marks]
-
-    @staticmethod
-    def _change(changes, session) -> None:
-        check_open(session)
-        evaluate([variable.assign(change(variable.read_value())) for variable, change in changes], session)
+        """Return the changes after which the error feedback is this rank's own."""
+        return self._parts.step.marks if self.feedback else []
 
     def _load(self) -> None:
         self._parts.variables.load()

@@ -306,4 +306,5 @@ def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) 
     squares = [tf.reduce_sum(tf.square(tf.cast(one, tf.float64))) for one in finite]
     norm = tf.sqrt(tf.add_n(squares))
     bound = units.clip_bound(algorithm.clip_norm)
-    return tf.cast(tf.where(norm > bound, bound / norm, tf.ones_like(norm)) * units.incoming, tf.float32)
+    # Without a division by a norm of 0: its infinity, though unused, would stop a program with check_numerics.
+    return tf.cast(bound / tf.maximum(norm, bound) * units.incoming, tf.float32)

@@ -4,7 +4,7 @@ The twin of `hvd_sparse.torch.state`, with the same layout. Here, all buffers ex
 buffers in a checkpoint is fixed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -44,7 +44,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     check = refused(lambda: _check(compressor, thresholds, state, exchange))
     exchange.refuse_together(check, session)
     hosts, summed = compressor.hosts, state["summed"]
-    changes = [compressor.step.assign(state["step"])]
+    changes = [(compressor.step, state["step"])]
     for name, memory in feedback.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
@@ -53,13 +53,13 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
                 value = on_host(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
                 value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
-            changes.append(buffer.assign(share_of(value, place, count) if summed else value.astype(np.float32)))
+            changes.append((buffer, share_of(value, place, count) if summed else value.astype(np.float32)))
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():
             values[rows[name]] = on_host(numbers)[number]
-        changes.append(variable.assign(values))
-    evaluate(changes, session)
+        changes.append((variable, values))
+    assign_all(changes, session)
     sizes = {name: memory.size for name, memory in feedback.items()}
     compressor.regions.clear()
     compressor.regions.update(restored(state.get("regions", []), sizes))
@@ -108,8 +108,8 @@ def check_open(session) -> None:
     _refuse_tracing()
     if session is not None and session.graph.finalized:
         raise RuntimeError(
-            "hvd_sparse: the graph of this session is finalized, so no state of a compression can be loaded, reset or "
-            "summed. In a MonitoredTrainingSession, let a Scaffold save and restore it: see docs/tensorflow.md"
+            "hvd_sparse: the graph of this session is finalized, so no state of a compression can be loaded or summed. "
+            "In a MonitoredTrainingSession, let a Scaffold save and restore it: see docs/tensorflow.md"
         )
 
 
@@ -118,9 +118,26 @@ def evaluate(values: list, session) -> list:
     if tf.executing_eagerly():
         return [value.numpy() for value in values]
     _refuse_tracing()
+    check_session(session)
+    return session.run(values)
+
+
+def assign_all(changes: Iterable[tuple[tf.Variable, np.ndarray]], session) -> None:
+    """Set variables of `make_variable` to values, eagerly or through a session, whose graph does not grow by this."""
+    _refuse_tracing()
+    if tf.executing_eagerly():
+        for variable, value in changes:
+            variable.assign(value)
+        return
+    check_session(session)
+    starts = [(variable.initializer, value) for variable, value in changes]  # an operation's inputs: variable, value
+    session.run([start for start, _ in starts], {start.inputs[1]: value for start, value in starts})
+
+
+def check_session(session) -> None:
+    """Raise ValueError without a session."""
     if session is None:
         raise ValueError("hvd_sparse: a graph of TensorFlow 1 is read through a session; pass session=...")
-    return session.run(values)
 
 
 def _refuse_tracing() -> None:

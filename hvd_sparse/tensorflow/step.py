@@ -24,6 +24,7 @@ import tensorflow as tf
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEPS_TOLD
+from hvd_sparse.checks import checked_density
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
@@ -153,8 +154,9 @@ class Step:
         shape, dtype = entry.shape, entry.dtype or entry.gradient.dtype
 
         def dense() -> tf.Tensor:
-            """Return the dense tensor that Horovod reduced."""
-            return tf.where(now.overflow, tf.constant(float("nan"), dtype), tf.cast(tf.reshape(reduced, shape), dtype))
+            """Return the dense tensor that Horovod reduced; NaN everywhere after an overflow."""
+            nothing_or_nan = tf.sqrt(-tf.cast(now.overflow, dtype))  # -0, or NaN: no constant, which check_numerics sees
+            return tf.cast(tf.reshape(reduced, shape), dtype) + nothing_or_nan
 
         def decoded() -> tf.Tensor:
             """Return the sum of the payloads."""
@@ -219,7 +221,8 @@ class Step:
         now = perf_counter()
         self._timings += 1
         seconds, self._began = now - self._began if self._began else 0.0, now
-        return np.float64(self.fallback().choose(int(number), self.algorithm.schedule.density(int(number)))), seconds
+        density = checked_density("the schedule's density", self.algorithm.schedule.density(int(number)))
+        return np.float64(self.fallback().choose(int(number), density)), seconds
 
     def _note(self, number, seconds) -> np.int64:
         """Pass the mean of the ranks' seconds to the dense fallback."""

@@ -16,6 +16,7 @@ from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 
+NEVER = np.finfo(np.float64).max  # no float32 reaches it; tf.debugging.enable_check_numerics() refuses infinity
 Plan = dict[str, tf.Tensor]  # arguments of `ops.filter_bucket`: thresholds, ks, and stages if any
 
 
@@ -71,8 +72,8 @@ class ConstantThresholds:
         self.variables: list[tf.Variable] = []
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a float64 threshold for each variable, infinite unless active; and ks of 0, as none is refreshed."""
-        thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(math.inf, tf.float64))
+        """Return a float64 threshold for each variable, NEVER unless active; and ks of 0, as none is refreshed."""
+        thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(NEVER, tf.float64))
         return {"thresholds": tf.fill([len(names)], thresholds), "ks": tf.zeros_like(counts)}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
@@ -92,7 +93,7 @@ class KeptThresholds:
         ]
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a float64 threshold for each variable, infinite unless active; and k to refresh it, else 0."""
+        """Return a float64 threshold for each variable, NEVER unless active; and k to refresh it, else 0."""
         rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
         refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
@@ -101,7 +102,7 @@ class KeptThresholds:
         self._due = due & tf.logical_not(drains) & is_active
         self._goes_by_it = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
-        thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(math.inf, tf.float64)))
+        thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(NEVER, tf.float64)))
         return {"thresholds": thresholds, "ks": tf.where(self._due, counts, tf.zeros_like(counts))}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
@@ -139,11 +140,11 @@ class FittedThresholds:
         self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # not in checkpoints
 
     def plan(self, step, names: list[str], counts, is_active) -> Plan:
-        """Return a float64 guess for each variable, infinite unless active; k; and the number of stages of the fit."""
+        """Return a float64 guess for each variable, NEVER unless active; k; and the number of stages of the fit."""
         rows = [self.rows[name] for name in names]
         more, guesses = (tf.gather(one.read_value(), rows) for one in (self._more, self._guesses))
         stages = tf.cast(more, tf.int64) + self._algorithm.stages
-        none, never = tf.zeros_like(counts), tf.fill([len(names)], tf.constant(math.inf, tf.float64))
+        none, never = tf.zeros_like(counts), tf.fill([len(names)], tf.constant(NEVER, tf.float64))
         return {
             "thresholds": tf.where(is_active, guesses, never),
             "ks": tf.where(is_active, counts, none),
@@ -217,7 +218,8 @@ class PredictedThreshold:
 
         def plan(numbers: np.ndarray, k: np.ndarray) -> np.ndarray:
             """Return threshold and share."""
-            return np.array(_restored(numbers).plan(int(k), ranks))
+            threshold, share = _restored(numbers).plan(int(k), ranks)
+            return np.array([min(threshold, NEVER), share])
 
         planned = tf.numpy_function(plan, [self._numbers(), k], tf.float64, stateful=False)
         return tuple(tf.unstack(tf.ensure_shape(planned, [2])))

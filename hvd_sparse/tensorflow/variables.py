@@ -71,7 +71,8 @@ class Variables:
             raise ValueError(
                 f"the gradient of {getattr(variable, 'name', variable)!r} belongs to none of the {len(self._by_name)} "
                 "variables that this compression was built with. Build it from all that the optimizer trains: "
-                "Compression.dgc(model.trainable_variables, ...)"
+                "Compression.dgc(model.trainable_variables, ...). If the variable was frozen then, build another "
+                "compression after it is thawed, or name all variables that will train from the start"
             )
         return self._name_of[id(variable)]
 

@@ -95,3 +95,34 @@ def test_in_a_graph_of_tensorflow_1(scope):
         left = memory[name].get("residual", np.zeros(fed[name].size)).reshape(SHAPES[name])
         np.testing.assert_array_equal(out[name] + left, fed[name], err_msg=name)
     assert memory["head.weight"]["residual"].any()
+
+
+METHODS = {
+    "dct": {},
+    "sidco": {},
+    "micro": {},
+    "hard_threshold": {"density": None, "value": 3.0},
+    "dgc": {"momentum": 0.9, "clip_norm": 1.0, "warmup": 3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_of_its_own_are_finite(method):
+    """So that a search for NaN with TensorFlow's check of all operations finds those of the user only."""
+    settings = {"density": 0.05, **METHODS[method]}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    tf.debugging.enable_check_numerics()
+    try:
+        variables = make_variables()
+        compression = getattr(Compression, method)(list(variables.values()), **settings)
+        reduce = Reducer(variables, compression, True)
+        for step in range(3):
+            gradients = whole_numbers(SHAPES, step, hvd.rank())
+            dead = next(iter(gradients))
+            reduce({**gradients, dead: np.zeros_like(gradients[dead])})
+        assert compression.stats()["steps"] == 3
+        if method == "dgc":  # the check works
+            with pytest.raises(tf.errors.InvalidArgumentError, match="NaN"):
+                reduce({name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()})
+    finally:
+        tf.debugging.disable_check_numerics()

@@ -3,8 +3,9 @@
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 from gradients import whole_numbers
-from tf_helpers import Reducer, assert_ranks_agree, make_variables, memory_of, several, total
+from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, several, total
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
@@ -72,6 +73,26 @@ def test_without_it_payloads_are_sent_whatever_they_cost():
     stats = compression.stats()
     assert round(stats["step"]["density"] * ELEMENTS) == 4500
     assert stats["dense_fallback"]["rule"] is None and not stats["dense_fallback"]["is_dense"]
+
+
+class ReachesZero(Stages):
+    """A schedule of a user's, wrong from the third step on."""
+
+    def density(self, step):
+        return 0.02 * (1.0 - step / 2)
+
+
+@several
+@pytest.mark.parametrize("dense_fallback", ["bytes", None])
+def test_a_density_that_is_none_ends_training(dense_fallback):
+    variables = make_variables(SHAPES)
+    settings = {"density": ReachesZero(), "dense_fallback": dense_fallback}
+    reduce = Reducer(variables, Compression.gradient_dropping(list(variables.values()), **settings))
+    for t in range(2):
+        reduce(whole_numbers(SHAPES, t, hvd.rank()))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"density must be .*in \(0, 1\], got 0\.0"):
+        reduce(whole_numbers(SHAPES, 2, hvd.rank()))
+    assert_alive()
 
 
 @several

@@ -1,5 +1,7 @@
 """The training loops of the documentation, unchanged, with a loss scaler."""
 
+import warnings
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -79,3 +81,17 @@ def test_a_scaler_whose_scale_is_not_known_is_refused(keras_3):
     with pytest.raises(RuntimeError, match=r"compression\.loss_scale was never set.*scale_loss\(1\.0\)"):
         exec(compile(unknown, "docs/tensorflow.md", "exec"), {})
     assert_alive()
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_second_momentum_in_a_train_step_is_warned_of(keras_3, policy, momentum):
+    """Whether a loss scaler is around the optimizer or not."""
+    keras_3.config.set_dtype_policy(policy)
+    both = TRAIN_STEP.replace("SGD(0.1)", f"SGD(0.1, momentum={momentum})").replace("epochs=2", "epochs=1")
+    assert both.count("momentum=") == 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(both, "docs/tensorflow.md", "exec"), {})
+    told = any("both are applied" in str(one.message) for one in caught)
+    assert told == (momentum > 0.0 and hvd.rank() == 0)

@@ -60,7 +60,27 @@ def test_unknown_variables(graph):
     variables, others = make_variables(SHAPES), make_variables(SHAPES)
     compression = Compression.gradient_dropping(list(others.values()), **SETTINGS)
     reduce = Reducer(variables, compression, graph)
-    refuse(reduce, ValueError, r"'weight:0' belongs to none of the 2 variables")
+    refuse(reduce, ValueError, r"'weight:0' belongs to none of the 2 variables.*If the variable was frozen then")
+
+
+class Unready:
+    """A trainer of the user's whose optimizer cannot be had yet."""
+
+    @property
+    def optimizer(self):
+        raise RuntimeError("call setup() first")
+
+    def reduce(self, reduce, gradients):
+        return reduce(gradients)
+
+
+@several
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_property_of_the_caller_that_raises_is_not_its_business(graph):
+    variables = make_variables(SHAPES)
+    compression = Compression.gradient_dropping(list(variables.values()), **SETTINGS)
+    Unready().reduce(Reducer(variables, compression, graph), draw(SHAPES, 0, hvd.rank()))
+    assert compression.stats()["steps"] == 1
 
 
 @several

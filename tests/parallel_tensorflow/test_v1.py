@@ -108,13 +108,36 @@ def test_a_finalized_graph():
             residuals = np.concatenate([one["residual"] for one in state["memory"].values() if "residual" in one])
             assert stats["residual_norm"] == pytest.approx(np.linalg.norm(residuals.astype(np.float64)))
             assert stats["residual_norm"] > 0.0
+            compression.reset(session)
+            assert compression.state_dict(session=session)["step"] == 0
+            assert compression.stats(session)["residual_norm"] == 0.0
             for call in (
-                lambda: compression.reset(session),
                 lambda: compression.load_state_dict(state, session),
                 lambda: compression.state_dict(summed=True, session=session),
             ):
                 with pytest.raises(RuntimeError, match="the graph of this session is finalized"):
                     call()
+
+
+def test_states_are_not_constants_of_the_graph():
+    """A graph never frees its constants, and may have 2 GiB."""
+    with tf.Graph().as_default() as graph:
+        fed, _, compression, step = build(lambda variables: Compression.dgc(variables, density=0.05, min_numel=100))
+        with v1.Session() as session:
+            start(session)
+            take_steps(session, fed, step, range(2))
+            state = compression.state_dict(session=session)
+            held = sum(one.nbytes for kinds in state["memory"].values() for one in kinds.values())
+            before = graph.as_graph_def().ByteSize()
+            for _ in range(3):
+                compression.load_state_dict(state, session)
+                compression.reset(session)
+            assert graph.as_graph_def().ByteSize() - before < held
+            compression.load_state_dict(state, session)
+            again = compression.state_dict(session=session)
+            for name, kinds in state["memory"].items():
+                for kind, saved in kinds.items():
+                    np.testing.assert_array_equal(again["memory"][name][kind], saved)
 
 
 def train_monitored(folder, until):

@@ -94,7 +94,7 @@ class SharedIndices(Codec):
         """Return the sums of all ranks' values, this rank's values as sent, and the sum of `rows`."""
         scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # before the sum, which might overflow otherwise
         sent = once(now.present, tf.concat([scaled, rows], 0))
-        now.counted.add(payload_bytes=4 * tf.size(sent))
+        now.counted.add(payload_bytes=4 * tf.size(sent, tf.int64))
         total = self.exchange.allreduce(f"values{now.suffix}", sent)
         total, sketches = tf.split(total, [tf.size(values), tf.size(rows)])
         return total, values, sketches
