@@ -37,7 +37,7 @@ import pytorch_digits
 from records import load, save
 
 from hvd_sparse import native
-from hvd_sparse.reduce_scatter import Entries, MessageFormat, Regions, add_in_order
+from hvd_sparse.reduce_scatter import MessageFormat, Regions, SparseVector, add_in_order
 from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -154,18 +154,20 @@ class Rank:
 class Exchanged(NamedTuple):
     """The sum over ranks at the exchanged places, and the bytes that rank 0 received."""
 
-    entries: Entries
+    entries: SparseVector
     received: int
 
 
-def gather(ranks: list[Rank], selected: list[Entries], n: int, k: int) -> Exchanged:
+def gather(ranks: list[Rank], selected: list[SparseVector], n: int, k: int) -> Exchanged:
     """Exchange all selections: every rank receives each of them."""
     for rank, own in zip(ranks, selected, strict=True):
         rank.clear(own.indices)
     return Exchanged(add_in_order(selected), (len(ranks) - 1) * payload_size(n, k))
 
 
-def reduce_scatter(ranks: list[Rank], selected: list[Entries], n: int, k: int, completes: bool = False) -> Exchanged:
+def reduce_scatter(
+    ranks: list[Rank], selected: list[SparseVector], n: int, k: int, completes: bool = False
+) -> Exchanged:
     """Exchange by reduce-scatter: the owner of each region adds the selections, and keeps the k / N largest sums."""
     regions = [
         Regions(MessageFormat(n, k, "run_length", "float32", "mean"), len(ranks), rank) for rank in range(len(ranks))
@@ -183,14 +185,16 @@ def reduce_scatter(ranks: list[Rank], selected: list[Entries], n: int, k: int, c
     kept = regions[0].join(np.concatenate(payloads))
     received += sum(payload.size for payload in payloads[1:])
     if completes:
-        kept = Entries(kept.indices, np.sum([rank.residual[kept.indices] for rank in ranks], axis=0, dtype=np.float32))
+        kept = SparseVector(
+            kept.indices, np.sum([rank.residual[kept.indices] for rank in ranks], axis=0, dtype=np.float32)
+        )
         received += int(2 * 4 * kept.indices.size * (len(ranks) - 1) / len(ranks))
     for rank, own in zip(ranks, selected, strict=True):
         rank.clear(kept.indices if completes else np.intersect1d(own.indices, kept.indices, assume_unique=True))
     return Exchanged(kept, received)
 
 
-def completed(ranks: list[Rank], selected: list[Entries], n: int, k: int) -> Exchanged:
+def completed(ranks: list[Rank], selected: list[SparseVector], n: int, k: int) -> Exchanged:
     """Exchange by reduce-scatter, then add the residuals of all ranks where owners have kept a sum."""
     return reduce_scatter(ranks, selected, n, k, completes=True)
 
@@ -226,7 +230,7 @@ def train(run: dict) -> dict:
             for rank, gradient in zip(ranks, gradients, strict=True):
                 rank.accumulate(gradient)
                 indices, values, _ = native.select_top_k(rank.residual, k, step)
-                selected.append(Entries(indices, values))
+                selected.append(SparseVector(indices, values))
             exchanged = EXCHANGES[run["exchange"]](ranks, selected, n, k)
             total = np.zeros(n, np.float32)
             total[exchanged.entries.indices] = exchanged.entries.values

@@ -22,7 +22,7 @@ import torch
 from entries import ENTRY_BYTES
 
 from hvd_sparse import native
-from hvd_sparse.reduce_scatter import Entries, MessageFormat, Regions
+from hvd_sparse.reduce_scatter import MessageFormat, Regions, SparseVector
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
 
-def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> Entries:
+def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> SparseVector:
     """Return one rank's selection: half is common to all ranks, nine tenths are in the first tenth of elements."""
     tenth = max(k, n // 10)
     own = np.unique(np.concatenate([random.integers(0, tenth, k), random.integers(0, n, k // 8)]))
@@ -38,7 +38,7 @@ def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> En
     indices = np.sort(np.concatenate([common, own]))
     if indices.size != k:
         raise RuntimeError(f"{indices.size} elements were drawn, not {k}")
-    return Entries(indices, random.standard_normal(k).astype(np.float32))
+    return SparseVector(indices, random.standard_normal(k).astype(np.float32))
 
 
 def measure(n: int, k: int, ranks: int) -> dict:
@@ -82,7 +82,7 @@ def measure(n: int, k: int, ranks: int) -> dict:
     }
 
 
-def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
+def check(selected: list[SparseVector], kept: SparseVector, regions: Regions) -> None:
     """Raise an error unless the result has the exact sums over ranks, and each region's largest ones."""
     total = sum_of(selected, regions.form.n)
     if not np.array_equal(total[kept.indices], kept.values):
@@ -95,7 +95,7 @@ def check(selected: list[Entries], kept: Entries, regions: Regions) -> None:
             raise RuntimeError("a larger sum was left out")
 
 
-def decode_all(selected: list[Entries], n: int, k: int) -> float:
+def decode_all(selected: list[SparseVector], n: int, k: int) -> float:
     """Return the seconds of a job's call that decodes the payloads of all ranks into a dense gradient; check it."""
     gathered = torch.from_numpy(np.stack([native.pack(own.indices, own.values, n, k) for own in selected]))
     out = torch.ones(n)  # as in `measure`
@@ -107,7 +107,7 @@ def decode_all(selected: list[Entries], n: int, k: int) -> float:
     return seconds
 
 
-def sum_of(selected: list[Entries], n: int) -> np.ndarray:
+def sum_of(selected: list[SparseVector], n: int) -> np.ndarray:
     """Return the sum of all ranks' selections, float32[n], added in rank order."""
     total = np.zeros(n, np.float32)
     for own in selected:

@@ -36,14 +36,14 @@ HEADROOM = 1.25  # capacity of a padded message, relative to its average number 
 Bounds = dict[tuple[str, ...], np.ndarray]  # the bounds of the regions, int64[N + 1], by the tensors of their message
 
 
-class Entries(NamedTuple):
-    """Sparse entries of a message: indices and values."""
+class SparseVector(NamedTuple):
+    """The selected entries of a vector: indices and values."""
 
     indices: np.ndarray  # int64[m], ascending
     values: np.ndarray  # float32[m]
 
 
-NOTHING = Entries(np.empty(0, np.int64), np.empty(0, np.float32))
+NOTHING = SparseVector(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sent(NamedTuple):
     message: np.ndarray  # uint8[bytes]: a payload for each region; padding follows this rank's own
     splits: np.ndarray  # int64[N]: the bytes for each rank
     padding: int  # bytes
-    entries: Entries  # with the values that the owners decode
+    entries: SparseVector  # with the values that the owners decode
 
 
 class Regions:
@@ -109,7 +109,7 @@ class Regions:
         k, form = min(self.kept_count, self.form.n), self.form
         return largest_payload(form.n, k, form.coding, form.values, form.segments)
 
-    def count(self, entries: Entries) -> np.ndarray:
+    def count(self, entries: SparseVector) -> np.ndarray:
         """Return the histogram of the entries' indices, float64[bins]."""
         bins = min(self.form.n, BINS)
         return np.bincount(entries.indices * bins // self.form.n, minlength=bins).astype(np.float64)
@@ -122,7 +122,7 @@ class Regions:
         inner = np.clip(np.rint(cuts).astype(np.int64), 0, self.form.n)
         self.bounds = np.concatenate([[0], inner, [self.form.n]]).astype(np.int64)
 
-    def split(self, entries: Entries) -> Sent:
+    def split(self, entries: SparseVector) -> Sent:
         """Return the message to the owners of regions: a payload for each, without entries where none were selected.
 
         This rank's own part is padded, so that messages have the same size in most steps: Horovod has to negotiate a
@@ -138,9 +138,9 @@ class Regions:
         padding = -int(sizes.sum()) % self._room()
         sizes[self.rank] += padding
         payloads.insert(self.rank + 1, np.zeros(padding, np.uint8))
-        return Sent(np.concatenate(payloads), sizes, padding, Entries(entries.indices, np.concatenate(survived)))
+        return Sent(np.concatenate(payloads), sizes, padding, SparseVector(entries.indices, np.concatenate(survived)))
 
-    def reduce(self, received: np.ndarray, padding: int, seed: int) -> tuple[np.ndarray, Entries]:
+    def reduce(self, received: np.ndarray, padding: int, seed: int) -> tuple[np.ndarray, SparseVector]:
         """Sum the entries of this rank's region from all ranks, in rank order, and keep the sums of largest magnitude.
 
         Args:
@@ -159,19 +159,19 @@ class Regions:
         total = add_in_order(parts)
         if total.indices.size > self.kept_count:
             chosen = native.select_top_k(total.values, self.kept_count, seed % 2**64)[0]
-            total = Entries(total.indices[chosen], total.values[chosen])
+            total = SparseVector(total.indices[chosen], total.values[chosen])
         payload, values = self._pack(begin, end, total.indices, total.values)
         left = total.values - values
         lossy = (left != 0.0) & np.isfinite(left)
-        return payload, Entries(total.indices[lossy], left[lossy])
+        return payload, SparseVector(total.indices[lossy], left[lossy])
 
-    def join(self, gathered: np.ndarray) -> Entries:
+    def join(self, gathered: np.ndarray) -> SparseVector:
         """Return the sums that the owners of all regions have kept, from their payloads, uint8[bytes], in rank order.
 
         Raises ValueError, naming the rank, if a payload is damaged.
         """
         parts = self._unpack(gathered, list(self._spans()), 0)
-        return Entries(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return SparseVector(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def _pack(self, begin: int, end: int, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the payload of a region's entries, and their values as decoded from it."""
@@ -183,7 +183,7 @@ class Regions:
         values = np.ascontiguousarray(values)
         return native.pack(inner, values, end - begin, k, form.coding, form.values, segments), values
 
-    def _unpack(self, message: np.ndarray, spans: Sequence[tuple[int, int]], padding: int) -> list[Entries]:
+    def _unpack(self, message: np.ndarray, spans: Sequence[tuple[int, int]], padding: int) -> list[SparseVector]:
         """Return the entries of a message's payloads, one from each rank; spans: the region of each."""
         found, at, form = [], 0, self.form
         for rank, (begin, end) in enumerate(spans):
@@ -195,7 +195,7 @@ class Regions:
                 indices, values = native.unpack(piece, end - begin, k, form.coding, form.values, segments)
             except ValueError as error:
                 raise ValueError(f"hvd_sparse: from rank {rank}: {error}") from error
-            found.append(Entries(indices + begin, values))
+            found.append(SparseVector(indices + begin, values))
             at += size + (padding if rank == self.rank else 0)
         if at != message.size:
             raise ValueError(f"hvd_sparse: the payloads have {at} bytes, received {message.size}")
@@ -221,14 +221,16 @@ class Regions:
         return self._padded[1]
 
 
-def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> Entries:
+def selected_entries(message: np.ndarray, ns: Sequence[int], ks: Sequence[int], coding: str) -> SparseVector:
     """Return the nonzero entries of concatenated payloads, with indices into the concatenated elements."""
     indices, values = native.unpack_payloads(message, ns, ks, coding)
     kept = values != 0.0
-    return Entries(indices, values) if kept.all() else Entries(indices[kept], values[kept])
+    return SparseVector(indices, values) if kept.all() else SparseVector(indices[kept], values[kept])
 
 
-def entries_to_clear(selected: Entries, sent: Entries, kept: Entries, retained: float) -> tuple[np.ndarray, ...]:
+def entries_to_clear(
+    selected: SparseVector, sent: SparseVector, kept: SparseVector, retained: float
+) -> tuple[np.ndarray, ...]:
     """Return which of a rank's entries the owners kept: indices, int64[m]; residuals, and next residuals, float32[m].
 
     selected: with this rank's residuals. sent: with the values that the owners decode. The next residual is what the
@@ -239,10 +241,10 @@ def entries_to_clear(selected: Entries, sent: Entries, kept: Entries, retained: 
     return sent.indices[own], old, old - survived + np.float32(retained) * survived
 
 
-def add_in_order(parts: Sequence[Entries]) -> Entries:
+def add_in_order(parts: Sequence[SparseVector]) -> SparseVector:
     """Return the sums of the ranks' entries, float32, added in rank order."""
     indices, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return Entries(*native_changes.add_entries(indices, values, np.array([part.indices.size for part in parts])))
+    return SparseVector(*native_changes.add_entries(indices, values, np.array([part.indices.size for part in parts])))
 
 
 def known_bounds(regions: Bounds, names: Sequence[str], n: int, world_size: int) -> np.ndarray | None:

@@ -155,7 +155,7 @@ class Step:
 
         def dense() -> tf.Tensor:
             """Return the dense tensor that Horovod reduced; NaN everywhere after an overflow."""
-            nothing_or_nan = tf.sqrt(-tf.cast(now.overflow, dtype))  # -0, or NaN: no constant, which check_numerics sees
+            nothing_or_nan = tf.sqrt(-tf.cast(now.overflow, dtype))  # -0, or NaN; a constant would stop check_numerics
             return tf.cast(tf.reshape(reduced, shape), dtype) + nothing_or_nan
 
         def decoded() -> tf.Tensor:

@@ -162,7 +162,7 @@ def test_exchanges(monkeypatch, tmp_path):
     assert [one["ranks"] for one in json.loads((tmp_path / "exchanges.json").read_text())["simulated"]] == [2, 3]
     shapes = []
     monkeypatch.setattr(module.ops, "reduce_payloads", lambda gathered, *others: shapes.append(len(gathered)))
-    entries = module.Entries(np.arange(5), np.ones(5, np.float32))
+    entries = module.SparseVector(np.arange(5), np.ones(5, np.float32))
     with pytest.raises(RuntimeError, match="not the sum of all ranks"):
         module.decode_all([entries] * 3, 100, 5)
     assert shapes == [3]

@@ -7,9 +7,9 @@ import pytest
 
 from hvd_sparse.reduce_scatter import (
     BALANCE_STEPS,
-    Entries,
     MessageFormat,
     Regions,
+    SparseVector,
     add_in_order,
     known_bounds,
     must_agree,
@@ -29,7 +29,7 @@ def drawn(n, k, ranks, seed=0):
         values = random.standard_normal(n).astype(np.float32)
         values[: n // 10] *= 4
         indices = np.sort(np.argpartition(-np.abs(values), k - 1)[:k])
-        found.append(Entries(indices, values[indices]))
+        found.append(SparseVector(indices, values[indices]))
     return found
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_payload_names_its_rank(position):
 
 def test_sums_that_are_not_finite_leave_no_excess():
     big = np.array([3e38], np.float32)
-    selected = [Entries(np.array([5]), big)] * 2
+    selected = [SparseVector(np.array([5]), big)] * 2
     job = Job(10, 1, 2, values="float16")
     job.agree(selected)
     with np.errstate(over="ignore"):
@@ -177,7 +177,7 @@ def test_sums_that_are_not_finite_leave_no_excess():
 
 
 def test_sums_are_made_in_the_order_of_the_ranks():
-    parts = [Entries(np.array([4]), np.array([value], np.float32)) for value in (1e8, 1.0, -1e8)]
+    parts = [SparseVector(np.array([4]), np.array([value], np.float32)) for value in (1e8, 1.0, -1e8)]
     assert add_in_order(parts).values.tolist() == [0.0]
     assert add_in_order([parts[0], parts[2], parts[1]]).values.tolist() == [1.0]
 

@@ -11,10 +11,10 @@ from hvd_sparse.granularity import segments_of
 from hvd_sparse.pieces import WORD_BYTES
 from hvd_sparse.reduce_scatter import (
     BINS,
-    Entries,
     MessageFormat,
     Regions,
     Sent,
+    SparseVector,
     entries_to_clear,
     known_bounds,
     region_numbers,
@@ -167,7 +167,7 @@ class Message:
 
     def count(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of selected elements in each bin."""
-        return self._make(1).count(Entries(indices, indices))
+        return self._make(1).count(SparseVector(indices, indices))
 
     def known_bounds(self) -> np.ndarray | None:
         """Return the bounds of the regions; None if the ranks have to agree on them."""
@@ -185,7 +185,7 @@ class Message:
             self._regions.bounds = self.known_bounds()
         if not is_dense:
             self._codec.regions[self.names] = self._regions.bounds
-        self._selected = Entries(indices, values)
+        self._selected = SparseVector(indices, values)
         self._sent = self._regions.split(self._selected)
         return self._sent.message, (self._sent.splits // WORD_BYTES).astype(np.int32)
 

@@ -11,7 +11,7 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import BucketLayout, plan_buckets
 from hvd_sparse.granularity import channels_of, segments_of
-from hvd_sparse.reduce_scatter import NOTHING, Bounds, Entries, Regions, Sent
+from hvd_sparse.reduce_scatter import NOTHING, Bounds, Regions, Sent, SparseVector
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending
@@ -70,10 +70,10 @@ class Scattered:
     """A bucket's data in a reduce-scatter."""
 
     regions: Regions
-    selected: Entries = NOTHING  # the entries that this rank selected
+    selected: SparseVector = NOTHING  # the entries that this rank selected
     sent: Sent | None = None  # the same entries as sent to the owners
-    excess: Entries = NOTHING  # rounding errors of the sums that this rank owns
-    kept: Entries | None = None  # the owners' kept sums, if residuals are then all-reduced
+    excess: SparseVector = NOTHING  # rounding errors of the sums that this rank owns
+    kept: SparseVector | None = None  # the owners' kept sums, if residuals are then all-reduced
     residuals_at: Callable[[np.ndarray], torch.Tensor] | None = None  # this rank's residuals; None: no all-reduce
 
 

@@ -12,9 +12,9 @@ import torch
 
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.reduce_scatter import (
-    Entries,
     MessageFormat,
     Regions,
+    SparseVector,
     entries_to_clear,
     known_bounds,
     region_numbers,
@@ -94,22 +94,22 @@ class OwnedRegions(FixedCount):
             kept = data.regions.join(gathered.numpy())
             self._clear(bucket, kept, in_training(entries))
         else:
-            kept = data.kept if gathered is None else Entries(data.kept.indices, gathered.numpy())
+            kept = data.kept if gathered is None else SparseVector(data.kept.indices, gathered.numpy())
             self._clear_all(bucket, kept, in_training(entries))
         bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
         scaled = kept.values * np.float32(scale)
-        for name, indices, values in self._parts(bucket, Entries(kept.indices, scaled)):
+        for name, indices, values in self._parts(bucket, SparseVector(kept.indices, scaled)):
             if name in bucket.sums:
                 out = bucket.sums[name].view(-1).zero_()
                 out.index_copy_(0, self._tensor(indices), self._tensor(values))
 
-    def _clear(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
+    def _clear(self, bucket: Bucket, kept: SparseVector, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
         retained = max((self.feedback[name].retained for name in training), default=0.0)
         data = bucket.scattered
         indices, _, left = entries_to_clear(data.selected, data.sent.entries, kept, retained)
         exact = self.algorithm.values == "float32" and not retained
-        for name, inner, rest in self._parts(bucket, Entries(indices, left)):
+        for name, inner, rest in self._parts(bucket, SparseVector(indices, left)):
             if name in training and inner.size:
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
         for name, inner, rest in self._parts(bucket, data.excess):
@@ -122,11 +122,11 @@ class OwnedRegions(FixedCount):
             self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
             if name in training
             else torch.zeros(inner.size, dtype=torch.float32)
-            for name, inner, _ in self._parts(bucket, Entries(indices, indices))
+            for name, inner, _ in self._parts(bucket, SparseVector(indices, indices))
         ]
         return torch.cat(parts)
 
-    def _clear_all(self, bucket: Bucket, kept: Entries, training: Mapping[str, Entry]) -> None:
+    def _clear_all(self, bucket: Bucket, kept: SparseVector, training: Mapping[str, Entry]) -> None:
         """Clear the error feedback at all kept elements: with `complete`, whole residuals were sent there."""
         for name, indices, _ in self._parts(bucket, kept):
             if name in training and indices.size:
@@ -134,7 +134,7 @@ class OwnedRegions(FixedCount):
                 left = feedback.residual.index_select(0, inner) * feedback.retained if feedback.retained else None
                 feedback.clear(inner, left)
 
-    def _parts(self, bucket: Bucket, entries: Entries):
+    def _parts(self, bucket: Bucket, entries: SparseVector):
         """Yield the entries of each member of a bucket: name, indices in the member, and values."""
         ends = np.cumsum(bucket.layout.sizes)
         cuts = np.concatenate([[0], np.searchsorted(entries.indices, ends)])
