@@ -159,6 +159,8 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
   SelectState* state = share.job.candidates.state;
   const uint64_t last_key = state->key.prefix;
   if (kTies && state->key.count == state->key.rank) return;  // all elements with this key are selected
+  // The tie value of a zero is its index: the digits above the highest index are zero.
+  if (kTies && last_key <= kZeroKey && (share.job.elements.n - 1) >> digit_of.shift == 0) return;
   const uint64_t above = digit_of.Above(kTies ? state->tie.prefix : last_key);
   const SelectSource<T> source(share);
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) counts[digit] = 0;

@@ -195,8 +195,9 @@ inline void CheckWayBack(const Setting& setting, Outcome& sent, float kept, Side
     gathered.back().resize(2000);  // the same distance for all
     gathered.back().insert(gathered.back().end(), payload.begin(), payload.end());
     EXPECT_STATUS(StatusKind::kOk, ClearSent(format, BytesOf(sent.payloads[s]), own, kept), "clear");
-    EXPECT_STATUS(StatusKind::kOk, ReducePayloads(format, BytesOf(gathered.back()), 2, 16000, 0.3f, SerialFor, outs),
-                  "reduce");
+    std::vector<Source> sources;
+    EXPECT_STATUS(StatusKind::kOk, AppendSources(format, BytesOf(gathered.back()), 2, 16000, &sources), "sources");
+    EXPECT_STATUS(StatusKind::kOk, ReduceSources(format, sources, 0.3f, SerialFor, outs), "reduce");
     cleared.push_back({plan, BytesOf(sent.payloads[s]), kernels});
     summed.push_back({plan, nullptr, kernel_outs});
   }
