@@ -153,8 +153,8 @@ CORE = [
     (
         "momentum not masked",
         "bucket.cc",
-        "slice->memory.velocity[index - slice->begin] = 0.0f;",
-        "slice->memory.velocity[index - slice->begin] *= 1.0f;",
+        "slice->feedback.velocity[index - slice->begin] = 0.0f;",
+        "slice->feedback.velocity[index - slice->begin] *= 1.0f;",
         "bucket",
     ),
     (

@@ -86,16 +86,16 @@ HVD_SPARSE_MULTIVERSION int64_t UpdateNesterov(const float* gradient, int64_t n,
   return UpdateUntil<AccumulateRule::kNesterov>(gradient, n, momentum, velocity, residual, bar, bad);
 }
 
-int64_t UpdateUntilReached(const float* gradient, int64_t n, const AccumulateParams& params, Memory memory,
+int64_t UpdateUntilReached(const float* gradient, int64_t n, const AccumulateParams& params, Feedback feedback,
                            uint32_t bar, int* bad) {
   switch (params.rule) {
     case AccumulateRule::kMomentum:
-      return UpdateMomentum(gradient, n, params.momentum, memory.velocity, memory.residual, bar, bad);
+      return UpdateMomentum(gradient, n, params.momentum, feedback.velocity, feedback.residual, bar, bad);
     case AccumulateRule::kNesterov:
-      return UpdateNesterov(gradient, n, params.momentum, memory.velocity, memory.residual, bar, bad);
+      return UpdateNesterov(gradient, n, params.momentum, feedback.velocity, feedback.residual, bar, bad);
     case AccumulateRule::kResidual: break;
   }
-  return UpdateResidual(gradient, n, memory.residual, bar, bad);
+  return UpdateResidual(gradient, n, feedback.residual, bar, bad);
 }
 
 template <typename T>
@@ -125,7 +125,7 @@ HVD_SPARSE_STAGE(BFloat16)
 
 // Updates [begin, end). If there is a sink, it receives the chunks in which a residual reaches its threshold.
 template <typename Sink, typename T>
-bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t begin, int64_t end, Memory memory,
+bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t begin, int64_t end, Feedback feedback,
                      Sink* sink) {
   const float* parameter = params.weight_decay != 0 ? params.parameter : nullptr;
   const bool staged = !std::is_same_v<T, float> || params.factor != 1 || parameter != nullptr;
@@ -141,11 +141,11 @@ bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t 
     }
     for (int64_t done = 0; done < size;) {
       const int64_t at = i + done;
-      float* velocity = memory.velocity == nullptr ? nullptr : memory.velocity + at;
+      float* velocity = feedback.velocity == nullptr ? nullptr : feedback.velocity + at;
       const uint32_t bar = sink == nullptr ? kInfinityBits<float> : sink->threshold();
-      done += UpdateUntilReached(local + done, size - done, params, {memory.residual + at, velocity}, bar, &bad);
+      done += UpdateUntilReached(local + done, size - done, params, {feedback.residual + at, velocity}, bar, &bad);
       const int64_t stop = std::min(done + kChunk, size);
-      if (sink != nullptr) sink->Offer(memory.residual, i + done, i + stop);
+      if (sink != nullptr) sink->Offer(feedback.residual, i + done, i + stop);
       done = stop;
     }
     i += size;
@@ -163,7 +163,7 @@ void AccumulateSpan(const std::vector<Part>& parts, int64_t begin, int64_t end, 
     if (first >= last) continue;
     candidates->SetBase(part.begin);
     const bool finite = Dispatch(part.gradient, [&](const auto* data) {
-      return AccumulateRange(data, part.params, first, last, part.memory, candidates);
+      return AccumulateRange(data, part.params, first, last, part.feedback, candidates);
     });
     if (!finite) spoilt[i].store(true);
   }
@@ -171,24 +171,26 @@ void AccumulateSpan(const std::vector<Part>& parts, int64_t begin, int64_t end, 
 
 }  // namespace
 
-bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory) {
+bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for,
+                Feedback feedback) {
   std::atomic<bool> finite{true};
   Dispatch(gradient, [&](const auto* data) {
     parallel_for(0, gradient.size, kGrain, [&](int64_t begin, int64_t end) {
-      if (!AccumulateRange<Passed<float>>(data, params, begin, end, memory, nullptr)) finite.store(false);
+      if (!AccumulateRange<Passed<float>>(data, params, begin, end, feedback, nullptr)) finite.store(false);
     });
   });
   return finite.load();
 }
 
 Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, double threshold,
-                        const ParallelFor& parallel_for, Memory memory, bool* finite, std::vector<int64_t>* indices) {
+                        const ParallelFor& parallel_for, Feedback feedback, bool* finite,
+                        std::vector<int64_t>* indices) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(threshold));
   std::atomic<bool> spoilt{false};
   const Passed<float> none(SmallestReaching<float>(threshold));
   Dispatch(gradient, [&](const auto* data) {
     auto passed = Gather(gradient.size, none, parallel_for, [&](Passed<float>* part, int64_t begin, int64_t end) {
-      if (!AccumulateRange(data, params, begin, end, memory, part)) spoilt.store(true);
+      if (!AccumulateRange(data, params, begin, end, feedback, part)) spoilt.store(true);
     });
     *indices = std::move(passed.indices());
   });
@@ -202,8 +204,8 @@ Part CutPart(const Part& part, int64_t begin, int64_t end) {
   const int64_t last = std::clamp<int64_t>(end - part.begin, first, part.gradient.size);
   cut.gradient.data = static_cast<const char*>(part.gradient.data) + first * ItemSize(part.gradient.dtype);
   cut.gradient.size = last - first;
-  cut.memory.residual += first;
-  if (cut.memory.velocity != nullptr) cut.memory.velocity += first;
+  cut.feedback.residual += first;
+  if (cut.feedback.velocity != nullptr) cut.feedback.velocity += first;
   if (cut.params.parameter != nullptr) cut.params.parameter += first;
   cut.begin = part.begin + first - begin;
   return cut;
@@ -212,13 +214,13 @@ Part CutPart(const Part& part, int64_t begin, int64_t end) {
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
   int64_t joined = 0;
   for (const Part& part : parts) {
-    const bool follows = part.begin == joined && part.memory.residual == parts.front().memory.residual + joined;
+    const bool follows = part.begin == joined && part.feedback.residual == parts.front().feedback.residual + joined;
     joined = follows ? joined + part.gradient.size : -1;
     if (joined < 0) break;
   }
-  if (joined == n) return parts.front().memory.residual;
+  if (joined == n) return parts.front().feedback.residual;
   copy->assign(static_cast<size_t>(n), 0.0f);
-  for (const Part& part : parts) std::copy_n(part.memory.residual, part.gradient.size, copy->begin() + part.begin);
+  for (const Part& part : parts) std::copy_n(part.feedback.residual, part.gradient.size, copy->begin() + part.begin);
   return copy->data();
 }
 
@@ -238,7 +240,7 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
   std::vector<float> copy;
   Array residual{nullptr, n, DType::kFloat32};
   if (!HasHint(select)) {
-    for (const Part& part : parts) *finite++ = Accumulate(part.gradient, part.params, parallel_for, part.memory);
+    for (const Part& part : parts) *finite++ = Accumulate(part.gradient, part.params, parallel_for, part.feedback);
     residual.data = JoinResiduals(parts, n, &copy);
     return SelectTopK(residual, select, parallel_for, selection);
   }
@@ -250,8 +252,8 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
 }
 
 Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
-                      const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection) {
-  return AccumulateTopK({{gradient, params, memory, 0}}, gradient.size, select, parallel_for, finite, selection);
+                      const ParallelFor& parallel_for, Feedback feedback, bool* finite, Selection* selection) {
+  return AccumulateTopK({{gradient, params, feedback, 0}}, gradient.size, select, parallel_for, finite, selection);
 }
 
 }  // namespace hvd_sparse

@@ -25,24 +25,26 @@ struct AccumulateParams {
 };
 
 // The error feedback of a tensor, with as many elements as its gradient.
-struct Memory {
+struct Feedback {
   float* residual;  // v
   float* velocity;  // u; unused by kResidual
 };
 
 // Updates the error feedback. Returns whether all gradient elements and all updates were finite.
-bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for, Memory memory);
+bool Accumulate(const Array& gradient, const AccumulateParams& params, const ParallelFor& parallel_for,
+                Feedback feedback);
 
 // Updates the error feedback and selects the residual elements that reach the threshold (>= 0), in one pass. The result
 // equals Accumulate followed by FilterThreshold.
 Status AccumulateFilter(const Array& gradient, const AccumulateParams& params, double threshold,
-                        const ParallelFor& parallel_for, Memory memory, bool* finite, std::vector<int64_t>* indices);
+                        const ParallelFor& parallel_for, Feedback feedback, bool* finite,
+                        std::vector<int64_t>* indices);
 
 // One of several tensors in a joint selection. Its elements start at offset `begin` of the joined tensors.
 struct Part {
   Array gradient;
   AccumulateParams params;
-  Memory memory;
+  Feedback feedback;
   int64_t begin = 0;
 };
 
@@ -61,6 +63,6 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
 
 // The same for a single tensor.
 Status AccumulateTopK(const Array& gradient, const AccumulateParams& params, const SelectParams& select,
-                      const ParallelFor& parallel_for, Memory memory, bool* finite, Selection* selection);
+                      const ParallelFor& parallel_for, Feedback feedback, bool* finite, Selection* selection);
 
 }  // namespace hvd_sparse

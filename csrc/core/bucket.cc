@@ -24,7 +24,7 @@ std::vector<float> ResidualsAt(const std::vector<Part>& parts, const std::vector
   for (const int64_t index : indices) {
     while (part != parts.end() && part->begin + part->gradient.size <= index) ++part;
     const bool found = part != parts.end() && part->begin <= index;
-    values.push_back(found ? part->memory.residual[index - part->begin] : 0.0f);
+    values.push_back(found ? part->feedback.residual[index - part->begin] : 0.0f);
   }
   return values;
 }
@@ -56,13 +56,13 @@ Status PackSelected(const std::vector<Part>& parts, const std::vector<int64_t>& 
 // Updates the error feedback unless `is_done`, and selects the elements that reach the threshold. A given threshold
 // needs one pass. If only k is given, SelectTopK finds the threshold faster than a sort or a histogram would, but it
 // leaves out ties, so a second pass follows.
-Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, const ParallelFor& parallel_for,
-                    bool* finite, double* threshold, std::vector<int64_t>* indices) {
-  const Array residual{part.memory.residual, part.gradient.size, DType::kFloat32};
+Status FilterFeedback(const Part& part, bool is_done, const FilterParams& filter, const ParallelFor& parallel_for,
+                      bool* finite, double* threshold, std::vector<int64_t>* indices) {
+  const Array residual{part.feedback.residual, part.gradient.size, DType::kFloat32};
   *threshold = filter.threshold;
   if (filter.k == 0) {
     if (is_done) return FilterThreshold(residual, *threshold, parallel_for, indices);
-    return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.memory, finite, indices);
+    return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.feedback, finite, indices);
   }
   const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
   Selection largest;
@@ -70,7 +70,7 @@ Status FilterMemory(const Part& part, bool is_done, const FilterParams& filter, 
                                      : AccumulateTopK({part}, residual.size, select, parallel_for, finite, &largest));
   *threshold = std::max(largest.threshold, kSmallestFloat);
   if (filter.k > 0) return FilterThreshold(residual, *threshold, parallel_for, indices);
-  const float* values = part.memory.residual;
+  const float* values = part.feedback.residual;
   std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
                [values](int64_t index) { return values[index] != 0; });
   return Status::Ok();
@@ -83,7 +83,7 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
   const int64_t n = part.gradient.size;
   const double bar = kFitMargin * filter.threshold;
   const bool guesses = active && bar > 0 && bar < HUGE_VAL;
-  const float* residual = part.memory.residual;
+  const float* residual = part.feedback.residual;
   FitSample sample(n, filter.k, filter.fit);
   *finite = active || *finite;
   for (int64_t begin = 0; active && begin < n; begin += kFitSpan) {
@@ -92,10 +92,10 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
     if (guesses) {
       std::vector<int64_t> found;
       HVD_SPARSE_RETURN_IF_ERROR(
-          AccumulateFilter(span.gradient, span.params, bar, parallel_for, span.memory, &is_finite, &found));
+          AccumulateFilter(span.gradient, span.params, bar, parallel_for, span.feedback, &is_finite, &found));
       for (const int64_t index : found) indices->push_back(begin + index);
     } else {
-      is_finite = Accumulate(span.gradient, span.params, parallel_for, span.memory);
+      is_finite = Accumulate(span.gradient, span.params, parallel_for, span.feedback);
     }
     *finite &= is_finite;
     sample.Read(residual, begin + span.gradient.size);
@@ -115,7 +115,7 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
   indices->clear();
   filter.threshold = fit.is_misfit ? 0 : fit.threshold;
   filter.k = fit.is_misfit ? -filter.k : 0;
-  return FilterMemory(part, true, filter, parallel_for, finite, threshold, indices);
+  return FilterFeedback(part, true, filter, parallel_for, finite, threshold, indices);
 }
 
 }  // namespace
@@ -155,7 +155,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   HVD_SPARSE_RETURN_IF_ERROR(
       filter.fit.stages > 0
           ? FilterFitted(part, active, filter, parallel_for, finite, &filtered->threshold, &indices)
-          : FilterMemory(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
+          : FilterFeedback(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());
   format.n = part.gradient.size;
   format.k = std::max<int64_t>(1, filtered->count);
@@ -165,7 +165,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   return PackSelected({part}, indices, format, level, message->data() + begin);
 }
 
-Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
+Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<FeedbackSlice>& slices,
                  float retained) {
   int64_t size = 0;
   PayloadView view;
@@ -179,11 +179,11 @@ Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std:
     while (slice != slices.end() && slice->begin + slice->size <= index) ++slice;
     if (slice == slices.end()) break;
     if (index < slice->begin) continue;
-    float* residual = slice->memory.residual + (index - slice->begin);
+    float* residual = slice->feedback.residual + (index - slice->begin);
     const float sent = ValueAt(view, format.dtype, j);
     *residual = format.dtype == DType::kFloat32 ? 0.0f : *residual - sent;
     if (retained != 0) *residual += retained * sent;
-    if (slice->memory.velocity != nullptr) slice->memory.velocity[index - slice->begin] = 0.0f;
+    if (slice->feedback.velocity != nullptr) slice->feedback.velocity[index - slice->begin] = 0.0f;
   }
   return Status::Ok();
 }

@@ -50,16 +50,16 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
                      const ParallelFor& parallel_for, std::vector<uint8_t>* message, bool* finite, Filtered* filtered);
 
 // The error feedback of elements [begin, begin + size) of a selection.
-struct MemorySlice {
+struct FeedbackSlice {
   int64_t begin;
   int64_t size;
-  Memory memory;
+  Feedback feedback;
 };
 
 // Subtracts the values of this rank's own payload from the residuals, and sets the velocities there, if any, to zero.
 // The residual of a sent element becomes zero for float32 values, and the rounding error for other types. Then
 // `retained` times the sent value is added. The slices must ascend and not overlap.
-Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<MemorySlice>& slices,
+Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std::vector<FeedbackSlice>& slices,
                  float retained = 0);
 
 }  // namespace hvd_sparse

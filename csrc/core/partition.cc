@@ -121,7 +121,7 @@ class Selecting {
     for (const Part& part : parts_) {
       std::vector<int64_t> found;
       HVD_SPARSE_RETURN_IF_ERROR(AccumulateFilter(part.gradient, part.params, params_.threshold, parallel_for_,
-                                                  part.memory, finite++, &found));
+                                                  part.feedback, finite++, &found));
       for (const int64_t index : found) result->indices.push_back(params_.begin + part.begin + index);
     }
     return Status::Ok();
@@ -193,7 +193,7 @@ class Selecting {
   void Sample(Sketcher* sketcher) const {
     const int64_t wanted = rule_.runs();
     if (wanted == 0) {
-      for (const Part& part : parts_) sketcher->Add(part.memory.residual, part.gradient.size);
+      for (const Part& part : parts_) sketcher->Add(part.feedback.residual, part.gradient.size);
       return;
     }
     struct Piece {
@@ -212,7 +212,7 @@ class Selecting {
         for (auto at = part; at != parts_.end() && at->begin < end; ++at) {
           const int64_t from = std::max(begin, at->begin);
           pieces.push_back(
-              {at->memory.residual + (from - at->begin), std::min(end, at->begin + at->gradient.size) - from});
+              {at->feedback.residual + (from - at->begin), std::min(end, at->begin + at->gradient.size) - from});
           __builtin_prefetch(pieces.back().values);
         }
       }
@@ -283,7 +283,7 @@ Status AccumulatePartition(const std::vector<Part>& parts, const PartitionParams
     finite[i] = true;
     for (const Part& outside : {CutPart(parts[i], 0, params.begin), CutPart(parts[i], params.end, kEnd)}) {
       if (outside.gradient.size == 0) continue;
-      finite[i] &= Accumulate(outside.gradient, outside.params, parallel_for, outside.memory);
+      finite[i] &= Accumulate(outside.gradient, outside.params, parallel_for, outside.feedback);
     }
     const Part cut = CutPart(parts[i], params.begin, params.end);
     if (cut.gradient.size == 0) continue;

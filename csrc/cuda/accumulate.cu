@@ -58,8 +58,8 @@ struct JobPacks {
   __device__ explicit JobPacks(const AccumulateJob& job)
       : gradient(static_cast<const T*>(job.gradient.data), job.gradient.size),
         parameter(job.params.parameter, job.gradient.size),
-        residual(job.memory.residual, job.gradient.size),
-        velocity(job.memory.velocity, job.gradient.size) {}
+        residual(job.feedback.residual, job.gradient.size),
+        velocity(job.feedback.velocity, job.gradient.size) {}
 
   Packs<const T> gradient;
   Packs<const float> parameter;
@@ -170,7 +170,7 @@ namespace {
 std::vector<AccumulateJob> JobsOf(const std::vector<Part>& parts, bool* finite) {
   std::vector<AccumulateJob> jobs;
   for (const Part& part : parts) {
-    jobs.push_back({part.gradient, part.params, part.memory, finite + jobs.size(), true, {}, 0});
+    jobs.push_back({part.gradient, part.params, part.feedback, finite + jobs.size(), true, {}, 0});
   }
   return jobs;
 }

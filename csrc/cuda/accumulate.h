@@ -13,7 +13,7 @@ namespace hvd_sparse {
 struct AccumulateJob {
   Array gradient;
   AccumulateParams params;
-  Memory memory;
+  Feedback feedback;
   bool* finite;           // set to false if a gradient element is not finite, else not written
   bool active;            // false: the error feedback does not change; requires factor 1 and no weight decay
   Candidates candidates;  // receives the elements that reach its bar; the state is null if none are gathered

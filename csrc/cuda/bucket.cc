@@ -18,11 +18,11 @@ std::vector<SelectSize> SizesOf(const BucketSelections& selections) {
 const float* JoinedResiduals(const BucketSelection& selection) {
   int64_t joined = 0;
   for (const Part& part : selection.parts) {
-    const float* residual = part.memory.residual;
-    if (part.begin != joined || residual != selection.parts[0].memory.residual + joined) return nullptr;
+    const float* residual = part.feedback.residual;
+    if (part.begin != joined || residual != selection.parts[0].feedback.residual + joined) return nullptr;
     joined += part.gradient.size;
   }
-  return joined == selection.plan.n ? selection.parts[0].memory.residual : nullptr;
+  return joined == selection.plan.n ? selection.parts[0].feedback.residual : nullptr;
 }
 
 std::vector<LowBitJob> LowBitJobsOf(const BucketSelections& selections, Level level) {
@@ -73,7 +73,7 @@ struct BucketWork {
       if (job.elements.data == nullptr) {
         std::vector<Piece> pieces;
         for (const Part& part : selection.parts) {
-          pieces.push_back({part.begin, part.gradient.size, part.memory.residual});
+          pieces.push_back({part.begin, part.gradient.size, part.feedback.residual});
         }
         job.elements.pieces = tables.Add(pieces);
         job.elements.count = static_cast<int64_t>(pieces.size());
@@ -98,7 +98,7 @@ struct BucketWork {
     std::vector<AccumulateJob> jobs;
     for (size_t s = 0; s < selections.size(); ++s) {
       for (const Part& part : selections[s].parts) {
-        AccumulateJob job{part.gradient, part.params,          part.memory, finite + jobs.size(),
+        AccumulateJob job{part.gradient, part.params,          part.feedback, finite + jobs.size(),
                           active,        select.candidates[s], part.begin};
         if (!active) {
           job.params.factor = 1;

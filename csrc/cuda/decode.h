@@ -46,8 +46,8 @@ struct DecodeJob {
   const uint8_t* data;  // payload of the first rank
   int64_t stride;       // bytes from one rank's payload to the next
   DecodeRows rows;
-  MemorySlice whole;          // the output of all n elements, used if `slices` is null
-  const MemorySlice* slices;  // the outputs of parts, which ascend and do not overlap
+  FeedbackSlice whole;          // the output of all n elements, used if `slices` is null
+  const FeedbackSlice* slices;  // the outputs of parts, which ascend and do not overlap
   int64_t slice_count;
   int64_t rank;  // of the payload at `data`
 };

@@ -17,20 +17,20 @@ class SliceFinder {
       : whole_(job.whole), has_one_(job.slices == nullptr), n_(job.plan.n), finder_(job.slices, job.slice_count) {}
 
   // Returns the addresses of the element's residual and velocity; null for those that do not exist.
-  __device__ Memory Find(int64_t element) {
+  __device__ Feedback Find(int64_t element) {
     if (element < 0 || element >= n_) return {nullptr, nullptr};
-    const MemorySlice* slice = has_one_ ? &whole_ : finder_.Find(element);
+    const FeedbackSlice* slice = has_one_ ? &whole_ : finder_.Find(element);
     if (slice == nullptr) return {nullptr, nullptr};
     const int64_t at = element - slice->begin;
-    float* velocity = slice->memory.velocity;
-    return {slice->memory.residual + at, velocity == nullptr ? nullptr : velocity + at};
+    float* velocity = slice->feedback.velocity;
+    return {slice->feedback.residual + at, velocity == nullptr ? nullptr : velocity + at};
   }
 
  private:
-  MemorySlice whole_;
+  FeedbackSlice whole_;
   bool has_one_;
   int64_t n_;
-  PieceFinder<MemorySlice> finder_;
+  PieceFinder<FeedbackSlice> finder_;
 };
 
 struct alignas(16) Floats {
@@ -52,11 +52,11 @@ __device__ void WriteSums(const DecodeJob& job, const float* sums, int64_t begin
   const int64_t count = job.slices == nullptr ? 1 : job.slice_count;
   const int64_t end = begin + size;
   for (int64_t s = job.slices == nullptr ? 0 : FirstBeyond(job.slices, count, begin); s < count; ++s) {
-    const MemorySlice slice = job.slices == nullptr ? job.whole : job.slices[s];
+    const FeedbackSlice slice = job.slices == nullptr ? job.whole : job.slices[s];
     if (slice.begin >= end) break;
     const int64_t from = slice.begin > begin ? slice.begin : begin;
     const int64_t to = slice.begin + slice.size < end ? slice.begin + slice.size : end;
-    CopyFloats(sums + (from - begin), static_cast<int>(to - from), slice.memory.residual + (from - slice.begin));
+    CopyFloats(sums + (from - begin), static_cast<int>(to - from), slice.feedback.residual + (from - slice.begin));
   }
 }
 
@@ -106,10 +106,10 @@ template <typename Set>
 __device__ void ForOutputs(const Share<DecodeJob>& share, const Set& set) {
   const int64_t count = share.job.slices == nullptr ? 1 : share.job.slice_count;
   for (int64_t s = 0; s < count; ++s) {
-    const MemorySlice slice = share.job.slices == nullptr ? share.job.whole : share.job.slices[s];
+    const FeedbackSlice slice = share.job.slices == nullptr ? share.job.whole : share.job.slices[s];
     for (int64_t i = int64_t{share.block} * kThreads + threadIdx.x; i < slice.size;
          i += int64_t{share.blocks} * kThreads) {
-      set(slice.memory.residual + i);
+      set(slice.feedback.residual + i);
     }
   }
 }
@@ -165,13 +165,13 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(Batch<DecodeJob> batch,
   SliceFinder finder(job);
   for (int64_t j = first; j < entries; j += int64_t{share.blocks} * kThreads) {
     const int64_t index = IndexAt(job, 0, j);
-    const Memory memory = finder.Find(index);
-    if (memory.residual == nullptr) continue;
+    const Feedback feedback = finder.Find(index);
+    if (feedback.residual == nullptr) continue;
     const bool is_exact = job.plan.dtype == DType::kFloat32;
     const float sent = is_exact && retained == 0 ? 0.0f : FloatAt(job, 0, job.data, j, index);
-    *memory.residual = is_exact ? 0.0f : *memory.residual - sent;
-    if (retained != 0) *memory.residual += retained * sent;
-    if (memory.velocity != nullptr) *memory.velocity = 0.0f;
+    *feedback.residual = is_exact ? 0.0f : *feedback.residual - sent;
+    if (retained != 0) *feedback.residual += retained * sent;
+    if (feedback.velocity != nullptr) *feedback.velocity = 0.0f;
   }
 }
 

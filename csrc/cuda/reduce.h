@@ -19,8 +19,8 @@ struct DecodeStatus {
 // A selection whose payloads are summed, or removed from the error feedback.
 struct ReduceSelection {
   PayloadPlan plan;
-  const uint8_t* first;             // the first rank's payload
-  std::vector<MemorySlice> slices;  // the outputs of the sum, as residuals without velocities; or the error feedback
+  const uint8_t* first;               // the first rank's payload
+  std::vector<FeedbackSlice> slices;  // the outputs of the sum, as residuals without velocities; or the error feedback
 };
 using ReduceSelections = std::vector<ReduceSelection>;
 

@@ -10,7 +10,7 @@
 
 #include "../core/bucket.h"
 #include "../core/reduce.h"
-#include "memory.h"
+#include "feedback.h"
 
 namespace hvd_sparse {
 
@@ -94,7 +94,7 @@ class AccumulateBucketBase : public AccumulatingKernel {
     for (size_t member = selection.first; member < selection.last; ++member) {
       Job& job = (*jobs)[member];
       TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(member), numbers.factors[member], &job));
-      filling.parts.push_back({job.gradient, job.params, job.memory, selection.begins[filling.parts.size()]});
+      filling.parts.push_back({job.gradient, job.params, job.feedback, selection.begins[filling.parts.size()]});
     }
     fillings->push_back(std::move(filling));
     return absl::OkStatus();
@@ -117,7 +117,7 @@ class ClearBucketBase : public Kernel {
   struct Clearing {
     PayloadFormat format;
     const uint8_t* payload;
-    std::vector<MemorySlice> slices;
+    std::vector<FeedbackSlice> slices;
   };
 
   virtual absl::Status Clear(const Call& call, const std::vector<Clearing>& clearings) const = 0;

@@ -88,7 +88,9 @@ REGISTER_OP("HvdSparseClearBucket")
     .Attr(kValueDType)
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Takes what a rank's own message says out of its memory, but for a part that is retained, unless void.");
+    .Doc(
+        "Takes what a rank's own message says out of its error feedback, but for a part that is retained, unless "
+        "void.");
 
 REGISTER_OP("HvdSparseReduceBucket")
     .Input("gathered: uint8")

@@ -6,7 +6,7 @@
 #include "../cuda/pack.h"
 #include "../cuda/select.h"
 #include "cuda_call.h"
-#include "memory.h"
+#include "feedback.h"
 
 namespace hvd_sparse {
 
@@ -58,9 +58,9 @@ class CudaAllFiniteKernel : public Kernel {
   }
 };
 
-class CudaAccumulateKernel : public MemoryKernel {
+class CudaAccumulateKernel : public FeedbackKernel {
  public:
-  explicit CudaAccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction, CopyOnDevice) {}
+  explicit CudaAccumulateKernel(OpKernelConstruction* construction) : FeedbackKernel(construction, CopyOnDevice) {}
 
  protected:
   absl::Status Run(const Call& call) const override {
@@ -72,7 +72,7 @@ class CudaAccumulateKernel : public MemoryKernel {
     TF_RETURN_IF_ERROR(work.Open(call));
     if (!job.is_active) return CudaStatus(all_finite_launch(job.gradient, finite, work.stream()));
     TF_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(finite, 1, sizeof(bool), work.stream())));
-    return CudaStatus(accumulate_launch({job.gradient, job.params, job.memory, finite, true, {}, 0}, work.stream()));
+    return CudaStatus(accumulate_launch({job.gradient, job.params, job.feedback, finite, true, {}, 0}, work.stream()));
   }
 };
 

@@ -113,7 +113,7 @@ REGISTER_OP("HvdSparseAccumulate")
     .Attr("weight_decays: list(float) = []")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
-    .Doc("Brings a gradient into a memory if active; tells whether it was finite.");
+    .Doc("Adds a gradient to its error feedback if active; tells whether it was finite.");
 
 REGISTER_OP("HvdSparseSelectTopK")
     .Input("values: T")

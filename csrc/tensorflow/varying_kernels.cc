@@ -7,7 +7,7 @@
 #include "../core/finite.h"
 #include "../core/partition.h"
 #include "../core/reduce.h"
-#include "memory.h"
+#include "feedback.h"
 
 namespace hvd_sparse {
 namespace {
@@ -42,7 +42,7 @@ class FilterBucketKernel : public AccumulatingKernel {
     std::vector<FilterParams> filters;
     for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
       TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(i), numbers.factors[i], &jobs[i]));
-      parts.push_back({jobs[i].gradient, jobs[i].params, jobs[i].memory, 0});
+      parts.push_back({jobs[i].gradient, jobs[i].params, jobs[i].feedback, 0});
       filters.push_back({numbers.thresholds[i], numbers.ks[i], {numbers.stages[i], distribution_, numbers.seed}});
       TF_RETURN_IF_ERROR(call.Report(CheckFilter(parts[i], filters[i], formats[i])));
     }
@@ -114,7 +114,7 @@ class AccumulatePartitionKernel : public AccumulatingKernel {
     for (int i = 0; i < count; ++i) {
       Job& job = jobs[static_cast<size_t>(i)];
       TF_RETURN_IF_ERROR(OpenMember(call, lists, i, factors[i], &job));
-      parts.push_back({job.gradient, job.params, job.memory, begin});
+      parts.push_back({job.gradient, job.params, job.feedback, begin});
       begin += job.gradient.size;
     }
     Partitioned found;

@@ -111,10 +111,11 @@ inline PayloadFormat ParseFormat(const char* op, int64_t n, int64_t k, const std
 struct Accumulation {
   Array gradient;
   AccumulateParams params;
-  Memory memory;
+  Feedback feedback;
 };
 
-inline float* MemoryData(const char* op, const char* name, Tensor& tensor, int64_t size, at::Device device = at::kCPU) {
+inline float* FeedbackData(const char* op, const char* name, Tensor& tensor, int64_t size,
+                           at::Device device = at::kCPU) {
   CheckTensor(op, name, tensor, at::kFloat, device);
   TORCH_CHECK_VALUE(tensor.numel() == size, "hvd_sparse.", op, ": ", name, " must have ", size,
                     " elements, as many as the gradient; got ", tensor.numel());
@@ -127,8 +128,8 @@ inline Accumulation AsAccumulation(const char* op, const Tensor& gradient, Tenso
                                    double factor, double momentum, bool nesterov, double weight_decay) {
   Accumulation result{AsArray(op, gradient), {}, {}};
   const at::Device device = gradient.device();
-  result.memory.residual = MemoryData(op, "residual", residual, gradient.numel(), device);
-  result.memory.velocity = velocity ? MemoryData(op, "velocity", *velocity, gradient.numel(), device) : nullptr;
+  result.feedback.residual = FeedbackData(op, "residual", residual, gradient.numel(), device);
+  result.feedback.velocity = velocity ? FeedbackData(op, "velocity", *velocity, gradient.numel(), device) : nullptr;
   result.params.rule = !velocity  ? AccumulateRule::kResidual
                        : nesterov ? AccumulateRule::kNesterov
                                   : AccumulateRule::kMomentum;

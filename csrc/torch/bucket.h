@@ -120,7 +120,7 @@ struct BucketInputs {
     std::optional<Tensor> velocity = MemberOf(velocities, i);
     const Accumulation a = AsAccumulation(op, flat->back(), residual, velocity, MemberOf(parameters, i), factors[i],
                                           momentum, nesterov, weight_decays[i]);
-    return {a.gradient, a.params, a.memory, begin};
+    return {a.gradient, a.params, a.feedback, begin};
   }
 };
 
@@ -157,17 +157,17 @@ inline std::vector<Part> PartsOf(const char* op, const Bucket& bucket, const Sel
 }
 
 // Returns the error feedback from which a selection's payload is removed.
-inline std::vector<MemorySlice> MemoryOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
-                                         TensorList residuals, TensorList velocities, at::Device device) {
-  std::vector<MemorySlice> slices;
+inline std::vector<FeedbackSlice> FeedbackOf(const char* op, const Bucket& bucket, const SelectionLayout& selection,
+                                             TensorList residuals, TensorList velocities, at::Device device) {
+  std::vector<FeedbackSlice> slices;
   for (size_t i = selection.first; i < selection.last; ++i) {
     Tensor residual = residuals[i];
     std::optional<Tensor> velocity = MemberOf(velocities, i);
     const int64_t size = bucket.size(i);
     slices.push_back({selection.begins[slices.size()],
                       size,
-                      {MemoryData(op, "residual", residual, size, device),
-                       velocity ? MemoryData(op, "velocity", *velocity, size, device) : nullptr}});
+                      {FeedbackData(op, "residual", residual, size, device),
+                       velocity ? FeedbackData(op, "velocity", *velocity, size, device) : nullptr}});
   }
   return slices;
 }

@@ -56,9 +56,9 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   CheckCounts(op, "member", count, {{"residuals", residuals.size()}, Optional("velocities", velocities.size(), count)});
   CheckTensor(op, "message", message, at::kByte);
   bucket.CheckBytes("message", message.numel());
-  std::vector<std::vector<MemorySlice>> slices;  // all members are checked before one changes
+  std::vector<std::vector<FeedbackSlice>> slices;  // all members are checked before one changes
   for (const SelectionLayout& selection : bucket.selections()) {
-    slices.push_back(MemoryOf(op, bucket, selection, residuals, velocities, at::kCPU));
+    slices.push_back(FeedbackOf(op, bucket, selection, residuals, velocities, at::kCPU));
   }
   for (size_t i = 0; i < slices.size(); ++i) {
     const SelectionLayout& selection = bucket.selections()[i];

@@ -70,7 +70,7 @@ void ClearBucketOp(const Tensor& message, TensorList residuals, TensorList veloc
   ReduceSelections sent;
   for (const SelectionLayout& selection : bucket.selections()) {
     sent.push_back({PlanOf(call, selection.format), message.const_data_ptr<uint8_t>() + selection.offset,
-                    MemoryOf(op, bucket, selection, residuals, velocities, call.device())});
+                    FeedbackOf(op, bucket, selection, residuals, velocities, call.device())});
   }
   const Tensor workspace = call.Bytes(reduce_workspace_size(sent, 1));
   call.Run(clear_launch(sent, static_cast<float>(retained), call.decode_status(), workspace.data_ptr(), call.stream()));

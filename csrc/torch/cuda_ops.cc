@@ -59,8 +59,8 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
   const Accumulation a =
       AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
   Tensor finite = at::ones({}, at::TensorOptions().device(call.device()).dtype(at::kBool));
-  call.Run(
-      accumulate_launch({a.gradient, a.params, a.memory, finite.mutable_data_ptr<bool>(), true, {}, 0}, call.stream()));
+  call.Run(accumulate_launch({a.gradient, a.params, a.feedback, finite.mutable_data_ptr<bool>(), true, {}, 0},
+                             call.stream()));
   return finite;
 }
 

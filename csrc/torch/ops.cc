@@ -33,7 +33,7 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
   const Tensor flat = gradient.contiguous();
   const Accumulation a =
       AsAccumulation("accumulate", flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
-  return at::scalar_tensor(Accumulate(a.gradient, a.params, TorchParallelFor, a.memory), at::kBool);
+  return at::scalar_tensor(Accumulate(a.gradient, a.params, TorchParallelFor, a.feedback), at::kBool);
 }
 
 std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k, int64_t seed, double threshold_hint) {

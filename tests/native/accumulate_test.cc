@@ -93,7 +93,7 @@ AccumulateParams ParamsOf(const Setting& s, const std::vector<float>& parameter)
   return params;
 }
 
-Memory MemoryOf(const Setting& s, Buffers* buffers) {
+Feedback FeedbackOf(const Setting& s, Buffers* buffers) {
   return {buffers->residual.data(), s.rule == AccumulateRule::kResidual ? nullptr : buffers->velocity.data()};
 }
 
@@ -118,7 +118,7 @@ void CheckTopK(const Values& gradient, const Setting& s, const std::vector<float
         Selection selection;
         bool finite = !expected_finite;
         const Status status = AccumulateTopK(gradient.array(), ParamsOf(s, parameter), {k, hint, 7}, cut.run,
-                                             MemoryOf(s, &buffers), &finite, &selection);
+                                             FeedbackOf(s, &buffers), &finite, &selection);
         EXPECT_STATUS(StatusKind::kOk, status, where);
         EXPECT_EQ(expected.residual, buffers.residual, where << ", " << cut.name);
         EXPECT_EQ(expected.velocity, buffers.velocity, where << ", " << cut.name);
@@ -150,7 +150,7 @@ void CheckFilter(const Values& gradient, const Setting& s, const std::vector<flo
       std::vector<int64_t> indices{-1};
       bool finite = !expected_finite;
       const Status status = AccumulateFilter(gradient.array(), ParamsOf(s, parameter), threshold, cut.run,
-                                             MemoryOf(s, &buffers), &finite, &indices);
+                                             FeedbackOf(s, &buffers), &finite, &indices);
       EXPECT_STATUS(StatusKind::kOk, status, where);
       EXPECT_EQ(expected.residual, buffers.residual, where << ", " << cut.name);
       EXPECT_EQ(expected.velocity, buffers.velocity, where << ", " << cut.name);
@@ -172,7 +172,7 @@ void CheckAll(const Values& gradient, const std::string& kind) {
     const bool expected_finite = Expect(gradient, s, parameter, &expected);
     for (const Cut& cut : AllCuts()) {
       Buffers buffers = start;
-      EXPECT_EQ(expected_finite, Accumulate(gradient.array(), ParamsOf(s, parameter), cut.run, MemoryOf(s, &buffers)),
+      EXPECT_EQ(expected_finite, Accumulate(gradient.array(), ParamsOf(s, parameter), cut.run, FeedbackOf(s, &buffers)),
                 where);
       EXPECT_EQ(expected.residual, buffers.residual, where << ", " << cut.name);
       EXPECT_EQ(expected.velocity, buffers.velocity, where << ", " << cut.name);
@@ -199,7 +199,7 @@ TEST(EveryFloat16) {
   const std::vector<float> zeros(static_cast<size_t>(all.size()));
   Buffers buffers{zeros, zeros}, expected = buffers;
   EXPECT(!Expect(all, plain, zeros, &expected), "there are infinities and NaN");
-  EXPECT(!Accumulate(all.array(), ParamsOf(plain, zeros), SerialFor, MemoryOf(plain, &buffers)), "finite");
+  EXPECT(!Accumulate(all.array(), ParamsOf(plain, zeros), SerialFor, FeedbackOf(plain, &buffers)), "finite");
   EXPECT_EQ(expected.residual, buffers.residual, "every float16");
 }
 
@@ -216,8 +216,8 @@ TEST(AnOverflowLeavesTheElement) {
     Buffers buffers{{2e38f, 0, 2, -big}, {0, adds ? 0 : 2e38f, 4, 0}};
     Selection selection;
     bool finite = true;
-    const Status status = AccumulateTopK(gradient.array(), ParamsOf(s, {}), {4, 0, 7}, SerialFor, MemoryOf(s, &buffers),
-                                         &finite, &selection);
+    const Status status = AccumulateTopK(gradient.array(), ParamsOf(s, {}), {4, 0, 7}, SerialFor,
+                                         FeedbackOf(s, &buffers), &finite, &selection);
     EXPECT_STATUS(StatusKind::kOk, status, s.name);
     EXPECT(!finite, s.name);
     EXPECT_EQ(2e38f, buffers.residual[0], s.name);
@@ -238,7 +238,7 @@ TEST(RefusesWithoutTouching) {
     Selection selection;
     bool finite = true;
     const Status status = AccumulateTopK(gradient.array(), ParamsOf(plain, {}), {k, 0, 0}, SerialFor,
-                                         MemoryOf(plain, &buffers), &finite, &selection);
+                                         FeedbackOf(plain, &buffers), &finite, &selection);
     EXPECT_STATUS(StatusKind::kInvalidArgument, status, k);
     EXPECT_EQ(std::vector<float>(5), buffers.residual, "nothing has happened");
   }
@@ -247,7 +247,7 @@ TEST(RefusesWithoutTouching) {
     std::vector<int64_t> indices;
     bool finite = true;
     const Status status = AccumulateFilter(gradient.array(), ParamsOf(plain, {}), threshold, SerialFor,
-                                           MemoryOf(plain, &buffers), &finite, &indices);
+                                           FeedbackOf(plain, &buffers), &finite, &indices);
     EXPECT_STATUS(StatusKind::kInvalidArgument, status, threshold);
     EXPECT_EQ(std::vector<float>(5), buffers.residual, "nothing has happened");
   }

@@ -72,7 +72,7 @@ Step MeasureStep(int64_t n) {
                                  {AccumulateRule::kMomentum, 1, 0.9f, 0, nullptr},
                                  {residual.data(), velocity.data()},
                                  0}};
-  const std::vector<MemorySlice> slices{{0, n, {residual.data(), velocity.data()}}};
+  const std::vector<FeedbackSlice> slices{{0, n, {residual.data(), velocity.data()}}};
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   Step step{};

@@ -24,8 +24,8 @@ struct Cutting {
       const auto* data = static_cast<const uint8_t*>(whole.data) + begin * ItemSize(whole.dtype);
       AccumulateParams params = joined.params;
       params.parameter += begin;
-      const Memory memory{residuals.data(i), is_plain ? nullptr : velocities.data(i)};
-      parts.push_back({{data, size, whole.dtype}, params, memory, begin});
+      const Feedback feedback{residuals.data(i), is_plain ? nullptr : velocities.data(i)};
+      parts.push_back({{data, size, whole.dtype}, params, feedback, begin});
     }
   }
 
@@ -60,8 +60,8 @@ void CheckTogether(const Shape& shape, DType dtype, Pattern pattern, const Rule&
     Selection expected, received;
     bool all_finite = false;
     EXPECT_STATUS(StatusKind::kOk,
-                  AccumulateTopK(joined.gradient.array(), joined.params, select, cut.run, joined.memory(), &all_finite,
-                                 &expected),
+                  AccumulateTopK(joined.gradient.array(), joined.params, select, cut.run, joined.feedback(),
+                                 &all_finite, &expected),
                   where);
     const auto finite = cutting.NoneFinite();
     EXPECT_STATUS(StatusKind::kOk, AccumulateTopK(cutting.parts, shape.n, select, cut.run, finite.get(), &received),
@@ -81,7 +81,7 @@ TEST(PartsAreOneTensor) {
       for (const DType dtype : kDTypes) {
         for (const Pattern pattern : {Pattern::kSpread, Pattern::kTies, Pattern::kMixed}) {
           Joined joined(shape, dtype, pattern, rule);
-          Accumulate(joined.gradient.array(), joined.params, SerialFor, joined.memory());
+          Accumulate(joined.gradient.array(), joined.params, SerialFor, joined.feedback());
           for (const int64_t k : {int64_t{1}, int64_t{30}, int64_t{31}, shape.n}) {
             Selection selection;
             EXPECT(SelectTopK(joined.residuals(), {k, 0, 7}, SerialFor, &selection).ok(), k);
@@ -166,7 +166,7 @@ void CheckPacked(const Shape& shape, const PayloadFormat& format, bool active, L
     const Rule& rule = kRules[static_cast<size_t>(format.k) % kRules.size()];
     Joined joined(shape, DType::kFloat16, Pattern::kMixed, rule);
     Cutting cutting(shape, joined, level == Level::kMin);
-    if (active) Accumulate(joined.gradient.array(), joined.params, SerialFor, joined.memory());
+    if (active) Accumulate(joined.gradient.array(), joined.params, SerialFor, joined.feedback());
     const SelectParams select{format.k, 2.0, 9};
     Selection expected, received;
     EXPECT(SelectTopK(joined.residuals(), select, cut.run, &expected).ok(), where);
@@ -221,7 +221,7 @@ struct Slices {
   }
 
   Members residuals, velocities;
-  std::vector<MemorySlice> get;
+  std::vector<FeedbackSlice> get;
 };
 
 void CheckCleared(const Shape& shape, const PayloadFormat& format, bool has_velocities, bool is_empty, float kept = 0) {

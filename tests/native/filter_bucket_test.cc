@@ -27,7 +27,7 @@ Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, 
   Filtering result;
   const Array gradient = joined->gradient.array();
   result.finite =
-      active ? Accumulate(gradient, joined->params, SerialFor, joined->memory()) : AllFinite(gradient, SerialFor);
+      active ? Accumulate(gradient, joined->params, SerialFor, joined->feedback()) : AllFinite(gradient, SerialFor);
   double& threshold = result.found.threshold = filter.threshold;
   if (filter.k > 0) {
     EXPECT(SelectThreshold(joined->residuals(), {filter.k}, SerialFor, &threshold).ok(), "the threshold of k");
@@ -74,7 +74,7 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
     Bytes message{1, 2, 3};  // it is appended to
     Filtered found;
     bool finite = !wanted.finite;
-    const Part part{received.gradient.array(), received.params, received.memory(), 0};
+    const Part part{received.gradient.array(), received.params, received.feedback(), 0};
     EXPECT_STATUS(StatusKind::kOk,
                   FilterAndPack(part, active, filter, format, Level::kMin, cut.run, &message, &finite, &found), where);
     EXPECT_EQ(wanted.found.threshold, found.threshold, where << ", " << cut.name);
@@ -115,7 +115,7 @@ TEST(AFilterRefusesWithoutTouching) {
   const Shape shape{"whole", 1000, {{0, 1000}}};
   Joined joined(shape, DType::kFloat32, Pattern::kSpread, kRules[1]);
   const Floats residual = joined.residual;
-  const Part part{joined.gradient.array(), joined.params, joined.memory(), 0};
+  const Part part{joined.gradient.array(), joined.params, joined.feedback(), 0};
   const PayloadFormat plain{}, apart{0, 0, Coding::kAuto, DType::kInt2, {{1, 1}}};
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const bool active : {true, false}) {

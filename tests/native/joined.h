@@ -35,7 +35,9 @@ struct Joined {
   }
   Joined(const Joined&) = delete;
 
-  Memory memory() { return {residual.data(), params.rule == AccumulateRule::kResidual ? nullptr : velocity.data()}; }
+  Feedback feedback() {
+    return {residual.data(), params.rule == AccumulateRule::kResidual ? nullptr : velocity.data()};
+  }
   Array residuals() const { return {residual.data(), static_cast<int64_t>(residual.size()), DType::kFloat32}; }
 
   Values gradient;

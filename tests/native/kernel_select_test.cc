@@ -154,7 +154,7 @@ void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule,
   State alone(n);
   const Part part = alone.PartOf(gradient, rule, decays);
   found_finite = true;  // as launchers are handed it
-  EXPECT_EQ(cudaSuccess, accumulate_launch({gradient, part.params, part.memory, &found_finite, true, {}, 0}, nullptr),
+  EXPECT_EQ(cudaSuccess, accumulate_launch({gradient, part.params, part.feedback, &found_finite, true, {}, 0}, nullptr),
             context);
   EXPECT(SameFloats(expected.residual, alone.residual), context);
   EXPECT(SameFloats(expected.velocity, alone.velocity), context);
@@ -196,7 +196,7 @@ TEST(SeveralTensorsAreAccumulatedInOneCall) {
   EXPECT_EQ(cudaSuccess, accumulate_launch(parts, finite, workspace.data(), nullptr), "launch");
   for (size_t i = 0; i < parts.size(); ++i) {
     const Part part = alone[i]->PartOf(parts[i].gradient, AccumulateRule::kMomentum, false);
-    EXPECT_EQ(Accumulate(part.gradient, part.params, SerialFor, part.memory), finite[i], i);
+    EXPECT_EQ(Accumulate(part.gradient, part.params, SerialFor, part.feedback), finite[i], i);
     EXPECT(SameFloats(alone[i]->residual, states[i]->residual), i);
     EXPECT(SameFloats(alone[i]->velocity, states[i]->velocity), i);
   }

@@ -93,7 +93,7 @@ TEST(LooksForWhatIsNotFinite) {
 
 struct Memories {
   std::vector<float> residual = std::vector<float>(kSize, 0.25f), velocity = std::vector<float>(kSize, -0.5f);
-  Memory get() { return {residual.data(), velocity.data()}; }
+  Feedback get() { return {residual.data(), velocity.data()}; }
 };
 
 TEST(Accumulates) {
@@ -161,8 +161,8 @@ TEST(AccumulatesAndSelectsTogether) {
   const AccumulateParams params{AccumulateRule::kMomentum, 1, 0.9f, 0, nullptr};
   const auto run = [&](const ParallelFor& parallel_for, double hint, Memories* memories, Selection* selection) {
     const auto* data = static_cast<const float*>(gradient.array().data);
-    const Memory memory = memories->get(), rest{memory.residual + first, memory.velocity + first};
-    const std::vector<Part> parts{{{data, first, DType::kFloat32}, params, memory, 0},
+    const Feedback feedback = memories->get(), rest{feedback.residual + first, feedback.velocity + first};
+    const std::vector<Part> parts{{{data, first, DType::kFloat32}, params, feedback, 0},
                                   {{data + first, kSize - first, DType::kFloat32}, params, rest, first + gap}};
     bool finite[2] = {};
     EXPECT(AccumulateTopK(parts, n, {kCount, hint, 7}, parallel_for, finite, selection).ok(), hint);

@@ -39,7 +39,7 @@ struct Side {
     }
   }
 
-  Memory MemoryOf(const Setting& setting, size_t s, size_t i) {
+  Feedback FeedbackOf(const Setting& setting, size_t s, size_t i) {
     const bool moves = setting.rule != AccumulateRule::kResidual;
     return {tensors[s]->residual.data(i), moves ? tensors[s]->velocity.data(i) : nullptr};
   }
@@ -91,7 +91,7 @@ inline std::vector<Part> PartsOf(const Setting& setting, const Gradients& gradie
       params.weight_decay = 0.01f;
       params.parameter = gradients.wide[*member].data();
     }
-    parts.push_back({gradients.at(*member), params, side.MemoryOf(setting, s, parts.size()), begin});
+    parts.push_back({gradients.at(*member), params, side.FeedbackOf(setting, s, parts.size()), begin});
     ++*member;
   }
   return parts;
@@ -153,7 +153,7 @@ inline Outcome RunKernels(const Setting& setting, const Gradients& gradients, Si
   return out;
 }
 
-inline void ExpectSameMemory(const Setting& setting, Side& expected, Side& found) {
+inline void ExpectSameFeedback(const Setting& setting, Side& expected, Side& found) {
   for (size_t s = 0; s < setting.shapes.size(); ++s) {
     for (size_t i = 0; i < setting.shapes[s]->members.size(); ++i) {
       const auto size = static_cast<size_t>(setting.shapes[s]->members[i].second);
@@ -175,14 +175,14 @@ inline void CheckWayBack(const Setting& setting, Outcome& sent, float kept, Side
     const PayloadFormat format = FormatOf(setting, s);
     PayloadPlan plan{};
     EXPECT_STATUS(StatusKind::kOk, MakePlan(format, &plan), "plan");
-    std::vector<MemorySlice> own, kernels;
+    std::vector<FeedbackSlice> own, kernels;
     std::vector<Slice> outs;
-    std::vector<MemorySlice> kernel_outs;
+    std::vector<FeedbackSlice> kernel_outs;
     expected_sums.emplace_back();
     sums.emplace_back();
     for (const auto& [begin, size] : setting.shapes[s]->members) {
-      own.push_back({begin, size, expected.MemoryOf(setting, s, own.size())});
-      kernels.push_back({begin, size, found.MemoryOf(setting, s, kernels.size())});
+      own.push_back({begin, size, expected.FeedbackOf(setting, s, own.size())});
+      kernels.push_back({begin, size, found.FeedbackOf(setting, s, kernels.size())});
       expected_sums.back().emplace_back(static_cast<size_t>(size), 9.0f);
       sums.back().emplace_back(static_cast<size_t>(size), 9.0f);
     }
@@ -207,7 +207,7 @@ inline void CheckWayBack(const Setting& setting, Outcome& sent, float kept, Side
   EXPECT_EQ(cudaSuccess, clear_launch(cleared, kept, &status, workspace.data(), nullptr), "clear");
   EXPECT_EQ(cudaSuccess, reduce_launch(summed, 2, 16000, 0.3f, &status, workspace.data(), nullptr), "reduce");
   EXPECT_EQ(0u, status.refused, NameOf(setting));
-  ExpectSameMemory(setting, expected, found);
+  ExpectSameFeedback(setting, expected, found);
   for (size_t s = 0; s < sums.size(); ++s) {
     for (size_t i = 0; i < sums[s].size(); ++i) {
       EXPECT(SameFloats(expected_sums[s][i], sums[s][i]), NameOf(setting) << ", sum " << i << " of selection " << s);
@@ -221,7 +221,7 @@ inline void Check(const Setting& setting) {
     const Gradients gradients(setting, 100 * step);
     Outcome wanted = RunCore(setting, gradients, expected);
     Outcome got = RunKernels(setting, gradients, found);
-    ExpectSameMemory(setting, expected, found);
+    ExpectSameFeedback(setting, expected, found);
     for (size_t s = 0; s < wanted.payloads.size(); ++s) {
       EXPECT(wanted.payloads[s] == got.payloads[s], NameOf(setting) << ", payload " << s << ", step " << step);
       EXPECT_EQ(wanted.info[s], got.info[2 * s], NameOf(setting));

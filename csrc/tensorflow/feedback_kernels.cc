@@ -1,7 +1,7 @@
 // CPU kernels of the ops that change the error feedback, which is stored in resource variables, in place.
 #include "../core/accumulate.h"
 #include "../core/finite.h"
-#include "memory.h"
+#include "feedback.h"
 
 namespace hvd_sparse {
 namespace {
@@ -30,15 +30,15 @@ class ScatterUpdateKernel : public Kernel {
   }
 };
 
-class AccumulateKernel : public MemoryKernel {
+class AccumulateKernel : public FeedbackKernel {
  public:
-  explicit AccumulateKernel(OpKernelConstruction* construction) : MemoryKernel(construction) {}
+  explicit AccumulateKernel(OpKernelConstruction* construction) : FeedbackKernel(construction) {}
 
  protected:
   absl::Status Run(const Call& call) const override {
     Job job;
     TF_RETURN_IF_ERROR(Open(call, &job));
-    return call.OutputScalar("finite", job.is_active ? Accumulate(job.gradient, job.params, call.Pool(), job.memory)
+    return call.OutputScalar("finite", job.is_active ? Accumulate(job.gradient, job.params, call.Pool(), job.feedback)
                                                      : AllFinite(job.gradient, call.Pool()));
   }
 };

@@ -75,7 +75,7 @@ class AccumulatingKernel : public Kernel {
     AccumulateParams params;
     Buffer residual;
     Buffer velocity;
-    Memory memory;
+    Feedback feedback;
     bool is_active = true;
   };
 
@@ -111,13 +111,13 @@ class AccumulatingKernel : public Kernel {
     job->gradient = AsArray(lists.gradients[member]);
     TF_RETURN_IF_ERROR(job->residual.Open(call, HandleOf(lists.residuals[member])));
     TF_RETURN_IF_ERROR(CheckSize(call, "residual", job->residual.size(), job->gradient.size));
-    job->memory = {job->residual.data(), nullptr};
+    job->feedback = {job->residual.data(), nullptr};
     if (lists.velocities.size() == 0) {
       job->params.rule = AccumulateRule::kResidual;
     } else {
       TF_RETURN_IF_ERROR(job->velocity.Open(call, HandleOf(lists.velocities[member])));
       TF_RETURN_IF_ERROR(CheckSize(call, "velocity", job->velocity.size(), job->gradient.size));
-      job->memory.velocity = job->velocity.data();
+      job->feedback.velocity = job->velocity.data();
     }
     if (!weight_decays_.empty()) job->params.weight_decay = weight_decays_[static_cast<size_t>(member)];
     if (job->params.weight_decay == 0) return absl::OkStatus();  // the parameter is not read
@@ -136,9 +136,9 @@ class AccumulatingKernel : public Kernel {
 };
 
 // The base class of kernels that accumulate a single gradient, for every device.
-class MemoryKernel : public AccumulatingKernel {
+class FeedbackKernel : public AccumulatingKernel {
  public:
-  explicit MemoryKernel(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
+  explicit FeedbackKernel(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
       : AccumulatingKernel(construction, "accumulate", copy) {
     OP_REQUIRES_OK(construction, ReadRule(construction));
   }
