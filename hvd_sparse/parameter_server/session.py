@@ -1,9 +1,9 @@
 """One rank of an asynchronous run over MPI. A rank is a worker, a server, or both. Frameworks derive from `Session`."""
 
 import atexit
+import functools
 import json
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -13,21 +13,12 @@ import numpy as np
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
 from hvd_sparse.library import checked_communicator
-from hvd_sparse.parameter_server.connection import (
-    TICK,
-    Connection,
-    Heartbeat,
-    described,
-    first_parameters,
-    interrupted_by_sigterm,
-    serve,
-    tell_failure,
-)
+from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import METHODS, Method
-from hvd_sparse.parameter_server.model_file import flattened, restored
 from hvd_sparse.parameter_server.placement import place
-from hvd_sparse.parameter_server.server import Server, departures, report_departures
+from hvd_sparse.parameter_server.server import departures
+from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
@@ -87,29 +78,29 @@ class Session:
         self.layout = ParameterLayout(shapes, method.min_numel, frozen)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
         self._restores, self._has_served = restore is not None, False
-        self._servers: dict[int, Server] = {}  # those on this rank, by number
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
-        self._threads: list[threading.Thread] = []  # of the servers
-        self._server_error: BaseException | None = None  # raised by a server
-        self._join_error = ""  # the error, if this rank failed to join
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
-        self._worker_endpoint: MPIEndpoint | None = None
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
                 "a session is open on this communicator, and would get this one's messages: close() it, or pass another"
             )
-        self._number = next_session(self.communicator)
+        number = next_session(self.communicator)
+        self._endpoint = functools.partial(MPIEndpoint, self.communicator, self.placement, number)
+        # A rank has one end for messages from servers, as they arrive only once. The first server does not need any.
+        asks = self.is_worker or self.rank != self.placement.servers[0]
+        self._worker_end = self._endpoint(background=True) if asks else None
+        where = (self.rank, self.placement, self.layout, method)
+        self._local = LocalServers(*where, self._endpoint, self._worker_end, timeout, silence)
         if self.is_server:
             try:
-                self._servers = self._make_servers(parameters, flattened(buffers), restore)
-            except BaseException as error:
-                self._tell_failure(error)
+                self._local.make(parameters, buffers, restore)
+            except BaseException:
                 self._release()
                 raise
             if self.is_worker:
-                self._start(self._servers)
+                self._local.start(self._local.servers)
 
     @property
     def is_server(self) -> bool:
@@ -137,38 +128,31 @@ class Session:
         Raises:
             RuntimeError: This rank is not a server.
         """
-        if not self._servers:
+        if not self.is_server:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.serving_ranks} serve")
         if not self.is_worker:
-            first, *others = self._servers
             try:
-                with interrupted_by_sigterm():
-                    self._start(others)
-                    self._serve(first)
-                    self._join_threads()
+                self._local.run()
             finally:
                 self._release()
-            if self._server_error is not None:
-                raise self._server_error
-            report_departures(self._servers.values())
             self._has_served = True
-        return departures(self._servers.values())
+        return departures(self._local.servers.values())
 
     def _join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
         place = (len(self.placement.servers), incarnation, self._restores)
         worker = Worker(self.rank, self.layout, self.method, parameters, *place)
-        connection = Connection(worker, self._open_worker_endpoint(), self.placement.serving_ranks, self._timeout)
+        connection = Connection(worker, self._worker_end, self.placement.serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)
         try:
             connection.join()
         except BaseException as error:
             self._stop_heartbeat()
-            self._join_error = described(error)
-            connection.leave(self._join_error)  # some servers may have accepted this worker
-            self._join_threads()
+            self._local.join_error = described(error)
+            connection.leave(self._local.join_error)  # some servers may have accepted this worker
+            self._local.join()
             self._release()
             raise
         self._connection = connection
@@ -181,7 +165,7 @@ class Session:
 
     def _push(self, gradients, lr, weight_decay=None) -> None:
         """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
-        self._raise_server_error()
+        self._local.raise_error()
         connection = self._connected()
         if self.overlap:
             self.synchronize()
@@ -271,7 +255,7 @@ class Session:
 
     def _close(self, raised: BaseException | None) -> None:
         """Leave the run. raised: the error because of which this worker leaves."""
-        error, last = raised or self._server_error, None
+        error, last = raised or self._local.error, None
         if self._connection is not None and not error:
             try:
                 self.synchronize()
@@ -282,19 +266,12 @@ class Session:
         if connection is not None:
             connection.leave(described(error) if error else "")
         atexit.unregister(self._close_at_exit)
-        if self._threads:
-            self._join_threads()
-            self._threads.clear()
-            report_departures(self._servers.values())
+        self._local.close()
         self._release()
         if last is not None:
             raise last
         if raised is None and connection is not None:
-            self._raise_server_error()
-
-    def _raise_server_error(self) -> None:
-        if self._server_error is not None:
-            raise RuntimeError(f"the server on this rank has stopped: {self._server_error}") from self._server_error
+            self._local.raise_error()
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -314,9 +291,9 @@ class Session:
 
     def _answers(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
         if self._has_served:
-            if len(self._servers) < len(self.placement.servers):
+            if len(self._local.servers) < len(self.placement.servers):
                 raise RuntimeError(f"rank {self.rank} has only a part of the model: save on a worker, or use servers=1")
-            return [server.state() for server in self._servers.values()]
+            return [server.state() for server in self._local.servers.values()]
         self.synchronize()
         return self._connected().ask(what)
 
@@ -331,70 +308,3 @@ class Session:
         self.placement.check(self.method, self.layout)
         if self._silence is not None or self.is_worker == self.is_server or len(self.placement.on(self.rank)) > 1:
             require_threads()
-
-    def _endpoint(self, number: int | None = None, background: bool = False) -> MPIEndpoint:
-        return MPIEndpoint(self.communicator, self.placement, self._number, number, background)
-
-    def _open_worker_endpoint(self) -> MPIEndpoint:
-        """Return this rank's end for messages from servers. There is one, as they arrive only once."""
-        self._worker_endpoint = self._worker_endpoint or self._endpoint(background=True)
-        return self._worker_endpoint
-
-    def _tell_failure(self, error: BaseException) -> None:
-        """Tell the workers, and other servers that wait for the first one, why this rank does not serve."""
-        numbers = self.placement.on(self.rank)
-        waiting = self.placement.serving_ranks if 0 in numbers else []
-        for number in numbers:
-            tell_failure(self._endpoint(number), sorted({*self.placement.workers, *waiting} - {self.rank}), error)
-        if self._worker_endpoint is not None:
-            self._worker_endpoint.close(TICK)
-
-    def _make_servers(self, parameters, buffers: np.ndarray, restore: str | None) -> dict[int, Server]:
-        """Return the servers on this rank; the first server of all has the buffers."""
-        numbers, is_restored = self.placement.on(self.rank), self._restores
-        if 0 not in numbers:
-            asks = (self._open_worker_endpoint(), self.placement, self.rank, self._timeout)
-            flat, is_restored = first_parameters(*asks, self.layout, self.layout.flatten(parameters), restore)
-            if not self.is_worker:
-                self._open_worker_endpoint().close(TICK)
-        elif restore is not None:
-            flat, buffers = restored(restore, self.layout, buffers)
-        else:
-            flat = self.layout.flatten(parameters)
-        workers, count = len(self.placement.workers), len(self.placement.servers)
-        shards, others = self.layout.shards(count), len(self.placement.serving_ranks) - 1
-        common = dict(workers=workers, servers=count, silence=self._silence, restored=is_restored, refused={})
-        made = {
-            n: Server(self.layout, shards[n], self.method, flat, others=0 if n else others, **common) for n in numbers
-        }
-        if 0 in made:
-            made[0].buffers = buffers
-        return made
-
-    def _start(self, numbers: Iterable[int]) -> None:
-        """Start a thread for each of these servers."""
-        for number in numbers:
-            thread = threading.Thread(target=self._serve, args=(number,), name="hvd_sparse server", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, number: int) -> None:
-        """Run a server. Store an exception for the main thread; it ends the other servers on this rank."""
-        try:
-            end, ranks = self._endpoint(number), self.placement.workers
-            serve(self._servers[number], end, ranks, self._timeout, self._why_stopped)
-        except BaseException as error:
-            self._server_error = self._server_error or error
-
-    def _why_stopped(self) -> str:
-        """Return the error that ends the servers on this rank; an empty string if there is none."""
-        return self._join_error or (described(self._server_error) if self._server_error else "")
-
-    def _join_threads(self) -> None:
-        """Wait for the servers' threads; on Ctrl-C, they tell the workers and stop."""
-        try:
-            for thread in self._threads:
-                thread.join()
-        except KeyboardInterrupt as error:
-            self._server_error = self._server_error or error
-            self._join_threads()

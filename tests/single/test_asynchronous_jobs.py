@@ -126,7 +126,7 @@ def test_a_thread_that_fails_ends_the_others(run_job):
         if session.is_server:
             def fail(message, record):
                 raise ArithmeticError("what went wrong")
-            session._servers[1]._push = fail
+            session._local.servers[1]._push = fail
             session.serve()
         session.train(5)
         """

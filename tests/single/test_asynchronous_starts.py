@@ -157,7 +157,7 @@ def test_a_server_that_fails_after_its_worker_has_left(run_job):
         if RANK == 0:
             def fail(*arguments):
                 raise MemoryError("no room")
-            for server in session._servers.values():
+            for server in session._local.servers.values():
                 server.handle = fail
         else:
             time.sleep(1.0)

@@ -58,7 +58,7 @@ def main() -> None:
     session = Session(parameters, method, servers=servers, timeout=TIMEOUT, silence=SILENCE)
     if session.is_worker:
         return work(session, parameters, injector)
-    [(number, server)] = session._servers.items()
+    [(number, server)] = session._local.servers.items()
     begin, end = session.layout.shards(servers)[number]
     departures = session.serve()
     write_down(moved=-server.parameters, begin=begin, end=end)
