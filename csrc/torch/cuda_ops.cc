@@ -1,6 +1,7 @@
 // torch.ops.hvd_sparse.* for single CUDA tensors. The ops check arguments, launch kernels on the current stream, and
 // raise errors. Only filter_threshold, unpack and locate_payloads wait for the device, because the size or the place of
 // their results depends on the data.
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -29,7 +30,9 @@ Tensor DecodeStatusOf(at::Device device) {
   const auto index = static_cast<size_t>(device.index());
   if (all->size() <= index) all->resize(index + 1);
   Tensor& status = (*all)[index];
-  if (!status.defined()) status = at::zeros({2}, at::TensorOptions().device(device).dtype(at::kLong));
+  if (status.defined()) return status;
+  const c10::InferenceMode off(false);  // an inference tensor could not be reset outside inference mode
+  status = at::zeros({2}, at::TensorOptions().device(device).dtype(at::kLong));
   return status;
 }
 

@@ -149,6 +149,7 @@ class Compressor(abc.ABC):
             self._drop()
             self._number = restore_state(self._step, state, self._exchange)
 
+    @torch.inference_mode(False)
     def reset(self) -> None:
         """Clear residuals, step number and pending work, on every rank; check settings again. Keep the loss scale."""
         with self._lock:

@@ -1,5 +1,8 @@
 """Writing, checking, decoding and adding payloads on a GPU: results equal the CPU's, byte for byte."""
 
+import subprocess
+import sys
+
 import numpy as np
 import torch
 from gpu_helpers import CODINGS, SMALL, VALUE_DTYPES, assert_refuses, assert_same, draw_entries, packed
@@ -139,6 +142,21 @@ def test_a_damaged_payload_makes_the_sum_nan_and_is_recorded():
         assert not out.isnan().any()
     assert ops.take_decode_status(out).tolist() == [0, 0]
     assert_refuses(ops.reduce_payloads, gathered.cuda(), 16, n, k, out, 1.0, coding, says="gathered must be")
+
+
+FIRST_IN_INFERENCE_MODE = """
+import torch
+from hvd_sparse.torch import ops
+like = torch.empty(0, device="cuda")
+with torch.inference_mode():
+    ops.take_decode_status(like)
+assert ops.take_decode_status(like).tolist() == [0, 0]
+"""
+
+
+def test_the_record_of_damage_can_be_made_in_inference_mode():
+    """The first use makes it, so in a process of its own."""
+    subprocess.run([sys.executable, "-c", FIRST_IN_INFERENCE_MODE], check=True, timeout=120)
 
 
 def test_located_payloads():

@@ -117,6 +117,18 @@ TEST(SelectsAmongKeysThatBeginAlike) {
   }
 }
 
+// With fewer than k nonzeros, zeros are selected by their indices, whose highest digits need no pass: three passes for
+// the digits of the keys and one for bits 9 to 19 of the indices add one for each element.
+TEST(SelectsZerosInFewPasses) {
+  const int64_t n = 40'000, k = 400;
+  std::vector<float> values(n);
+  for (size_t i = 0; i < n; i += 1000) values[i] = -1.5f;
+  const int64_t before = atomic_additions;
+  CheckSelection(values, {k, 0, 7}, "few nonzeros");
+  const int64_t additions = atomic_additions - before;
+  EXPECT(additions < 5 * n, additions << " additions for " << n << " elements");
+}
+
 template <typename T>
 void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule, bool decays, double hint) {
   const auto context = std::to_string(n) + " elements of kind " + std::to_string(static_cast<int>(kind)) + ", rule " +

@@ -18,10 +18,13 @@ class Decoder:
     """What decoders on a device record, as there is none here: an operator of the CPU raises instead."""
 
     def __init__(self):
-        self.status = torch.zeros(2, dtype=torch.int64)
+        self.status = None  # the first call makes it
 
     def take(self, like):
-        taken, self.status = self.status, torch.zeros(2, dtype=torch.int64)
+        if self.status is None:
+            self.status = torch.zeros(2, dtype=torch.int64)
+        taken = self.status.clone()
+        self.status.zero_()
         return taken
 
 
@@ -151,6 +154,22 @@ def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, d
     assert str(raised.value).count(report) == (hvd.size() if who == "all" else 1)
     train(3)
     train(4)
+
+
+@pytest.mark.parametrize("where", ["cpu", "a device"])
+def test_a_reset_in_inference_mode_can_be_trained_from(monkeypatch, where):
+    """Before the first step, and after some."""
+    if where != "cpu":
+        as_on_a_device(monkeypatch)
+    parameters = make_parameters(SHAPES)
+    compressor = Compression.dgc(parameters.items(), density=0.01, min_numel=0)
+    sums = []
+    for _ in range(2):
+        with torch.inference_mode():
+            compressor.reset()
+        sums.append([drive(compressor, parameters, draw(SHAPES, t, hvd.rank())) for t in range(2)])
+    assert compressor.state_dict()["step"] == 2
+    torch.testing.assert_close(sums[1], sums[0], rtol=0.0, atol=0.0)
 
 
 def test_builds_without_cuda_fall_back_to_the_cpu(monkeypatch):

@@ -46,6 +46,8 @@ cudaError_t RunOnHost(dim3 blocks, int threads, cudaStream_t stream, const std::
 uint64_t* MeetBlock(uint64_t value);
 uint64_t* MeetWarp(uint64_t value);
 
+inline int64_t atomic_additions = 0;  // calls of atomicAdd so far: a measure of the work
+
 }  // namespace hvd_sparse
 
 inline void __syncthreads() { hvd_sparse::MeetBlock(0); }
@@ -82,6 +84,7 @@ T __ldcg(const T* from) {
 }
 template <typename T>
 T atomicAdd(T* to, T value) {
+  ++hvd_sparse::atomic_additions;
   const T before = *to;
   *to += value;
   return before;
