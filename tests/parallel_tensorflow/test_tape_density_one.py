@@ -51,7 +51,7 @@ def make_trials(dtype=tf.float32):
 def reduce_all(trials, gradients, groups=None, **options):
     """Return {title: {name: reduced}} of the same gradients, in one graph."""
 
-    @tf.function
+    @tf.function(autograph=False)  # with it: test_models.py
     def reduce():
         reduced = {}
         for title, (variables, compression) in trials.items():
@@ -151,7 +151,7 @@ def test_dgc_at_density_one_is_tensorflows_momentum():
         compression = Compression.dgc(list(ours.values()), **settings)
         pairs.append((title, plain, Momentum(plain, **settings), ours, Momentum(ours), compression))
 
-    @tf.function
+    @tf.function(autograph=False)  # with it: test_models.py
     def descend(gradients):
         for _, plain, momentum, ours, sgd, compression in pairs:
             momentum.descend(reduce_through_tape(plain, gradients, Compression.none, gradient_predivide_factor=2.0))

@@ -97,7 +97,9 @@ def test_it_is_the_method_with_a_rank_for_each_host(method, layout):
 
 
 @pytest.mark.parametrize("complete", [False, True])
-@pytest.mark.parametrize("method", ["dgc", "samomentum", "gradient_dropping", "topk"])
+@pytest.mark.parametrize(
+    "method", ["dgc", "samomentum", pytest.param("gradient_dropping", marks=pytest.mark.exhaustive), "topk"]
+)
 def test_between_hosts_of_one_rank_it_is_the_flat_reduce_scatter(method, complete):
     between = {"exchange": "hierarchical", "ranks_per_host": 1, "between_hosts": "reduce_scatter"}
     results = []

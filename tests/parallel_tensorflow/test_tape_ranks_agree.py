@@ -60,7 +60,7 @@ def test_after_50_steps_of_a_small_model():
     """All side by side, in one graph; they learn, too."""
     models = {title: Perceptron(*how) for title, how in COMPRESSIONS.items()}
 
-    @tf.function
+    @tf.function(autograph=False)  # with it: test_models.py
     def descend(inputs, labels):
         return [model.descend(inputs, labels) for model in models.values()]
 

@@ -64,7 +64,7 @@ def test_clip_norm_and_weight_decay_are_of_the_reduced_gradient():
         make = functools.partial(getattr(Compression, method), density=0.999, momentum=0.0, dense_fallback=None)
         compressions[kind, reduction, place] = make([variables[kind, reduction, place]], **settings, **PLACES[place])
 
-    @tf.function
+    @tf.function(autograph=False)  # with it: test_models.py
     def step(gradient, scale):
         """Return what is reduced, without the loss scale; whatever decays descends."""
         found = {}
@@ -118,7 +118,7 @@ TRIALS = {
 
 
 def train_side_by_side(trials):
-    @tf.function
+    @tf.function(autograph=False)  # with it: test_models.py
     def descend(gradients, scale):
         for trial, own in zip(trials, gradients, strict=True):
             trial.descend(own, scale)

@@ -36,6 +36,11 @@ def main():
     parser.add_argument("--late", action="store_true", help="the first stage reduces its last gradients late")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    refused = ""
+    try:
+        hybrid(MPI.COMM_WORLD.size + 1)
+    except ValueError as error:
+        refused = str(error)
     grid, process_set, communicator = hybrid(args.stages, args.order)
     sizes = [*SIZES[: args.stages], SIZES[-1]]
     stages = make_stages(sizes)
@@ -77,6 +82,7 @@ def main():
     theirs = torch.cat([parameter.detach().reshape(-1) for parameter in whole[grid.stage].parameters()])
     result = {
         "rank": grid.rank,
+        "refused": refused,
         "stage": grid.stage,
         "replica": grid.replica,
         "describe": grid.describe(),

@@ -32,7 +32,7 @@ def run(example, options, ranks=2):
 @pytest.mark.parametrize(
     ("example", "options"),
     [
-        ("pytorch_digits.py", FEW_EPOCHS),
+        pytest.param("pytorch_digits.py", FEW_EPOCHS, marks=pytest.mark.exhaustive),  # as in the next test
         ("tensorflow2_digits.py", FEW_EPOCHS),
         pytest.param("pytorch_char_lstm.py", FEW_STEPS, marks=pytest.mark.exhaustive),
         pytest.param("pytorch_transformer.py", TRANSFORMER, marks=pytest.mark.exhaustive),
@@ -40,6 +40,11 @@ def run(example, options, ranks=2):
 )
 def test_training_tells_what_was_sent(example, options, tmp_path):
     result = run(example, [*options, *LOW_BIT, "--plot", "", "--tensorboard", str(tmp_path)])
+    check_what_was_sent(result, tmp_path)
+
+
+def check_what_was_sent(result, tmp_path):
+    """Check a run with LOW_BIT, whose events are in a folder."""
     assert len(list(tmp_path.glob("events.*"))) == 1
     assert (result["method"], result["values"], result["world_size"]) == ("gradient_dropping", "int2", 2)
     assert result["steps"] >= 4 and result["loss"] > 0.0
@@ -57,14 +62,16 @@ def test_training_tells_what_was_sent(example, options, tmp_path):
 )
 def test_a_checkpoint_is_gone_on_from(framework, example, tmp_path):
     """A second epoch alone, of a job that begins with the first one's model and residuals."""
+    (tmp_path / "events").mkdir()
     options = ["--warmup-epochs", "0", "--batch-size", "32", *LOW_BIT, "--plot", "", "--checkpoint"]
     options.append(str(tmp_path / "checkpoint"))
-    first = run(example, ["--epochs", "1", *options])
+    first = run(example, ["--epochs", "1", *options, "--tensorboard", str(tmp_path / "events")])
+    check_what_was_sent(first, tmp_path / "events")
     waiting = waiting_in(framework, tmp_path / "checkpoint")
     assert waiting and max(waiting) > 0.0
     second = run(example, ["--epochs", "2", *options])
     assert second["steps"] == 2 * first["steps"] and second["loss"] < first["loss"]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "events"]
 
 
 @pytest.mark.exhaustive

@@ -32,11 +32,12 @@ def run(ranks, *options):
     ],
 )
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches, options):
-    """Also where stages that are done must wait for one that is late."""
+    """Also where stages that are done must wait for one that is late, and after a layout that all ranks refused."""
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches, *options)
     grids = [ProcessGrid(rank, ranks, stages, order) for rank in range(ranks)]
     assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in grids]
     for one in found:
+        assert f"stages must divide the number of ranks, got stages={ranks + 1} on {ranks} ranks" in one["refused"]
         assert one["difference"] < 1e-5
     mean = np.mean([one["losses"] for one in found if one["stage"] == 0], axis=0)
     assert mean == pytest.approx(found[0]["expected"], rel=1e-4)
@@ -91,6 +92,7 @@ def test_stages_are_an_integer_of_python_or_numpy():
     assert ProcessGrid(0, 4, np.int64(2)).checked() == ProcessGrid(0, 4, 2)
 
 
+@pytest.mark.exhaustive  # that each rank refuses them: test_without_sparsity_it_is_training_on_one_process
 def test_ranks_that_cannot_be_shared_out_end_all_ranks():
     code, output = launch([*mpirun(3), sys.executable, JOB, "--stages", "2"])
     assert code != 0 and "stages must divide the number of ranks, got stages=2 on 3 ranks" in output
