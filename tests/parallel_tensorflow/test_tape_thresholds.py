@@ -153,16 +153,9 @@ def test_zeros_are_never_sent(make):
         assert not any(result.any() for result in reduce({name: np.zeros(FEW[name]) for name in FEW}).values())
 
 
-ELSEWHERE = ("topk", "cltk", "micro", "random_k")  # test_tape_hierarchical.py runs them eagerly in `make test`
-
-
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=pytest.mark.exhaustive) if name in ELSEWHERE else name for name in METHODS],
-)
-def test_eagerly(method):
+def test_eagerly(make):
     """Of whole numbers: the order in which Horovod's own allreduce adds differs from one call to the next."""
-    eager, traced = reducer(METHODS[method], graph=False), reducer(METHODS[method])
+    eager, traced = reducer(make, graph=False), reducer(make)
     for t in range(4):
         gradients = whole_numbers(FEW, t, hvd.rank())
         one, two = eager(gradients), traced(gradients)

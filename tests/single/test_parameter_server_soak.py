@@ -169,7 +169,6 @@ CASES = {
 }
 
 
-@pytest.mark.each_value  # methods and numbers of servers in pairs: test_parameter_server_exact.py
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_pushes_on_a_bad_wire(name, servers):
@@ -233,7 +232,6 @@ def disturb(run):
     return 0
 
 
-@pytest.mark.each_value  # methods and numbers of servers in pairs: test_parameter_server_exact.py
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_servers_that_forget_workers_at_any_time_lose_and_repeat_nothing(name, servers):
