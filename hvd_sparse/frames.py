@@ -1,15 +1,30 @@
 """The functions that are running in this thread: Horovod tells a compressor neither parameter nor optimizer."""
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 
-def frames(depth: int = 30) -> Iterator[FrameType]:
-    """Yield the frames of the calling functions, at most so many, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return
-        yield frame
+def frames(depth: int = 30) -> list[FrameType]:
+    """Return the frames of the functions around the caller of this one, at most so many, the innermost first.
+
+    The caller's own frame is left out: it would refer to itself, and keep alive what the others refer to, such as
+    gradients, until Python's garbage collector runs.
+    """
+    found: list[FrameType] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None and len(found) < depth:
+        found.append(frame)
         frame = frame.f_back
+    return found
+
+
+def local(frame: FrameType, name: str):
+    """Return a local variable of a running function, None if it has none of that name.
+
+    Up to Python 3.12, a frame copies all its variables when one is read, and the copies live as long as the function
+    runs: so no other frame is asked.
+    """
+    code = frame.f_code
+    if name in code.co_varnames or name in code.co_cellvars or name in code.co_freevars:
+        return frame.f_locals.get(name)
+    return None

@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.frames import frames
+from hvd_sparse.frames import frames, local
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Entry, Round
@@ -73,22 +73,22 @@ def find_call(tensor) -> Call | None:
     """
     known, optimizer, lists, helper, scaler, applier = {}, None, None, None, None, None
     for frame in frames(100):
-        name, local = frame.f_code.co_name, frame.f_locals
+        name, owner = frame.f_code.co_name, local(frame, "self")
         if lists is None:
-            if name.endswith("allreduce") and "compression" in local and "op" in local:
-                known = {"reduction": local["op"], "process_set": local["process_set"]}
-            elif name.endswith("allreduce_grads") and _holds(local.get("grads"), tensor) and known:
-                lists = list(local["grads"]), list(local.get("vars") or [])
-                in_order = not isinstance(local.get("groups"), list)
-        elif hasattr(local.get("self"), "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
-            helper = local["self"]
-        elif hasattr(local.get("self"), "get_unscaled_gradients"):  # around Horovod's optimizer
-            scaler = local["self"]
-        elif optimizer is None and hasattr(local.get("self"), "apply_gradients"):
-            optimizer = local["self"]
+            if name.endswith("allreduce") and local(frame, "compression") is not None and local(frame, "op") is not None:
+                known = {"reduction": local(frame, "op"), "process_set": local(frame, "process_set")}
+            elif name.endswith("allreduce_grads") and _holds(local(frame, "grads"), tensor) and known:
+                lists = list(local(frame, "grads")), list(local(frame, "vars") or [])
+                in_order = not isinstance(local(frame, "groups"), list)
+        elif hasattr(owner, "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
+            helper = owner
+        elif hasattr(owner, "get_unscaled_gradients"):  # around Horovod's optimizer
+            scaler = owner
+        elif optimizer is None and hasattr(owner, "apply_gradients"):
+            optimizer = owner
         elif applier is None:
             with contextlib.suppress(Exception):  # a property of the user's, perhaps, which is not ready
-                applier = local["self"].optimizer
+                applier = owner.optimizer
     if lists is None or len(lists[0]) != len(lists[1]):
         return None
     averages = helper is not None and helper.average_aggregated_gradients
@@ -225,7 +225,7 @@ def makes_optimizer() -> bool:
     """
     for frame in frames():
         if frame.f_code.co_name == "create_distributed_optimizer":
-            if is_keras_3(frame.f_locals.get("optimizer")):
+            if is_keras_3(local(frame, "optimizer")):
                 raise RuntimeError(
                     "hvd_sparse: Horovod's DistributedOptimizer does nothing under Keras 3: each rank would train "
                     "alone. Set the environment variable TF_USE_LEGACY_KERAS=1 before TensorFlow is imported (and "

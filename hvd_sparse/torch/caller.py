@@ -1,13 +1,15 @@
 """The optimizer of Horovod that calls a compressor: it knows the reduction."""
 
+from types import FrameType
+
 from torch.amp.grad_scaler import GradScaler
 
-from hvd_sparse.frames import frames
+from hvd_sparse.frames import frames, local
 
 
 def calling_optimizer(compressor):
     """Return the Horovod optimizer that called this compressor; None if none did."""
-    callers = (frame.f_locals.get("self") for frame in frames(12))
+    callers = (local(frame, "self") for frame in frames(12))
     return next((caller for caller in callers if getattr(caller, "_compression", None) is compressor), None)
 
 
@@ -18,7 +20,7 @@ def reduces_again(optimizer) -> bool:
     """
     if not getattr(optimizer, "_synchronized", False) or getattr(optimizer, "_handles", None):
         return False
-    return {"synchronize", "step"} <= _running_methods(optimizer)
+    return all(_running(name, optimizer) for name in ("synchronize", "step"))
 
 
 def runs_closure(optimizer) -> bool:
@@ -28,16 +30,15 @@ def runs_closure(optimizer) -> bool:
     """
     if not getattr(optimizer, "_should_synchronize", False):
         return False
-    own = (frame for frame in frames() if frame.f_locals.get("self") is optimizer)
-    return any(frame.f_code.co_name == "step" and frame.f_locals.get("closure") is not None for frame in own)
+    return any(local(frame, "closure") is not None for frame in _running("step", optimizer))
 
 
 def stepping_scaler() -> GradScaler | None:
     """Return the scaler whose `step` is running in this thread, or None: it unscales before the optimizer's step."""
-    scalers = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == "step")
+    scalers = (local(frame, "self") for frame in frames() if frame.f_code.co_name == "step")
     return next((scaler for scaler in scalers if isinstance(scaler, GradScaler) and scaler.is_enabled()), None)
 
 
-def _running_methods(optimizer) -> set[str]:
-    """Return the names of the optimizer's methods that are running in this thread."""
-    return {frame.f_code.co_name for frame in frames() if frame.f_locals.get("self") is optimizer}
+def _running(name: str, optimizer) -> list[FrameType]:
+    """Return the frames in which the optimizer's method of this name is running in this thread."""
+    return [frame for frame in frames() if frame.f_code.co_name == name and local(frame, "self") is optimizer]

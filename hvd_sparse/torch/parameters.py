@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 
 import torch
 
-from hvd_sparse.frames import frames
+from hvd_sparse.frames import frames, local
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -151,5 +151,5 @@ def _could_be(grad: torch.Tensor | None, gradient: torch.Tensor) -> bool:
 
 def _parameter_of_caller():
     """Return the local variable `p` of Horovod's `_allreduce_grad_async`; None if another function called."""
-    callers = (frame for frame in frames(10) if frame.f_code.co_name == "_allreduce_grad_async")
-    return next((frame.f_locals.get("p") for frame in callers), None)
+    callers = [frame for frame in frames(10) if frame.f_code.co_name == "_allreduce_grad_async"]
+    return local(callers[0], "p") if callers else None
