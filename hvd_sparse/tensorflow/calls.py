@@ -75,7 +75,7 @@ def find_call(tensor) -> Call | None:
     for frame in frames(100):
         name, owner = frame.f_code.co_name, local(frame, "self")
         if lists is None:
-            if name.endswith("allreduce") and local(frame, "compression") is not None and local(frame, "op") is not None:
+            if name.endswith("allreduce") and local(frame, "compression") is not None:
                 known = {"reduction": local(frame, "op"), "process_set": local(frame, "process_set")}
             elif name.endswith("allreduce_grads") and _holds(local(frame, "grads"), tensor) and known:
                 lists = list(local(frame, "grads")), list(local(frame, "vars") or [])

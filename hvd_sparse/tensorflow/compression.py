@@ -32,6 +32,7 @@ from hvd_sparse.tensorflow.calls import (
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import make_hosts
+from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
 from hvd_sparse.tensorflow.step import Step
@@ -188,8 +189,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _residual_norm(self) -> tf.Tensor:
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
-        squares = [tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))) for residual in residuals]
-        return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
+        return tf.sqrt(tf.add_n([sum_of_squares(one) for one in residuals])) if residuals else tf.zeros([], tf.float64)
 
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
         """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.

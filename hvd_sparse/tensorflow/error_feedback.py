@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.units import Units
 
 
@@ -301,10 +302,7 @@ def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) 
 
     Elements that are not finite count as zero.
     """
-    local = [tf.cast(gradient, tf.float32) for gradient in gradients]
-    finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in local]
-    squares = [tf.reduce_sum(tf.square(tf.cast(one, tf.float64))) for one in finite]
-    norm = tf.sqrt(tf.add_n(squares))
+    norm = tf.sqrt(tf.add_n([sum_of_squares(gradient) for gradient in gradients]))
     bound = units.clip_bound(algorithm.clip_norm)
     # Without a division by a norm of 0: its infinity, though unused, would stop a program with check_numerics.
     return tf.cast(bound / tf.maximum(norm, bound) * units.incoming, tf.float32)

@@ -16,6 +16,7 @@ from hvd_sparse.torch.configuration_check import ConfigurationCheck
 from hvd_sparse.torch.device import crossing
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hierarchical import HierarchicalStep
+from hvd_sparse.torch.norm import sum_of_squares
 from hvd_sparse.torch.optimizer_checks import OptimizerChecks
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
@@ -88,12 +89,8 @@ class Compressor(abc.ABC):
             are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with "measured"
             also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
         """
-        norms = [
-            float(torch.linalg.vector_norm(feedback.buffers["residual"])) ** 2
-            for feedback in self._step.feedback.values()
-            if "residual" in feedback.buffers
-        ]
-        norm = sum(norms) ** 0.5
+        buffers = [feedback.buffers for feedback in self._step.feedback.values()]
+        norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5
         return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
 
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:

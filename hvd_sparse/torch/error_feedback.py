@@ -15,6 +15,7 @@ from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, Sparsifica
 from hvd_sparse.half import rest_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch import ops
+from hvd_sparse.torch.norm import sum_of_squares
 from hvd_sparse.units import Units
 
 HALF = (torch.float16, torch.bfloat16)
@@ -135,13 +136,18 @@ class ErrorFeedback:
             sent = gradient.to(self.dense_dtype(gradient)).contiguous().view(-1)
             return Dense(sent, ops.all_finite(gradient), self._clear_residual)
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).reshape(-1)
-        whole = wide + self.residual * units.loss_scale
+        whole = wide + (self.residual if units.loss_scale == 1.0 else self.residual * units.loss_scale)
         finite = ops.all_finite(whole)
         if gradient.dtype != torch.float16:
             return Dense(whole, finite, self._clear_residual)
         sent = whole.clamp(-most, most).to(self.dense_dtype(gradient))
         left = (whole - sent).mul_(units.incoming)
         return Dense(sent, finite, lambda: self.residual.copy_(left))
+
+    def _addition(self, gradient: torch.Tensor, factor: float, units: Units) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that adds the gradient, with weight decay, to float32[n], as `accumulate` does."""
+        decay = units.decay(self.weight_decay)
+        return lambda out: ops.accumulate(gradient, out, None, self.weights(), factor=factor, weight_decay=decay)
 
     def _cut(self, sent: torch.Tensor, most: float) -> torch.Tensor | None:
         """Clamp to magnitude `most`, in place; return the excess, or None without a bound."""
@@ -200,20 +206,33 @@ class MomentumCorrection(ErrorFeedback):
         Momentum is linear: the average of local velocities is the velocity of the average gradient. No momentum is
         masked, as no element is delayed.
         """
-        sent, velocity = torch.zeros_like(self.velocity), self.velocity.clone()
-        rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay), **self.rule()}
-        finite = ops.accumulate(gradient, sent, velocity, self.weights(), **rule)
+        add = self._addition(gradient, factor, units)
+        sent = torch.empty_like(self.velocity)
+        finite = self._advance(sent, add)
+        if self.algorithm.nesterov:
+            add(sent)
         if "residual" in self.buffers:
-            finite = finite & ops.all_finite(sent.add_(self.residual))
+            sent.add_(self.residual)
+        finite = finite & ops.all_finite(sent)
         left = self._cut(sent, most * units.incoming)
         finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
-            """Update the buffers: the step is not skipped."""
-            self.velocity.copy_(velocity)
+            """Update the buffers: the step is not skipped. A second addition takes less memory than a copy."""
+            self._advance(self.velocity, add)
+            _drop_denormals(self.velocity)
             self._clear_residual() if left is None else self.residual.copy_(left)
 
         return Dense(sent, finite, commit)
+
+    def _advance(self, velocity: torch.Tensor, add: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Write the next velocity, with denormals, to `velocity`; return, as bool, whether the gradient was finite."""
+        momentum = self.algorithm.momentum
+        if self.algorithm.nesterov:
+            finite = add(velocity.copy_(self.velocity))
+            velocity.mul_(momentum)
+            return finite
+        return add(torch.mul(self.velocity, momentum, out=velocity))
 
     def cleared(self) -> tuple[torch.Tensor, ...]:
         """Return the residual, and with factor masking the velocity."""
@@ -249,19 +268,20 @@ class SparsificationAware(ErrorFeedback):
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return the dense tensor to send: the whole residual, which makes the update momentum SGD."""
+        add, most = self._addition(gradient, factor, units), most * units.incoming
         sent = self.residual.clone()
-        rule = {"factor": factor, "weight_decay": units.decay(self.weight_decay)}
-        finite = ops.accumulate(gradient, sent, None, self.weights(), **rule)
-        left = self._cut(sent, most * units.incoming)
-        # Denormals become zero: they would never decay to it, and processors multiply them slowly.
-        decayed = torch.nn.functional.hardshrink(sent * self.retained, SMALLEST_NORMAL)
-        if left is not None:
-            decayed.add_(left)
+        finite = add(sent)
+        left = self._cut(sent, most)
         finite = finite & _enlarge(sent, units)
 
         def commit() -> None:
             """Update the residual: the step is not skipped. `sent` may have been reduced in place by now."""
-            self.residual.copy_(decayed)
+            add(self.residual)
+            if left is not None:
+                self.residual.clamp_(-most, most)
+            _drop_denormals(self.residual.mul_(self.retained))
+            if left is not None:
+                self.residual.add_(left)
 
         return Dense(sent, finite, commit)
 
@@ -290,23 +310,15 @@ def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
 
 def clip_ratio(algorithm: Algorithm, units: Units, gradients: Iterable[torch.Tensor]) -> float:
     """Return the factor that clips gradients of this rank by their joint L2 norm; 1.0 if this is within the bound."""
-    norm, bound = sum(_norm(gradient) ** 2 for gradient in gradients) ** 0.5, units.clip_bound(algorithm.clip_norm)
+    norm, bound = sum(map(sum_of_squares, gradients)) ** 0.5, units.clip_bound(algorithm.clip_norm)
     return bound / norm if norm > bound else 1.0
+
+
+def _drop_denormals(buffer: torch.Tensor) -> None:
+    """Replace denormals by zero: they would never decay to it, and processors multiply them slowly."""
+    torch.ops.aten.hardshrink.out(buffer, SMALLEST_NORMAL, out=buffer)
 
 
 def _enlarge(sent: torch.Tensor, units: Units) -> torch.Tensor | bool:
     """Convert to units of the gradient, in place; return whether the result is finite."""
     return True if units.loss_scale == 1.0 else ops.all_finite(sent.mul_(units.loss_scale))
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    """Return the L2 norm; elements that are not finite count as zero."""
-    flat = _flat(tensor)
-    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares may overflow float32
-    if math.isfinite(norm):
-        return norm
-    return float(torch.linalg.vector_norm(flat.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).to(torch.float32)

@@ -1,0 +1,28 @@
+"""Sums of squares in float64, as squares may overflow float32.
+
+The float64 copies of a whole gradient would take several times its memory, so a span is copied at a time.
+"""
+
+import tensorflow as tf
+
+SPAN = 1 << 18  # elements
+
+
+def sum_of_squares(values: tf.Tensor | tf.Variable) -> tf.Tensor:
+    """Return the sum of squares of all elements in float32, as float64; elements that are not finite count as zero."""
+    flat = tf.reshape(tf.cast(values, tf.float32), [-1])
+    n = flat.shape.num_elements()
+    if n is not None and n <= SPAN:
+        return _of_span(flat)
+
+    def add(begin, total):
+        return begin + SPAN, total + _of_span(flat[begin : begin + SPAN])
+
+    size = tf.size(flat, out_type=tf.int64)
+    start = tf.zeros([], tf.int64), tf.zeros([], tf.float64)
+    return tf.while_loop(lambda begin, _: begin < size, add, start, parallel_iterations=1)[1]
+
+
+def _of_span(span: tf.Tensor) -> tf.Tensor:
+    finite = tf.where(tf.math.is_finite(span), span, tf.zeros_like(span))
+    return tf.reduce_sum(tf.square(tf.cast(finite, tf.float64)))
