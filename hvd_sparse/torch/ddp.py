@@ -32,8 +32,8 @@ class Arrived(NamedTuple):
     buffer: torch.Tensor
     future: Future[torch.Tensor]
     entries: list[Entry]
-    sums: list[torch.Tensor]  # [n] each: the tensors sent dense, in the order of the entries that carry no token
-    pending: Pending | None  # the all-reduce of `sums`
+    sizes: list[int]  # elements of the tensors sent dense, in the order of the entries that carry no token
+    pending: Pending | None  # the all-reduce of these tensors, concatenated
 
 
 class DDPCompressor(Compressor):
@@ -214,7 +214,7 @@ class DDPCompressor(Compressor):
             if not entry.carries_token:
                 sums.append(carried.reshape(-1))
         pending = self._start_sum(f"ddp.{len(self._arrived)}", buffer, sums) if sums else None
-        self._arrived.append(Arrived(buffer, future, entries, sums, pending))
+        self._arrived.append(Arrived(buffer, future, entries, [one.numel() for one in sums], pending))
         self._arrived_names.update(names)
         return future
 
@@ -228,8 +228,9 @@ class DDPCompressor(Compressor):
         return torch.stack([gradient.any() for gradient in gradients]).tolist()
 
     def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
-        """Start one all-reduce that sums tensors. If the tensors fill the bucket's buffer, it works in this buffer."""
-        whole = torch.cat(sums) if not _fills(buffer, sums) else buffer
+        """Start one all-reduce that sums tensors, [n] each: in place, if it is one or if they fill the buffer."""
+        one = sums[0] if len(sums) == 1 else buffer if _fills(buffer, sums) else None
+        whole = torch.cat(sums) if one is None else one
         if whole.dtype == torch.float16:  # the sum may overflow float16, the mean does not
             whole.mul_(1.0 / self._exchange.size())
         return self._exchange.allreduce(name, whole)
@@ -249,7 +250,7 @@ class DDPCompressor(Compressor):
                 means = []
                 if arrived.pending is not None:
                     total = total if total.dtype == torch.float16 else total.mul_(scale)
-                    means = list(total.split([part.numel() for part in arrived.sums]))
+                    means = list(total.split(arrived.sizes))
                 self._put(arrived.entries, means, scale)
         self._end()
         if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow

@@ -180,7 +180,7 @@ class HierarchicalStep:
         """Begin an optimizer step, counted from 0."""
         self.lay_out()
         self.number, self.units, self.rank = number, units, self.exchange.rank()
-        self.entries, self._finite, self._groups, self._sums, self._together = {}, [], {}, None, None
+        self._release()
         self._presence = Presence(self.exchange, freezes=False)
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
@@ -216,7 +216,7 @@ class HierarchicalStep:
         late = plan_buckets({name: 4 * self.parameters[name].numel() for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
             self._start(title, names)
-        counts, self._within = self._count_in_host(), {}
+        counts = self._count_in_host()
         for names, pending in self._groups.values():
             with self.traffic.timed("exchange"):
                 total = pending.wait()
@@ -266,7 +266,12 @@ class HierarchicalStep:
         if self.inner is not None:
             self.inner.end()
         self.expected = tuple(sorted(self.entries))
-        self.entries, self._together = {}, None
+        self._release()
+
+    def _release(self) -> None:
+        """Drop the tensors of a step."""
+        self.entries, self._finite, self._groups, self._within = {}, [], {}, {}
+        self._sums, self._together = None, None
 
     # Small tensors
 

@@ -209,7 +209,7 @@ class Step:
         """
         for collective in self._collectives:
             collective.wait()
-        self._collectives = []
+        self._collectives, self._late = [], []
         self._tokens.end()
         self.codec.end()
         self.expected = tuple(name for name in sorted(self.entries) if name not in self._frozen_everywhere)

@@ -336,39 +336,3 @@ def test_a_compiled_model_trains_as_it_does_otherwise():
         trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         assert hvd.size() == 1 or compression.stats()["step"]["density"] < 0.2
     assert torch.equal(*trained)
-
-
-@pytest.mark.parametrize("method", ["dgc", "dct", "micro", "random_k"])
-def test_steps_leave_no_gradient_to_the_garbage_collector(method):
-    """Horovod's own frames hold gradients: a frame in a cycle of references would keep them for many steps."""
-    parameters = make_parameters()
-    compression = getattr(Compression, method)(parameters.items(), density=0.05, min_numel=100)
-    optimizer = distributed(parameters, compression)
-
-    def train():
-        step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
-        gradients = [weakref.ref(one.grad) for one in parameters.values()]
-        optimizer.zero_grad()
-        return [reference() for reference in gradients]
-
-    train()
-    gc.collect()
-    gc.disable()
-    try:
-        assert train() == [None] * len(parameters)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-
-
-def test_variables_of_the_training_function_are_not_kept():
-    """Reading the variables of a frame copies them for as long as its function runs (before Python 3.13)."""
-    parameters = make_parameters()
-    compression = Compression.dgc(parameters.items(), density=0.05, min_numel=100)
-    optimizer = distributed(parameters, compression)
-    for t in range(2):
-        output = torch.zeros(1000)
-        alive = weakref.ref(output)
-        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
-        del output
-        assert alive() is None

@@ -179,3 +179,37 @@ def test_process_set():
             assert compression.stats()["steps"] == 0
     finally:
         hvd.remove_process_set(members)
+
+
+@pytest.mark.parametrize("named", ["all", "global"])
+def test_local_layers_of_horovod_keep_their_own_gradients(named):
+    """The layers that `PartialDistributedGradientTape` leaves to each rank send nothing; the others lose nothing."""
+    layers = [tf.keras.layers.Dense(width) for width in (40, 30, 20)]
+    model = tf.keras.Sequential([tf.keras.Input((50,)), *layers])
+    everything, own = model.trainable_variables, layers[1].trainable_variables
+    shared = [variable for variable in everything if all(variable is not one for one in own)]
+    given = everything if named == "all" else shared
+    compression = Compression.gradient_dropping(given, density=0.05, min_numel=100)
+    names = dict(zip(map(id, given), compression.feedback, strict=True))
+    inputs = tf.random.stateless_normal([8, 50], [hvd.rank(), 0])
+
+    @tf.function(autograph=False)
+    def reduce(options):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(model(inputs))
+        plain = tape.gradient(loss, everything)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=[layers[1]], op=hvd.Sum, **dict(options))
+        return plain, tape.gradient(loss, everything)
+
+    plain, dense = reduce(())
+    steps = [reduce((("compression", compression),))[1] for _ in range(3)]
+    for i, variable in enumerate(everything):
+        if any(variable is one for one in own):
+            np.testing.assert_array_equal(dense[i], plain[i] / hvd.size())
+            for step in steps:
+                np.testing.assert_array_equal(step[i], dense[i])
+        else:
+            left = total(residual_of(compression, names[id(variable)])).reshape(variable.shape)
+            out = sum(step[i].numpy().astype(np.float64) for step in steps)
+            np.testing.assert_allclose(out + left, 3 * dense[i].numpy().astype(np.float64), rtol=1e-5, atol=1e-4)
+    assert compression.stats()["steps"] == 3
