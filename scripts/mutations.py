@@ -189,6 +189,20 @@ PYTHON = [
         "tensorflow test_tape_oracle",
     ),
     (
+        "Nesterov of a dense tensor without the gradient, PyTorch",
+        "hvd_sparse/torch/error_feedback.py",
+        "if self.algorithm.nesterov:\n            add(sent)",
+        "if False:\n            add(sent)",
+        "torch test_density_one",
+    ),
+    (
+        "the first step's gradients stay, PyTorch",
+        "hvd_sparse/torch/step.py",
+        "self._collectives, self._late = [], []",
+        "self._collectives = []",
+        "torch test_memory",
+    ),
+    (
         "no vote, PyTorch",
         "hvd_sparse/torch/step.py",
         "overflow |= bad > 0",
