@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """A change of one line, and the test that should find it."""
+    """A change of a line or two, and the test that should find it."""
 
     name: str
     file: str

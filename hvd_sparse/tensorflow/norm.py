@@ -15,7 +15,8 @@ def sum_of_squares(values: tf.Tensor | tf.Variable) -> tf.Tensor:
     if n is not None and n <= SPAN:
         return _of_span(flat)
 
-    def add(begin, total):
+    def add(begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Add the squares of the span at `begin`; return the next span's start, and the new total."""
         return begin + SPAN, total + _of_span(flat[begin : begin + SPAN])
 
     size = tf.size(flat, out_type=tf.int64)

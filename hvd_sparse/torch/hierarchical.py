@@ -180,7 +180,7 @@ class HierarchicalStep:
         """Begin an optimizer step, counted from 0."""
         self.lay_out()
         self.number, self.units, self.rank = number, units, self.exchange.rank()
-        self._release()
+        self._drop_tensors()
         self._presence = Presence(self.exchange, freezes=False)
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
@@ -266,9 +266,9 @@ class HierarchicalStep:
         if self.inner is not None:
             self.inner.end()
         self.expected = tuple(sorted(self.entries))
-        self._release()
+        self._drop_tensors()
 
-    def _release(self) -> None:
+    def _drop_tensors(self) -> None:
         """Drop the tensors of a step."""
         self.entries, self._finite, self._groups, self._within = {}, [], {}, {}
         self._sums, self._together = None, None

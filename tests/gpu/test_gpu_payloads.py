@@ -155,7 +155,7 @@ assert ops.take_decode_status(like).tolist() == [0, 0]
 
 
 def test_the_record_of_damage_can_be_made_in_inference_mode():
-    """In a process of its own, because the first use makes the record."""
+    """The first use makes the record, so this runs in a new process."""
     subprocess.run([sys.executable, "-c", FIRST_IN_INFERENCE_MODE], check=True, timeout=120)
 
 
