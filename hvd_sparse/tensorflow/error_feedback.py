@@ -50,13 +50,6 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         """The accumulated, unsent gradient, float32[n]."""
         return self.buffers["residual"]
 
-    def factor(self, gradient: tf.Tensor, units: Units) -> tf.Tensor:
-        """Return the factor from this gradient to units of the residual, including clipping: a float32 scalar."""
-        algorithm = self.algorithm
-        if algorithm.clips != "tensor":
-            return tf.cast(units.incoming, tf.float32)
-        return clip_factor(algorithm, units, [gradient])
-
     def accumulate(
         self, gradient: tf.Tensor, factor: tf.Tensor, units: Units, is_active: bool | tf.Tensor
     ) -> tf.Tensor:

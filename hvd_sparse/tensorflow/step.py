@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEPS_TOLD
 from hvd_sparse.checks import checked_density
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.half import largest_sent
@@ -33,8 +32,9 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
-from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
+from hvd_sparse.tensorflow.presence import check_presence
 from hvd_sparse.tensorflow.traffic import Traffic
 from hvd_sparse.units import Units
 
@@ -191,7 +191,9 @@ class Step:
         now.seconds = seconds if fallback.is_measured else None
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
-        now.present = self._check_presence(now, loss_scale, lines)
+        checked = check_presence(self.exchange, suffix, number, loss_scale, self._is_misplaced(), lines)
+        now.present, sent_bytes = checked
+        now.counted.add(payload_bytes=sent_bytes)
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
 
@@ -230,50 +232,16 @@ class Step:
         self._timings += 1
         return np.int64(0)
 
-    def _check_presence(self, now: Round, loss_scale: tf.Tensor, lines: list[str]) -> tf.Operation:
-        """Compare step, loss scale and settings across ranks; all other collectives must wait for this operation.
-
-        Over N ranks, let S be the sum of x and Q the sum of x^2. All x are equal if and only if S^2 = N * Q
-        (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
-        """
-        digests = tf.constant(digest_numbers(lines), tf.float64)
-        step = tf.cast(now.number % STEPS_TOLD, tf.float64)
-        numbers = tf.concat([tf.stack([step, loss_scale, self._is_misplaced()]), digests], 0)
-        own = tf.concat([tf.ones([1], tf.float64), numbers, tf.square(numbers)], 0)
-        now.counted.add(payload_bytes=8 * own.shape[0])
-        ranks = self.exchange.size()
-        sums = self.exchange.allreduce(f"present{now.suffix}", own)
-        total, squares = tf.split(sums[1:], 2)
-        equal = tf.equal(tf.square(total), squares * ranks)
-        scales_equal = tf.abs(tf.square(total[1]) - squares[1] * ranks) <= 1e-9 * tf.square(total[1])
-        joined = "hvd_sparse does not work with hvd.join(), Horovod cannot gather from ranks that joined; present:"
-        apart = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Mean step:"
-        other = "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Digests:"
-        scaled = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Here, and the mean:"
-        misplaced = (
-            "hvd_sparse: a checkpoint has restored the error feedback of another rank, of another number of ranks, or "
-            "of variables with other names. Each rank saves and restores its own, of a model with the same names, or "
-            "all load one state_dict(summed=True). Ranks with another's:"
-        )
-        loading = tf.debugging.Assert(sums[0] < BETWEEN_STEPS, ["hvd_sparse: some", RANKS_APART])
-        with tf.control_dependencies([loading]):
-            everyone = tf.debugging.Assert(tf.equal(sums[0], ranks), [joined, sums[0]])
-        with tf.control_dependencies([everyone]):
-            checks = [
-                tf.debugging.Assert(equal[0], [apart, total[0] / ranks]),
-                tf.debugging.Assert(scales_equal & (loss_scale > 0.0), [scaled, loss_scale, total[1] / ranks]),
-                tf.debugging.Assert(tf.equal(total[2], 0.0), [misplaced, total[2]]),
-                tf.debugging.Assert(tf.reduce_all(equal[3:]), [other, total[3:]]),
-            ]
-        return tf.group(*checks)
-
     def _is_misplaced(self) -> tf.Tensor:
         """Return 1.0 if a checkpoint has restored what another rank, or another model, saved, else 0.0.
 
         In an elastic job too: rank and size are those at creation, which a later change of ranks does not change.
         """
-        differ = [tf.reduce_any(tf.not_equal(restored.read_value(), own)) for restored, own in self.marks]
-        return tf.cast(tf.reduce_any(differ), tf.float64) if differ else tf.zeros([], tf.float64)
+        if not self.marks:
+            return tf.zeros([], tf.float64)
+        restored = tf.concat([variable.read_value() for variable, _ in self.marks], 0)
+        own = [number for _, numbers in self.marks for number in numbers]
+        return tf.cast(tf.reduce_any(tf.not_equal(restored, own)), tf.float64)
 
     def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)
@@ -353,11 +321,15 @@ class Step:
 
     def _scale(self, entries: list[Entry], units: Units) -> None:
         """Set each entry's factor, from the gradient to units of the error feedback, including clipping."""
-        whole = self.algorithm.clips == "model"
-        if whole:
-            factor = clip_factor(self.algorithm, units, [entry.gradient for entry in entries])
+        if self.algorithm.clips == "tensor":
+            for entry in entries:
+                entry.factor = clip_factor(self.algorithm, units, [entry.gradient])
+            return
+        clips = self.algorithm.clips == "model"
+        gradients = [entry.gradient for entry in entries]
+        factor = clip_factor(self.algorithm, units, gradients) if clips else tf.cast(units.incoming, tf.float32)
         for entry in entries:
-            entry.factor = factor if whole else entry.feedback.factor(entry.gradient, units)
+            entry.factor = factor
 
     def _carry(self, entry: Entry, now: Round) -> None:
         """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""

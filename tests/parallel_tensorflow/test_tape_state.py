@@ -329,7 +329,7 @@ def test_reset(method, scope):
     assert_same(everything(again), first)
 
 
-PRESENCE = 8 * (1 + 2 * (1 + 1 + 1 + 6))  # ranks; step, loss scale, place, a digest of six, their squares
+PRESENCE = 8 * 2 * (1 + 1 + 1 + 1 + 6)  # one for each rank; step, loss scale, place, a digest of six; and their squares
 VOTE, TOKEN = 16, 8
 
 
