@@ -142,9 +142,9 @@ parallel)
     ranks "TensorFlow, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel_tensorflow
-    launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
     if [ "$tier" = all ]; then
         hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
+        launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
         hosts "TensorFlow, hierarchical exchange, mpirun -np 4" mpirun -np 4 tests/parallel_tensorflow
     fi
     ;;

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled
 from helpers import backward, distributed, make_parameters, memory_of
-from oracle import Method, train_without_ties
+from oracle import STEPS, Method, train_without_ties
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.torch import Compression
@@ -107,11 +107,11 @@ def test_dgc_is_that_of_the_paper(scope):
     trials = []
     for title, variant in DGC.items():
         settings = {**variant, "density": 0.05, "scope": scope, "min_numel": 100}
-        trials.append(Trial(title, Method(**settings), dgc(**settings), 100))
+        trials.append(Trial(title, Method(**settings), dgc(**settings), STEPS))
     if scope == "model":
         settings = {"momentum": 0.9, "density": 0.05, "scope": "model", "clip_norm": 10.0, "clip_scope": "model"}
-        trials.append(Trial("clipped_whole", Method(**settings), dgc(min_numel=100, **settings), 100))
-    run(trials, 100)
+        trials.append(Trial("clipped_whole", Method(**settings), dgc(min_numel=100, **settings), STEPS))
+    run(trials, STEPS)
     assert all(any(np.any(v) for v in trial.expected.v[0].values()) for trial in trials), "all must be sparse"
 
 
@@ -124,8 +124,8 @@ def test_samomentum_is_that_of_the_paper():
         for title, variant in variants.items():
             settings = {"momentum": 0.7, "density": 0.05, "scope": scope, "min_numel": 100, **variant}
             make = functools.partial(Compression.samomentum, **settings)
-            trials.append(Trial(f"{scope}.{title}", Method(samomentum=True, **settings), make, 100))
-    run(trials, 100)
+            trials.append(Trial(f"{scope}.{title}", Method(samomentum=True, **settings), make, STEPS))
+    run(trials, STEPS)
 
 
 def test_gradient_dropping_is_that_of_the_paper():
@@ -138,13 +138,13 @@ def test_gradient_dropping_is_that_of_the_paper():
                     f"{scope}.{min_numel}",
                     Method(**settings),
                     lambda named, settings=settings: Compression.gradient_dropping(named, **settings),
-                    steps=100,
+                    steps=STEPS,
                     # a single element is always sent whole, and has no edge
                     shapes={name: shape for name, shape in SHAPES.items() if shape or min_numel},
                     average=False,
                 )
             )
-    run(trials, 100)
+    run(trials, STEPS)
 
 
 def test_warm_up_follows_the_papers_densities():

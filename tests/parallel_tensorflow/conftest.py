@@ -10,6 +10,7 @@ import os
 import pytest
 
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for the tests of process sets
+os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # for the test that starts one
 if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 without it
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # what Horovod's Keras optimizer needs
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

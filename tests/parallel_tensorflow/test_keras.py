@@ -57,7 +57,6 @@ def assert_alike(model):
 
 
 @needs_two
-@pytest.mark.rank_counts
 @pytest.mark.parametrize("groups", [None, 1])
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_fit_learns_and_ranks_agree(scope, groups):
@@ -73,7 +72,6 @@ def test_fit_learns_and_ranks_agree(scope, groups):
 
 
 @needs_two
-@pytest.mark.rank_counts
 def test_density_one_is_horovod():
     dense, sparse = make_model(), make_model()
     compile_with(dense, hvd.Compression.none)

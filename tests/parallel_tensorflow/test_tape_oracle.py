@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import SCOPES, SHAPES, draw
-from oracle import Method, train_without_ties
+from oracle import STEPS, Method, train_without_ties
 from tf_helpers import as_gradients, make_variables, memory_of, reduce_through_tape, several
 
 from hvd_sparse.schedule import WarmUp
@@ -119,11 +119,11 @@ def test_dgc_is_that_of_the_paper(scope):
     trials = []
     for title, variant in DGC.items():
         settings = {**variant, "density": 0.05, "scope": scope, "min_numel": 100}
-        trials.append(Trial(title, Method(**settings), dgc(**settings), 100))
+        trials.append(Trial(title, Method(**settings), dgc(**settings), STEPS))
     if scope == "model":
         settings = {"momentum": 0.9, "density": 0.05, "scope": "model", "clip_norm": 10.0, "clip_scope": "model"}
-        trials.append(Trial("clipped_whole", Method(**settings), dgc(min_numel=100, **settings), 100))
-    run(trials, 100)
+        trials.append(Trial("clipped_whole", Method(**settings), dgc(min_numel=100, **settings), STEPS))
+    run(trials, STEPS)
     assert all(any(np.any(v) for v in trial.expected.v[0].values()) for trial in trials), "all must be sparse"
 
 
@@ -132,11 +132,11 @@ def test_samomentum_is_that_of_the_paper():
     for scope in SCOPES:
         settings = {"momentum": 0.7, "density": 0.05, "scope": scope, "min_numel": 100, "weight_decay": 0.05}
         make = functools.partial(Compression.samomentum, **settings)
-        trials.append(Trial(scope, Method(samomentum=True, **settings), make, 100))
+        trials.append(Trial(scope, Method(samomentum=True, **settings), make, STEPS))
     settings |= {"clip_norm": 10.0, "clip_scope": "model"}
     make = functools.partial(Compression.samomentum, **settings)
-    trials.append(Trial("clipped_whole", Method(samomentum=True, **settings), make, 100))
-    run(trials, 100)
+    trials.append(Trial("clipped_whole", Method(samomentum=True, **settings), make, STEPS))
+    run(trials, STEPS)
 
 
 def test_gradient_dropping_is_that_of_the_paper():
@@ -147,8 +147,8 @@ def test_gradient_dropping_is_that_of_the_paper():
             # a single element is always sent whole, and has no edge
             shapes = SHAPES if min_numel else FEW
             title = f"{scope}.{min_numel}"
-            trials.append(Trial(title, Method(**settings), dropping(**settings), 100, shapes, average=False))
-    run(trials, 100)
+            trials.append(Trial(title, Method(**settings), dropping(**settings), STEPS, shapes, average=False))
+    run(trials, STEPS)
 
 
 def test_warm_up_follows_the_papers_densities():

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from oracle import Method, train
+from tf_helpers import several
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 from hvd_sparse.tensorflow import step as tensorflow_step
 
 v1 = tf.compat.v1
-pytestmark = [
-    pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process"),
-    pytest.mark.rank_counts,
-]
+pytestmark = several
 SHAPES = {"w": (20, 30), "b": (30,)}
 STEPS, LR = 25, 0.1
 

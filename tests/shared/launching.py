@@ -1,5 +1,6 @@
 """Starts jobs of several processes, and ends them if they hang."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ import pytest
 
 LIMIT_SECONDS = 240
 MPIRUN = shutil.which("mpirun")
+# TensorFlow loads Keras 3 otherwise, which takes 2 s longer; TensorFlow before 2.16 has Keras 2 without tf_keras.
+KERAS_2 = {"TF_USE_LEGACY_KERAS": "1"} if importlib.util.find_spec("tf_keras") else {}
 MARKS = [
     pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
     pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="starts jobs of its own, not inside another job"),

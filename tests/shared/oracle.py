@@ -9,8 +9,10 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import tiers
 from sidco_oracle import Sidco
 
+STEPS = 100 if tiers.ALL else 50  # of a training that is compared
 CLEAR_GAP = 2e-6  # relative; rounding errors of float32 stay below it for a few steps
 
 

@@ -8,7 +8,7 @@ import sys
 import launching
 import numpy as np
 import pytest
-from launching import launch
+from launching import KERAS_2, launch
 
 pytestmark = launching.MARKS
 SHARED = os.path.join(os.path.dirname(__file__), "..", "shared")
@@ -23,7 +23,7 @@ def run_elastic(directory, scenario, hosts, method, job="elastic_job.py", fails=
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(len(hosts)), "--min-np", "2"]
     command += ["--max-np", "3", "--host-discovery-script", str(discover), "--elastic-timeout", "20"]
     command += [sys.executable, os.path.join(SHARED, job), str(directory), scenario, method, json.dumps(settings)]
-    code, output = launch(command, {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    code, output = launch(command, {"TF_CPP_MIN_LOG_LEVEL": "3", **KERAS_2})
     assert (code != 0) == fails, output
     ended = [json.loads(found) for found in re.findall(r"ended (\{.*\})", output)]
     return ended, [np.load(file) for file in directory.glob("*.npz")], output

@@ -8,7 +8,7 @@ import textwrap
 
 import launching
 import pytest
-from launching import launch, mpirun
+from launching import KERAS_2, launch, mpirun
 
 pytestmark = launching.MARKS
 
@@ -214,5 +214,5 @@ IN_ORDER = "there are no parameters"
 )
 def test_the_horovod_of_another_framework_that_was_imported_later_is_an_error(first, last, used, says):
     """Its process sets replace those of the first: PyTorch's optimizers exchange nothing then, and say nothing."""
-    code, output = launch([sys.executable, "-c", IMPORTED.format(first=first, last=last, used=used)])
+    code, output = launch([sys.executable, "-c", IMPORTED.format(first=first, last=last, used=used)], KERAS_2)
     assert code == 0 and says in output, output

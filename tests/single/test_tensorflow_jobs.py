@@ -1,18 +1,17 @@
 """TensorFlow jobs that a test inside the job could not check, or would not survive."""
 
-import json
 import pathlib
 import sys
 
 import launching
 import numpy as np
 import pytest
-from launching import launch, mpirun
+from launching import KERAS_2, launch, mpirun
 from parity_job import CASES, SHAPES
 
 pytestmark = launching.MARKS
 SHARED = pathlib.Path(__file__).parent.parent / "shared"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(SHARED)}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(SHARED), **KERAS_2}
 
 
 @pytest.fixture(scope="session")
@@ -86,53 +85,6 @@ def test_nothing_is_lost_without_the_behaviour_of_tensorflow_2(method, options, 
     np.testing.assert_allclose(weights, -(one + other) / 2, rtol=0, atol=1e-5)
 
 
-TIMELINE = """
-import time
-import horovod.tensorflow as hvd
-import tensorflow as tf
-from hvd_sparse.tensorflow import Compression
-hvd.init()
-variables = [tf.Variable(tf.zeros([5000])), tf.Variable(tf.zeros([10]))]
-compression = Compression.dgc(variables, density=0.01, scope="{scope}")
-
-@tf.function
-def step():  # nothing that is fed: a graph optimizer would fold what is constant, and run it once
-    with tf.GradientTape() as tape:
-        loss = tf.add_n([tf.reduce_sum(v) for v in variables])
-    return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
-
-for _ in range(20):
-    step()
-time.sleep(1)  # the timeline is written by a thread of its own
-hvd.shutdown()
-"""
-
-
-@pytest.mark.parametrize(
-    ("scope", "message"), [("tensor", "bucket.0"), pytest.param("model", "model", marks=pytest.mark.exhaustive)]
-)
-def test_every_collective_runs_in_every_step(tmp_path, scope, message):
-    """Horovod's own timeline counts them."""
-    timeline = tmp_path / "timeline.json"
-    script = [sys.executable, "-c", TIMELINE.format(scope=scope)]
-    code, output = launch([*mpirun(2), *script], {**QUIET, "HOROVOD_TIMELINE": str(timeline)})
-    assert code == 0, output
-    text = timeline.read_text().rstrip().rstrip(",").removesuffix("]").rstrip().rstrip(",")
-    events = [event for event in json.loads(f"{text}]") if event]
-    names = {event["pid"]: event["args"]["name"] for event in events if "name" in event.get("args", {})}
-
-    def runs(tensor, kind):
-        begins = (e for e in events if e.get("ph") == "B" and e["name"] == kind)
-        return sum(names[event["pid"]].endswith(tensor) for event in begins)
-
-    assert runs(f".{message}", "ALLGATHER") == 20
-    assert runs(".present", "ALLREDUCE") == 20
-    assert runs(".vote", "ALLREDUCE") == 20
-    ours = "hvd_sparse"  # the others: the token, and what is sent dense
-    tensors = [name for name in names.values() if "HorovodAllreduce" in name and ours not in name]
-    assert [runs(name, "ALLREDUCE") for name in tensors] == [20, 20]
-
-
 KERAS_3 = """
 import horovod.tensorflow as hvd, horovod.tensorflow.keras as hvd_keras
 import numpy as np, tensorflow as tf
@@ -164,10 +116,9 @@ assert (everywhere == everywhere[0]).all()
 """
 
 
-def test_keras_3_is_refused_where_it_would_not_reduce(monkeypatch):
-    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+def test_keras_3_is_refused_where_it_would_not_reduce():
     pytest.importorskip("keras", minversion="3", reason="TensorFlow before 2.16 has Keras 2")
-    code, output = launch([*mpirun(2), sys.executable, "-c", KERAS_3], QUIET)
+    code, output = launch([*mpirun(2), sys.executable, "-c", KERAS_3], {**QUIET, "TF_USE_LEGACY_KERAS": "0"})
     assert code == 0, output
 
 

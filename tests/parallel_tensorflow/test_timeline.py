@@ -1,0 +1,47 @@
+"""What Horovod's own timeline says of the collectives of a step."""
+
+import json
+
+import horovod.tensorflow as hvd
+import pytest
+import tensorflow as tf
+from tf_helpers import assert_alive, reduce_through_tape, several
+
+from hvd_sparse.tensorflow import Compression
+
+pytestmark = several
+STEPS = 20
+
+
+def events_of(path):
+    """Return the events of a timeline, which Horovod writes without an end."""
+    text = path.read_text().rstrip().rstrip(",").removesuffix("]").rstrip().rstrip(",")
+    return [event for event in json.loads(f"{text}]") if event]
+
+
+@pytest.mark.parametrize(("scope", "message"), [("tensor", "bucket.0"), ("model", "model")])
+def test_every_collective_runs_in_every_step(tmp_path, scope, message):
+    """A graph optimizer would fold what is constant, and run it once; nothing is fed here."""
+    variables = {"large": tf.Variable(tf.zeros([5000])), "small": tf.Variable(tf.zeros([10]))}
+    compression = Compression.dgc(list(variables.values()), density=0.01, scope=scope)
+    ones = {name: tf.ones(variable.shape) for name, variable in variables.items()}
+    step = tf.function(lambda: reduce_through_tape(variables, ones, compression), autograph=False)
+    hvd.start_timeline(str(tmp_path / "timeline.json"))
+    for _ in range(STEPS):
+        step()
+    assert_alive()
+    hvd.stop_timeline()
+    if hvd.rank() > 0:  # rank 0 writes it
+        return
+    events = events_of(tmp_path / "timeline.json")
+    names = {event["pid"]: event["args"]["name"] for event in events if "name" in event.get("args", {})}
+
+    def runs(tensor, kind):
+        begins = (e for e in events if e.get("ph") == "B" and e["name"] == kind)
+        return sum(names[event["pid"]].endswith(tensor) for event in begins)
+
+    assert runs(f".{message}", "ALLGATHER") == STEPS
+    assert runs(".present", "ALLREDUCE") == STEPS
+    assert runs(".vote", "ALLREDUCE") == STEPS
+    tensors = [name for name in names.values() if "DistributedGradientTape" in name]  # a token, and what is dense
+    assert [runs(name, "ALLREDUCE") for name in tensors] == [STEPS, STEPS]
