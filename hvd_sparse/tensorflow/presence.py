@@ -20,7 +20,7 @@ MISPLACED = (
     "state_dict(summed=True). Ranks with another's"
 )
 SETTINGS_DIFFER = (
-    "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Number in the digest of these"
+    "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Number in their digest"
 )
 BETWEEN = f"hvd_sparse: some {RANKS_APART}. Announcements"
 SCALES_TOLERANCE = 1e-9  # relative, of squares: a loss scale need not be a whole number
@@ -58,7 +58,7 @@ def check_presence(
     order = tf.range(len(tolerances), 0, -1)
     first = tf.argmax(tf.where(right, 0, order))
     message = tf.where(sums[0] < BETWEEN_STEPS, first, len(tolerances))
-    told = [tf.gather(messages, message), "on this rank:", tf.gather(own, first), "mean:", tf.gather(sums, first) / ranks]
-    # Not tf.debugging.Assert, which puts a tf.cond around each assertion: several of them took longer than all the rest
-    # of the step of a small model.
-    return tf.raw_ops.Assert(condition=tf.reduce_all(right), data=told), 8 * sent.shape[0]
+    own_and_mean = ["on this rank:", tf.gather(own, first), "mean:", tf.gather(sums, first) / ranks]
+    # Not tf.debugging.Assert, which traces a tf.cond around its operation.
+    check = tf.raw_ops.Assert(condition=tf.reduce_all(right), data=[tf.gather(messages, message), *own_and_mean])
+    return check, 8 * sent.shape[0]
