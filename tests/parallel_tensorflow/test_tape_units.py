@@ -220,7 +220,10 @@ def test_ranks_must_agree_on_weight_decay_and_loss_scale():
         reduce_through_tape(variables, gradients, differs)
     compression = Compression.dgc(list(variables.values()), density=0.05)
     reduce = Reducer(variables, compression)
-    compression.loss_scale = 3.0 if hvd.rank() == 0 else 1.5
-    with pytest.raises(tf.errors.InvalidArgumentError, match="loss_scale must be a number above 0, the same on every"):
-        reduce(draw(FEW, 0, hvd.rank()))
+    for scale in (3.0 if hvd.rank() == 0 else 1.5, 3.0 + 1e-3 * hvd.rank(), 0.0, -2.0, float("nan")):
+        compression.loss_scale.assign(scale)  # as a session of TensorFlow 1 does, without a check
+        with pytest.raises(tf.errors.InvalidArgumentError, match="loss_scale must be a number above 0, the same on"):
+            reduce(draw(FEW, 0, hvd.rank()))
+    compression.loss_scale.assign(0.1)  # whose square is rounded
+    reduce(draw(FEW, 0, hvd.rank()))
     assert_alive()
