@@ -139,7 +139,8 @@ class Connection:
         self.wait()
         self._send(self.worker.ask(what))
         self.wait()
-        return [self.worker.answers[server] for server in range(len(self.worker.shards))]
+        answers, self.worker.answers = self.worker.answers, {}  # the worker does not keep a model
+        return [answers[server] for server in range(len(self.worker.shards))]
 
     def share(self, buffers: np.ndarray) -> None:
         """Send buffers, float32, to the server that averages them."""

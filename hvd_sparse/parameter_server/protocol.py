@@ -154,16 +154,26 @@ def as_body(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def encode_state(description: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return a body with a description as JSON, followed by arrays of float32 or float64. `decode_state` reads it."""
+def encode_state(message: Message, description: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Encode a message whose body is a description as JSON, followed by arrays of float32 or float64.
+
+    The arrays, which may be a whole model, are copied once. message: Its body does not count. `decode_state` reads it.
+    """
     table = {name: [str(array.dtype), array.size] for name, array in arrays.items()}
     head = json.dumps({"description": description, "arrays": table}).encode()
+    head += b" " * (-len(head) % 8)  # so that the arrays are aligned where they arrive
     parts = [np.frombuffer(struct.pack("<Q", len(head)) + head, np.uint8)]
-    return np.concatenate([*parts, *(np.ascontiguousarray(array).view(np.uint8) for array in arrays.values())])
+    parts += [np.ascontiguousarray(array).view(np.uint8) for array in arrays.values()]
+    encoded = frame(sum(part.size for part in parts))
+    np.concatenate(parts, out=encoded[HEADER_BYTES:])
+    return seal(encoded, message)
 
 
 def decode_state(body: np.ndarray) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the arguments of `encode_state`. Raise DamagedMessage if the body is damaged."""
+    """Return the description and the arrays of `encode_state`, which are views of the body where they are aligned.
+
+    Raise DamagedMessage if the body is damaged.
+    """
     try:
         (length,) = struct.unpack_from("<Q", body)
         head = json.loads(bytes(body[8 : 8 + length]))
@@ -172,7 +182,7 @@ def decode_state(body: np.ndarray) -> tuple[dict, dict[str, np.ndarray]]:
             if dtype not in ("float32", "float64"):
                 raise ValueError(f"{name} is of {dtype}")
             end = at + np.dtype(dtype).itemsize * size
-            arrays[name] = body[at:end].copy().view(dtype)
+            arrays[name] = np.require(body[at:end].view(dtype), requirements="A")
             at = end
         if at != body.size or any(arrays[name].size != size for name, (_, size) in head["arrays"].items()):
             raise ValueError("its arrays have another size than they say")

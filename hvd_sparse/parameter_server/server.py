@@ -176,7 +176,7 @@ class Server:
             Kind.WELCOME, message.worker, message.incarnation, clock=self.clock, body=self.parameters.view(np.uint8)
         )
 
-    def _tell(self, message: Message) -> Message:
+    def _tell(self, message: Message) -> np.ndarray:
         """Answer a request: "statistics", "buffers", "state", or "start" for the whole model's initial parameters."""
         description, arrays = self.state()
         if message.text == "start" and self._others > 0:
@@ -190,7 +190,7 @@ class Server:
         elif message.text != "state":
             raise DamagedMessage(f"there is no answer to {message.text!r}")
         fields = (message.worker, message.incarnation, message.sequence, self.clock, message.k)
-        return Message(Kind.STATE, *fields, body=protocol.encode_state(description, arrays))
+        return protocol.encode_state(Message(Kind.STATE, *fields), description, arrays)
 
     def _push(self, message: Message, record: Record) -> Message | np.ndarray | None:
         if message.sequence == record.sequence and message.sequence > 0:

@@ -198,10 +198,14 @@ class Session:
         self._connected().share(buffers)
 
     def _state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the servers' parameters, {name: float32 array}, and the average of all buffers, float32[n]."""
+        """Return the servers' parameters, {name: float32 array}, and the average of all buffers, float32[n].
+
+        All of them are views, after `serve` of the server's own arrays.
+        """
         answers = self._answers("state")
-        flat = np.concatenate([arrays["parameters"] for _, arrays in answers])
-        return {name: part.copy() for name, part in self.layout.split(flat).items()}, answers[0][1]["buffers"]
+        parts = [arrays["parameters"] for _, arrays in answers]
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.layout.split(flat), answers[0][1]["buffers"]
 
     def _averages(self) -> np.ndarray:
         """Return the average of the workers' buffers, float32[n]; before the first send, the first server's buffers."""

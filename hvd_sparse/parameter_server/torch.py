@@ -176,7 +176,7 @@ class TorchSession(Session):
         if self.is_worker:
             self.share_buffers()
         arrays, averages = self._state()
-        tensors = {name: torch.from_numpy(array).to(self.tensors[name].dtype) for name, array in arrays.items()}
+        tensors = {name: torch.tensor(array, dtype=self.tensors[name].dtype) for name, array in arrays.items()}
         if self.model is None:
             return tensors
         buffers = self._buffers()

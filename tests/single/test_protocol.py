@@ -50,10 +50,12 @@ def test_round_trip(kind, worker, incarnation, sequence, clock, k, reason, form,
 @examples(100)
 def test_states_round_trip(table, number):
     arrays = {name: np.arange(size, dtype=("float32", "float64")[wide]) for name, (wide, size) in table.items()}
-    description, found = protocol.decode_state(protocol.encode_state({"number": number}, arrays))
-    assert description == {"number": number} and list(found) == list(arrays)
+    sent = Message(Kind.STATE, 3, 1, 4, 1, 5)
+    message = decode(protocol.encode_state(sent, {"number": number}, arrays))
+    description, found = protocol.decode_state(message.body)
+    assert message[:-1] == sent[:-1] and description == {"number": number} and list(found) == list(arrays)
     for name, array in arrays.items():
-        assert found[name].dtype == array.dtype and (found[name] == array).all()
+        assert found[name].dtype == array.dtype and found[name].flags.aligned and (found[name] == array).all()
 
 
 @pytest.fixture(params=["plain", "mirrored"])
