@@ -25,6 +25,7 @@ import numpy as np
 from hvd_sparse.checks import checked_integer
 
 VERSION = 2
+SPAN = 1 << 20  # elements that are summed, or shared out, at a time: float64 needs several arrays for them
 REASON_BYTES = 512  # of the reason why a rank cannot load its state, in the message to other ranks
 
 
@@ -133,11 +134,16 @@ def share_of(total: np.ndarray, place: int, count: int) -> np.ndarray:
     Each share is a multiple of the last bit of the sum; the first rank's share includes the rounding error.
     """
     total = np.asarray(total, np.float32)
+    share = np.empty_like(total)
+    for begin in range(0, total.size, SPAN):
+        _fill_share(share[begin : begin + SPAN], total[begin : begin + SPAN], place, count)
+    return share
+
+
+def _fill_share(share: np.ndarray, total: np.ndarray, place: int, count: int) -> None:
     mantissa, exponent = np.frexp(total.astype(np.float64))
     even = np.ldexp(np.rint(mantissa * 2.0**24 / count), exponent - 24).astype(np.float32)
-    if place > 0:
-        return even
-    return (total.astype(np.float64) - (count - 1.0) * even.astype(np.float64)).astype(np.float32)
+    share[:] = even if place > 0 else total.astype(np.float64) - (count - 1.0) * even.astype(np.float64)
 
 
 def on_host(saved) -> np.ndarray:

@@ -4,12 +4,12 @@ The twin of `hvd_sparse.torch.state`, with the same layout. Here, all buffers ex
 buffers in a checkpoint is fixed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused, share_of
+from hvd_sparse.checkpoint import SPAN, VERSION, check_state, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.tensorflow.exchange import SUMMING
 
@@ -29,7 +29,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     kept, values = values[: len(compressor.thresholds)], values[len(compressor.thresholds) :]
     memory: dict[str, dict] = {name: {} for name in compressor.feedback}
     for (name, kind), value in zip(keys, values, strict=True):
-        memory[name][kind] = np.array(value)
+        memory[name][kind] = value
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
     state = {"version": VERSION, "step": int(step), "summed": summed, **identity_of(compressor.hosts, exchange)}
     regions = [] if summed else state_of(compressor.regions)
@@ -43,9 +43,17 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
     check = refused(lambda: _check(compressor, thresholds, state, exchange))
     exchange.refuse_together(check, session)
+    assign_all(_changes(compressor, rows, state, exchange), session)
+    sizes = {name: memory.size for name, memory in feedback.items()}
+    compressor.regions.clear()
+    compressor.regions.update(restored(state.get("regions", []), sizes))
+
+
+def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iterator[tuple[tf.Variable, np.ndarray]]:
+    """Yield each variable with its value in a state, one after the other: all of them may be larger than the model."""
     hosts, summed = compressor.hosts, state["summed"]
-    changes = [(compressor.step, state["step"])]
-    for name, memory in feedback.items():
+    yield compressor.step, state["step"]
+    for name, memory in compressor.feedback.items():
         saved = state["memory"][name]
         for kind, buffer in memory.buffers.items():
             value, place, count = np.zeros(memory.size), exchange.rank(), exchange.size()
@@ -53,16 +61,12 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
                 value = on_host(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
                 value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
-            changes.append((buffer, share_of(value, place, count) if summed else value.astype(np.float32)))
+            yield buffer, share_of(value, place, count) if summed else value.astype(np.float32)
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():
             values[rows[name]] = on_host(numbers)[number]
-        changes.append((variable, values))
-    assign_all(changes, session)
-    sizes = {name: memory.size for name, memory in feedback.items()}
-    compressor.regions.clear()
-    compressor.regions.update(restored(state.get("regions", []), sizes))
+        yield variable, values
 
 
 def identity_of(hosts, exchange) -> dict[str, int | None]:
@@ -75,8 +79,13 @@ def identity_of(hosts, exchange) -> dict[str, int | None]:
 
 
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
-    """Return the sum over all ranks, computed in float64 and rounded once."""
-    return tf.cast(exchange.allreduce(name, tf.cast(buffer, tf.float64)), tf.float32)
+    """Return the sum over all ranks of float32[n], computed in float64 and rounded once."""
+    spans = [buffer[begin : begin + SPAN] for begin in range(0, buffer.shape[0], SPAN)]
+    sums = [
+        tf.cast(exchange.allreduce(f"{name}.{number}", tf.cast(span, tf.float64)), tf.float32)
+        for number, span in enumerate(spans)
+    ]
+    return tf.concat(sums, 0)
 
 
 def _whole(hosts, name: str, shard: tf.Tensor) -> tf.Tensor:
@@ -114,9 +123,9 @@ def check_open(session) -> None:
 
 
 def evaluate(values: list, session) -> list:
-    """Return the values of variables and tensors, eagerly or through a session."""
+    """Return copies of the values of variables and tensors, eagerly or through a session."""
     if tf.executing_eagerly():
-        return [value.numpy() for value in values]
+        return [np.array(value.numpy()) for value in values]
     _refuse_tracing()
     check_session(session)
     return session.run(values)

@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import VERSION, check_state, on_host, refused, share_of
+from hvd_sparse.checkpoint import SPAN, VERSION, check_state, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
@@ -18,7 +18,8 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     if summed:
         for name, buffers in memory.items():
             for kind, buffer in buffers.items():
-                buffer.copy_(exchange.allreduce(f"state.{name}.{kind}", buffer.double()).wait())
+                for part, span in enumerate(buffer.split(SPAN)):
+                    span.copy_(exchange.allreduce(f"state.{name}.{kind}.{part}", span.double()).wait())
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)

@@ -230,8 +230,9 @@ def test_a_state_is_a_copy():
 
 
 @pytest.mark.parametrize(("method", "scope"), BOTH)
-def test_a_summed_state_is_shared_out(method, scope):
+def test_a_summed_state_is_shared_out(method, scope, monkeypatch):
     """The same on every rank; loaded, the ranks' memories add up to it again: no gradient is lost."""
+    monkeypatch.setattr("hvd_sparse.tensorflow.state.SPAN", 500)
     reduce = fresh(method, scope)
     train(reduce, range(4))
     kinds = KINDS if method == "dgc" else KINDS[:1]

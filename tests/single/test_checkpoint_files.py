@@ -7,6 +7,7 @@ import stat
 import numpy as np
 import pytest
 
+from hvd_sparse import checkpoint
 from hvd_sparse.checkpoint import atomic_file, share_of
 
 
@@ -57,8 +58,9 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 64, 1000])
-def test_shares_add_up_exactly(count):
-    """Of any float32: large, denormal, at the edge between two exponents."""
+def test_shares_add_up_exactly(count, monkeypatch):
+    """Of any float32: large, denormal, at the edge between two exponents; in several spans."""
+    monkeypatch.setattr(checkpoint, "SPAN", 7001)
     bits = np.random.default_rng(count).integers(0, 2**32, 20_000, np.uint64).astype(np.uint32).view(np.float32)
     edges = np.float32([0.0, -0.0, 1e-45, -3e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38, 1.0, 0.99999994, 1e-30])
     total = np.concatenate([bits[np.isfinite(bits)], edges, np.nextafter(edges, np.float32(1.0))])
