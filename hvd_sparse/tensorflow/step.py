@@ -321,14 +321,14 @@ class Step:
 
     def _scale(self, entries: list[Entry], units: Units) -> None:
         """Set each entry's factor, from the gradient to units of the error feedback, including clipping."""
-        if self.algorithm.clips == "tensor":
-            for entry in entries:
-                entry.factor = clip_factor(self.algorithm, units, [entry.gradient])
-            return
-        clips = self.algorithm.clips == "model"
         gradients = [entry.gradient for entry in entries]
-        factor = clip_factor(self.algorithm, units, gradients) if clips else tf.cast(units.incoming, tf.float32)
-        for entry in entries:
+        if self.algorithm.clips == "tensor":
+            factors = [clip_factor(self.algorithm, units, [gradient]) for gradient in gradients]
+        elif self.algorithm.clips == "model":
+            factors = [clip_factor(self.algorithm, units, gradients)] * len(entries)
+        else:
+            factors = [tf.cast(units.incoming, tf.float32)] * len(entries)
+        for entry, factor in zip(entries, factors, strict=True):
             entry.factor = factor
 
     def _carry(self, entry: Entry, now: Round) -> None:

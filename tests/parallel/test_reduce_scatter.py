@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
 from helpers import assert_ranks_agree, backward, distributed, drive, make_parameters, memory_of, step
-from oracle import Method
+from oracle import STEPS, Method
 from test_conservation import Ledger, Wave
 from test_oracle import Trial, run
 
@@ -25,7 +25,8 @@ METHODS = ["gradient_dropping", "topk", "dgc", "samomentum"]
 @COMPLETE
 @pytest.mark.parametrize("scope", SCOPES)
 def test_every_method_is_its_transcription(scope, complete):
-    """Over 70 steps: regions are agreed on in steps 0 and 64."""
+    """Regions are agreed on in steps 0 and 64."""
+    steps = max(STEPS, 70)
     trials = []
     variants = {
         "gradient_dropping": {},
@@ -38,8 +39,8 @@ def test_every_method_is_its_transcription(scope, complete):
         settings = {"density": 0.05, "scope": scope, "min_numel": 100, "complete": complete, **variant}
         make = functools.partial(getattr(Compression, title if title != "unmasked" else "dgc"), **settings, **SCATTER)
         method = Method(owned=True, samomentum=title == "samomentum", **settings)
-        trials.append(Trial(title, method, make, 70))
-    run(trials, 70)
+        trials.append(Trial(title, method, make, steps))
+    run(trials, steps)
 
 
 @pytest.mark.parametrize("coding", ["run_length", "elias_fano", "bitmap", "auto"])

@@ -18,7 +18,7 @@ def test_runs_and_compresses(script, tmp_path, monkeypatch):
     for package in PACKAGES:
         if f"import {package}" in SCRIPTS[script] or f"from {package}" in SCRIPTS[script]:
             if importlib.util.find_spec(package) is None:
-                pytest.skip(f"{package} is not installed")
+                pytest.skip(f"{package} is not installed: pip install -r requirements-ddp.txt, as make test-all does")
             if package == "accelerate" and dist.get_world_size() == 1:
                 pytest.skip("Accelerate wraps no model with one process")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # it exists already

@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -55,6 +56,17 @@ def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "nowhere" / "state"):
         pass
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_share_takes_little_more_memory_than_itself(place, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SPAN", 1 << 14)
+    total = np.ones(1 << 21, np.float32)
+    tracemalloc.start()
+    share_of(total, place, 3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.2 * total.nbytes
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 64, 1000])

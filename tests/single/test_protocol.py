@@ -1,6 +1,7 @@
 """Messages: damage raises DamagedMessage and no other exception; hostile messages do not change a server."""
 
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -56,6 +57,20 @@ def test_states_round_trip(table, number):
     assert message[:-1] == sent[:-1] and description == {"number": number} and list(found) == list(arrays)
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and found[name].flags.aligned and (found[name] == array).all()
+
+
+def test_a_model_is_copied_once_to_send_it():
+    """And not at all where it arrives."""
+    model = np.ones(1 << 21, np.float32)
+    tracemalloc.start()
+    data = protocol.encode_state(Message(Kind.STATE, 0), {}, {"parameters": model})
+    _, sending = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    _, found = protocol.decode_state(decode(data).body)
+    _, arriving = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found["parameters"] == model).all()
+    assert sending < 1.1 * model.nbytes and arriving - data.nbytes < 0.1 * model.nbytes
 
 
 @pytest.fixture(params=["plain", "mirrored"])

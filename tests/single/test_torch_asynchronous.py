@@ -249,6 +249,19 @@ def test_named_parameters_in_place_of_a_model(join):
     same(session.global_state_dict(), numbers(model))
 
 
+def test_a_global_state_belongs_to_its_reader(join):
+    """Each tensor has memory of its own, not a part of a message; the worker keeps no message."""
+    model = network()
+    session = join(model, DGS(**SMALL))
+    state = session.global_state_dict()
+    assert session.worker.answers == {}
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
+    before = {name: value.clone() for name, value in state.items()}
+    for value in state.values():
+        value.zero_()
+    same(session.global_state_dict(), before)
+
+
 def test_overlap_takes_each_answer_one_step_later(join):
     model = network()
     session = join(model, overlap=True)
