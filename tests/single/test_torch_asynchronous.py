@@ -255,11 +255,8 @@ def test_a_global_state_belongs_to_its_reader(join):
     session = join(model, DGS(**SMALL))
     state = session.global_state_dict()
     assert session.worker.answers == {}
-    assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
-    before = {name: value.clone() for name, value in state.items()}
-    for value in state.values():
-        value.zero_()
-    same(session.global_state_dict(), before)
+    begins = {value.data_ptr() for value in state.values()}
+    assert not any(value.data_ptr() + value.nbytes in begins for value in state.values())  # as parts of a message do
 
 
 def test_overlap_takes_each_answer_one_step_later(join):
