@@ -17,11 +17,11 @@ DEFAULT_DENSITY = {
     "gradient_dropping": 0.01,
     "samomentum": 0.01,
     "dct": 0.01,
-    "micro": 0.001,
-    "topk": 0.001,
-    "cltk": 0.001,
-    "sidco": 0.001,
-    "random_k": 0.001,
+    "micro": 0.01,
+    "topk": 0.01,
+    "cltk": 0.01,
+    "sidco": 0.01,
+    "random_k": 0.01,
     "hard_threshold": None,
 }
 METHODS = tuple(DEFAULT_DENSITY)

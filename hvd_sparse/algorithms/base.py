@@ -25,6 +25,9 @@ Compressor = TypeVar("Compressor")
 Signature = TypeVar("Signature", bound=Callable[..., Any])
 
 SHARED_ARGUMENTS = {
+    "PARAMETERS": """\
+    parameters: In PyTorch (name, parameter) pairs, such as `model.named_parameters()`. In TensorFlow the trainable
+        variables: a list, the model, or a function that returns them.""",
     "DENSITY": """\
     density: Part of the elements to send, a number in (0, 1], or a `hvd_sparse.schedule.Schedule`.
     warmup: Number of warm-up steps, in stages: the density starts at 25 % and falls by a factor of 4 per stage (Deep
@@ -33,10 +36,11 @@ SHARED_ARGUMENTS = {
     weight_decay: Coefficient of weight decay, which is added to the gradient before the momentum, independent of `op`
         and loss scale. A number; {name: number}, 0 for other parameters; or a function of name and parameter that
         returns a number.
-    clip_norm: Largest L2 norm of a tensor's reduced gradient (`clip_scope="model"`: of the whole gradient) if the
-        ranks' gradients are independent, for every `op` and loss scale: each of N ranks clips its gradient before the
-        momentum, to a norm at which N independent gradients sum up to `clip_norm` (Deep Gradient Compression, section
-        3.2 and Appendix C). None: no clipping.
+    clip_norm: Bound on the L2 norm of each tensor's reduced gradient (`clip_scope="model"`: of the whole gradient),
+        without the loss scale. Each of N ranks clips its own gradient, before the momentum, to a norm of clip_norm *
+        sqrt(N) with `op=Average` and clip_norm / sqrt(N) with `op=Sum`. If the ranks' gradients are independent, the
+        reduced gradient then keeps to about the bound (Deep Gradient Compression, section 3.2 and Appendix C). None:
+        no clipping.
     clip_scope: "tensor" clips each tensor by its norm, "model" all tensors by the norm of the rank's whole gradient,
         and needs `scope="model"`.""",
     "EXCHANGE": """\
@@ -60,15 +64,16 @@ SHARED_ARGUMENTS = {
         number per host. None: from the host names.""",
     "SHARED": """\
     min_numel: Tensors of fewer elements are sent dense.
-    coding: Coding of positions: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the smallest.
+    coding: Coding of positions: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the smallest. No
+        effect in `random_k`, which sends no positions.
     values: Type of the values sent: "float32", "float16", "bfloat16", "int2" (a sign and one of two magnitudes) or
         "int1" (a sign and one magnitude). The rounding error stays in the residual.
     level: The magnitude that "int1" and "int2" send: the "mean" of the values that share it, or their "min"
         (Gradient Dropping, section 5.4).
     granularity: Values that share a magnitude: all of a "tensor", or those of a "channel" (last dimension) of a
         tensor with two dimensions or more.
-    bucket_bytes: Approximate size of a message in bytes (`scope="tensor"` and threshold methods); in a reduce-scatter,
-        per owner of a region.
+    bucket_bytes: Approximate size of a message in bytes; in a reduce-scatter, per owner of a region. No effect with
+        `scope="model"` and in `micro`, `cltk` and `random_k`, which send one message.
     dense_fallback: "bytes" sends dense gradients in a step whose payloads cost more bytes than an all-reduce, as in a
         warm-up on many ranks; likewise for single tensors whose payloads always cost more. A dense step includes the
         residuals. "measured" also times steps of both kinds, at first and at intervals, and uses the faster. None

@@ -24,7 +24,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     def micro(
         cls,
         parameters: Parameters,
-        density: float | Schedule = 0.001,
+        density: float | Schedule = 0.01,
         *,
         controller: str = "histogram",
         warmup: int | Schedule | None = None,
@@ -47,7 +47,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         per cent of k, not exactly k. Source: Yoon and Oh (2023), Algorithm 1.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             controller: Rule for the threshold. "histogram": from histograms of magnitudes that ranks sent with
                 the previous step's values (260 bytes each). A rank that finds far fewer or more elements than expected
@@ -65,7 +65,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     def cltk(
         cls,
         parameters: Parameters,
-        density: float | Schedule = 0.001,
+        density: float | Schedule = 0.01,
         *,
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
@@ -86,7 +86,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         Source: Chen et al. (2020), section 3.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             HOSTS
             SHARED
@@ -98,7 +98,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
     def random_k(
         cls,
         parameters: Parameters,
-        density: float | Schedule = 0.001,
+        density: float | Schedule = 0.01,
         *,
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
@@ -119,7 +119,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         parts of the model, so that no element waits long. Source: Stich et al. (2018), definition 2.1.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             HOSTS
             SHARED

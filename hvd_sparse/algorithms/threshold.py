@@ -42,7 +42,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         zeros are never sent; the band. Source: Gupta et al. (2021), Algorithm 1.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             sparsity: 1 - density, as in the paper. Set one of the two, or neither: the density is 0.01.
             lifespan: Number of steps that use one threshold. The first thresholds are used for fewer (1, 2, 4, ...), as
@@ -60,7 +60,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
     def sidco(
         cls,
         parameters: Parameters,
-        density: float | Schedule = 0.001,
+        density: float | Schedule = 0.01,
         *,
         stages: int = 1,
         distribution: str = "exponential",
@@ -83,7 +83,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         al. (2021), Algorithm 1.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             stages: Initial number of stages. Every 5 steps, a tensor whose mean number of elements was off by more than
                 20 % adds or removes one, in the direction that helped the last time.
@@ -114,7 +114,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         Nothing bounds the density; see `stats()["step"]["density"]`.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             value: The threshold, above 0, in units of one rank's gradient without its loss scale.
             SHARED
         """

@@ -54,7 +54,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         threshold; training is synchronous. Source: Aji and Heafield (2017), sections 3 and 4.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             scope: "tensor" selects in each tensor, during backward (the paper's local threshold); "model" jointly in
                 all tensors, after backward (its global threshold).
@@ -68,7 +68,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
     def topk(
         cls,
         parameters: Parameters,
-        density: float | Schedule = 0.001,
+        density: float | Schedule = 0.01,
         *,
         scope: str = "model",
         warmup: int | Schedule | None = None,
@@ -91,7 +91,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         Each rank sends its own k largest elements; with "gather" up to world_size * k elements change.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             scope: "model" selects jointly in all tensors, after backward; "tensor" in each, during backward.
             EXCHANGE
@@ -135,7 +135,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         with `nesterov`.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             momentum: Momentum of each rank's velocity, in [0, 1) (momentum correction, section 3.2).
             nesterov: Use Nesterov momentum (Appendix B).
@@ -183,7 +183,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         with the same results. Source: Yan et al. (2020), Algorithm 3 and section 4.3.2.
 
         Args:
-            parameters: The parameters of the model; see `Compression`.
+            PARAMETERS
             DENSITY
             momentum: m, in [0, 1).
             MOMENTUM

@@ -49,6 +49,13 @@ def run_tests(tree, ranks, only, *files):
     return re.findall(r"(\d+) passed", launch(tree, *launching.mpirun(ranks), *python))
 
 
+def test_the_files_use_no_name_that_does_not_exist(tree):
+    """TensorFlow's part runs only in `make test-all`: a name that was changed in the package is found here."""
+    files = {end_of or inside for end_of, inside, _, _ in INSTRUCTION.findall(PAGE)}
+    found = launch(tree, sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", *sorted(files))
+    assert "All checks passed" in found
+
+
 def test_nothing_is_lost(tree):
     assert run_tests(tree, 2, "random_block and test_nothing_is_lost", "tests/parallel/test_thresholds.py")
 
