@@ -1,6 +1,6 @@
 """Sparse gradient compression for Horovod.
 
-A gradient goes one way through it:
+The path of a gradient:
 
     gradient -> error feedback -> threshold -> select -> payload ==exchange==> payloads of all ranks -> sum -> gradient
 

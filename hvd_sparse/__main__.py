@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 
 from hvd_sparse import __version__
-from hvd_sparse.algorithms import CODINGS
 from hvd_sparse.library import FRAMEWORKS, find_library, has_cuda, is_built
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -21,12 +20,11 @@ def check_build() -> str:
     lines.append(f"    {box(is_built('numpy'))} NumPy (CPU)")
     lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
     lines += [f"    {box(has_cuda(framework))} {TITLES[framework]} (CUDA)" for framework in FRAMEWORKS]
-    lines += ["", "Beside it:"]
+    lines += ["", "Installed packages:"]
     lines += [
         f"    {box(importlib.util.find_spec(module) is not None)} {module}"
         for module in ("horovod", *FRAMEWORKS, "mpi4py")
     ]
-    lines += ["", "Codings:"] + [f"    [X] {coding}" for coding in CODINGS]
     if not is_built("numpy"):
         try:
             find_library("numpy")

@@ -4,19 +4,19 @@ Ranks that have begun a step see the announcement, and all ranks raise at once; 
 """
 
 MOST_RANKS = 4096
-STEPS_TOLD = 1 << 20  # ranks compare the remainders of their step numbers, whose squares add up exactly in float64
+STEP_MODULUS = 1 << 20  # ranks compare the remainders of their step numbers, whose squares add up exactly in float64
 BETWEEN_STEPS = float(MOST_RANKS**2)  # added to the float64 sum by a rank that waits between two steps
 
 
-def refuse_apart(total: float, ranks: int) -> None:
+def check_all_between_steps(total: float, world_size: int) -> None:
     """Raise RuntimeError unless all ranks wait for each other between two steps."""
-    if total // BETWEEN_STEPS < ranks:
-        raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), ranks))
+    if total // BETWEEN_STEPS < world_size:
+        raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), world_size))
 
 
-def ranks_apart(waiting: int, ranks: int) -> str:
+def ranks_apart(waiting: int, world_size: int) -> str:
     """Return the error message for `waiting` ranks that wait between two steps while the others are in a step."""
-    return f"hvd_sparse: {waiting} of {ranks} {RANKS_APART}"
+    return f"hvd_sparse: {waiting} of {world_size} {RANKS_APART}"
 
 
 RANKS_APART = (

@@ -85,5 +85,5 @@ def two_momenta(outer: float, name: str, inner: float) -> str:
     """Return the warning for an optimizer with a momentum around a compression with one."""
     return (
         f"the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: both are "
-        "applied. Set the optimizer's to 0, as the compression's is the one that knows what was delayed"
+        "applied. Set the optimizer's to 0: momentum must be applied before the selection, by the compressor"
     )

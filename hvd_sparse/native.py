@@ -123,14 +123,14 @@ def accumulate_top_k(
     """Do `accumulate`, then `select_top_k` in the residual, in one pass if the hint is good.
 
     Args:
-        gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay: As of `accumulate`.
-        k, seed, threshold_hint: As of `select_top_k`.
+        gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay: As in `accumulate`.
+        k, seed, threshold_hint: As in `select_top_k`.
 
     Returns:
         Indices, int64[k]; values, float32[k]; the two numbers of `select_top_k`; and whether the gradient was finite.
 
     Raises:
-        ValueError: As of `accumulate`; or k is not in [1, n].
+        ValueError: As in `accumulate`; or k is not in [1, n].
     """
     arguments = _accumulation(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
     check_count(k, gradient.size)
@@ -243,8 +243,8 @@ def pack(
         n: Elements of the tensor.
         k: Entries that the payload has room for, from 1 to n.
         coding: "run_length", "elias_fano", "bitmap", "dense" or "auto".
-        value_dtype: As of `quantize`.
-        segments: As of `quantize`.
+        value_dtype: As in `quantize`.
+        segments: As in `quantize`.
 
     Returns:
         uint8[payload_size].
@@ -272,7 +272,7 @@ def unpack(
 
     Args:
         payload: uint8[payload_size].
-        n, k, coding, value_dtype, segments: As of `pack`, equal to those that it was packed with.
+        n, k, coding, value_dtype, segments: As in `pack`, equal to those that it was packed with.
 
     Returns:
         Ascending indices, int64[k], and values, float32[k] (float64[k] for that type); both are empty if it was packed

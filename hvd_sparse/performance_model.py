@@ -129,7 +129,7 @@ def gathered(density: float, coding: str = "run_length", values: str = "float32"
         values: Type of the values sent.
 
     Returns:
-        As of `dense`.
+        A function of network, profile and world size that returns the seconds of one step's exchange.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -143,11 +143,11 @@ def scattered(density: float, coding: str = "run_length", values: str = "float32
     """Return the exchange of methods with a reduce-scatter among owners of regions (`hvd_sparse.reduce_scatter`).
 
     Args:
-        density, coding, values: As of `gathered`.
+        density, coding, values: As in `gathered`.
         complete: Whether all ranks then add their residuals where owners have kept a sum.
 
     Returns:
-        As of `dense`.
+        A function of network, profile and world size that returns the seconds of one step's exchange.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -175,12 +175,12 @@ def between_hosts(
     The exchange within a host is part of a rank's own work, in the profile.
 
     Args:
-        density, coding, values: As of `gathered`.
+        density, coding, values: As in `gathered`.
         ranks_per_host: Ranks of each host.
         scatters: Whether it is a reduce-scatter.
 
     Returns:
-        As of `dense`.
+        A function of network, profile and world size that returns the seconds of one step's exchange.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -213,7 +213,7 @@ def favours_scattered(
 
     Args:
         numels: Elements of each selection.
-        density, coding, values, complete: As of `scattered`.
+        density, coding, values, complete: As in `scattered`.
         world_size: Number of ranks.
 
     Returns:
@@ -230,11 +230,11 @@ def merged(density: float, coding: str = "run_length", values: str = "float32", 
     """Return the exchange that Deep Gradient Compression assumes: the density doubles at each step of an all-reduce.
 
     Args:
-        density, coding, values: As of `gathered`.
+        density, coding, values: As in `gathered`.
         growth: Factor of the density at each step; below 2 where the ranks' selections overlap.
 
     Returns:
-        As of `dense`.
+        A function of network, profile and world size that returns the seconds of one step's exchange.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:
@@ -249,10 +249,10 @@ def shared(density: float, coding: str = "run_length") -> Exchange:
     """Return the exchange of methods with shared indices (MiCRO): indices are gathered, values all-reduced.
 
     Args:
-        density, coding: As of `gathered`.
+        density, coding: As in `gathered`.
 
     Returns:
-        As of `dense`.
+        A function of network, profile and world size that returns the seconds of one step's exchange.
     """
 
     def seconds(network: Network, profile: Profile, world_size: int) -> float:

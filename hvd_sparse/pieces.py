@@ -19,10 +19,10 @@ class Pieces(NamedTuple):
     words: int  # largest number of words that a rank sends in each collective
 
 
-def plan_pieces(most_bytes: int, ranks: int) -> Pieces:
+def plan_pieces(most_bytes: int, world_size: int) -> Pieces:
     """Return how to divide messages of which none has more than `most_bytes`."""
     most = -(-most_bytes // WORD_BYTES)
-    if most * ranks <= MOST_WORDS:
+    if most * world_size <= MOST_WORDS:
         return Pieces(1, most)
-    words = MOST_WORDS // ranks
+    words = MOST_WORDS // world_size
     return Pieces(-(-(most + 1) // words), words)

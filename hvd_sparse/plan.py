@@ -193,7 +193,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
         f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
         "",
-        f"{'method':<27}{'step, ms':>10}{'over dense':>12}{'speed-up':>10}{'pays below':>14}{'up to ranks':>13}",
+        f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays below':>14}{'up to ranks':>13}",
     ]
     for method, _ in methods:
         step = method.step(network, world_size)
@@ -207,9 +207,12 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
             f"{below:>14}{most:>13}"
         )
     best, call = min(methods, key=lambda one: one[0].step(network, world_size))
-    how = " (warmup_steps: about four epochs; the optimizer's momentum: 0)" if "warmup_steps" in call else ""
-    lines += ["", f"Fastest: {best.name}. Ask for it with{how}", f"    compression={call}"]
-    return "\n".join(lines)
+    lines += ["", f"Fastest: {best.name}"]
+    if "reduce_scatter" in call:
+        lines.append("A reduce-scatter changes fewer elements in a step than a gather: compare the accuracy.")
+    if "momentum" in call:
+        lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
+    return "\n".join([*lines, f"    compression={call}"])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages
 from hvd_sparse.sampling import hash_index
+from hvd_sparse.stages import ADAPT_STEPS, Stages
 
 SMALLEST = 2.0**-149  # of float32: every nonzero number reaches it
 HISTOGRAM_SHIFT = 19  # from the bits of a magnitude to its bin: exponent and four mantissa bits
@@ -246,17 +246,17 @@ class PredictedThreshold:
         The numbers are: the threshold that k elements reached; k; the logarithm of its growth per step; its elasticity
         with respect to k; this rank's next share; and the world size.
         """
-        return [self._value, float(self._k), self._growth, self._elasticity, self._share, float(self._ranks)]
+        return [self._value, float(self._k), self._growth, self._elasticity, self._share, float(self._world_size)]
 
     def restore(self, numbers: Sequence[float]) -> None:
         """Continue from `numbers()`."""
-        self._value, k, self._growth, self._elasticity, self._share, ranks = map(float, numbers)
-        self._k, self._ranks = int(k), int(ranks)
+        self._value, k, self._growth, self._elasticity, self._share, world_size = map(float, numbers)
+        self._k, self._world_size = int(k), int(world_size)
 
-    def plan(self, k: int, ranks: int) -> tuple[float, float]:
+    def plan(self, k: int, world_size: int) -> tuple[float, float]:
         """Return a step's threshold, infinite if unknown, and this rank's share of k."""
-        if self._k == 0 or self._ranks != ranks:
-            return math.inf, k / ranks
+        if self._k == 0 or self._world_size != world_size:
+            return math.inf, k / world_size
         scale = math.exp(self._growth + self._elasticity * math.log(k / self._k))
         return min(max(self._value * scale, SMALLEST), LARGEST_FLOAT), self._share * k / self._k
 
@@ -271,13 +271,13 @@ class PredictedThreshold:
         value = min(cut.threshold, LARGEST_FLOAT)
         is_tail = SMALLEST < more.threshold < value
         self._elasticity = math.log(more.threshold / value) / math.log(2.0) if is_tail else 0.0
-        grows = SMALLEST < self._value and SMALLEST < value and self._k == k and self._ranks == len(sketches)
+        grows = SMALLEST < self._value and SMALLEST < value and self._k == k and self._world_size == len(sketches)
         growth = min(max(math.log(value / self._value), -LARGEST_GROWTH), LARGEST_GROWTH) if grows else 0.0
         self._growth = 0.5 * (self._growth + growth) if grows else 0.0
         wanted = [cut.wanted(histogram) for histogram in histograms]
-        found, ranks = sum(wanted), len(sketches)
-        self._share = k * wanted[(rank + 1) % ranks] / found if found > 0.0 else k / ranks
-        self._value, self._k, self._ranks = value, k, ranks
+        found, world_size = sum(wanted), len(sketches)
+        self._share = k * wanted[(rank + 1) % world_size] / found if found > 0.0 else k / world_size
+        self._value, self._k, self._world_size = value, k, world_size
 
 
 def widen(sketch: np.ndarray) -> np.ndarray:
@@ -311,7 +311,7 @@ class ScaledThreshold:
         """Continue from `numbers()`."""
         self._value, self._k = float(numbers[0]), int(numbers[1])
 
-    def plan(self, k: int, ranks: int) -> tuple[float, float]:
+    def plan(self, k: int, world_size: int) -> tuple[float, float]:
         """Return a step's threshold, reset if k has changed, and the share -1: no correction of the selection."""
         if k != self._k:
             self._value, self._k = 0.5 / math.sqrt(k), k
@@ -341,10 +341,10 @@ def make_threshold(algorithm: Algorithm, position: int, count: int) -> Threshold
     return ConstantThreshold(algorithm.value)
 
 
-def partition(step: int, rank: int, ranks: int, n: int) -> tuple[int, int]:
+def partition(step: int, rank: int, world_size: int, n: int) -> tuple[int, int]:
     """Return the bounds of a rank's partition, which rotates each step (MiCRO, Algorithm 1, line 7)."""
-    number = (step + rank) % ranks
-    return number * n // ranks, (number + 1) * n // ranks
+    number = (step + rank) % world_size
+    return number * n // world_size, (number + 1) * n // world_size
 
 
 @dataclass(frozen=True)

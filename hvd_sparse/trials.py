@@ -4,11 +4,11 @@ import math
 import statistics
 from collections import deque
 
-SETTLE = 3  # warm-up steps without timing: buffers are allocated, and Horovod negotiates the names
-TIMED = 5  # timed steps of a trial
-CLEARLY = 2.0  # a trial ends early if all of its steps, at least FEWEST, are slower by more than this factor
-FEWEST = 2
-SHARE = 0.01  # fraction of the training time for trials, once both ways have been timed
+SETTLING_STEPS = 3  # first steps, which are not timed: buffers are allocated, and Horovod negotiates the names
+TIMED_STEPS = 5  # timed steps of a trial
+EARLY_END_FACTOR = 2.0  # a trial ends early if all of its steps are slower by more than this factor,
+EARLY_END_STEPS = 2  # and if there are at least so many
+TRIAL_SHARE = 0.01  # fraction of the training time for trials, once both ways have been timed
 LEAST_BETWEEN = 200  # minimum number of steps between two trials
 
 
@@ -22,10 +22,10 @@ class Trials:
 
     def __init__(self):
         self.is_dense = False  # whether the next step is sent dense
-        self._seconds = {way: deque(maxlen=TIMED) for way in (False, True)}  # by is_dense
+        self._seconds = {way: deque(maxlen=TIMED_STEPS) for way in (False, True)}  # by is_dense
         self._to_try = [True]  # ways to try after the current trial
         self._tried: bool | None = False  # the way in the current trial; None: no trial
-        self._to_skip = SETTLE
+        self._to_skip = SETTLING_STEPS
         self._left = 0  # steps until the next trial
         self._noted = 0  # steps of the current trial
 
@@ -57,8 +57,8 @@ class Trials:
             self._to_skip -= 1
             return
         own.append(seconds)
-        has_lost = other is not None and len(own) >= FEWEST and min(own) > CLEARLY * other
-        if has_lost or len(own) == TIMED:
+        has_lost = other is not None and len(own) >= EARLY_END_STEPS and min(own) > EARLY_END_FACTOR * other
+        if has_lost or len(own) == TIMED_STEPS:
             self._conclude()
 
     def _conclude(self) -> None:
@@ -68,7 +68,7 @@ class Trials:
         self.is_dense = self.seconds(True) < self.seconds(False)
         self._tried = None
         faster, slower = self.seconds(self.is_dense), self.seconds(not self.is_dense)
-        if len(self._seconds[not self.is_dense]) < TIMED:  # it has lost early: one of so few may contain a pause
+        if len(self._seconds[not self.is_dense]) < TIMED_STEPS:  # it has lost early: one of so few may contain a pause
             slower = min(self._seconds[not self.is_dense])
         cost = (slower - faster) * (self._noted + 1)  # plus the step that ran before the last duration arrived
-        self._left = max(LEAST_BETWEEN, math.ceil(cost / (SHARE * faster)) if faster > 0.0 else 0)
+        self._left = max(LEAST_BETWEEN, math.ceil(cost / (TRIAL_SHARE * faster)) if faster > 0.0 else 0)

@@ -16,8 +16,8 @@ from hvd_sparse.checks import check_number
 
 REDUCTIONS = "op must be hvd.Average or hvd.Sum"
 REDUCTION_UNKNOWN = (
-    "hvd_sparse: clip_norm and weight_decay depend on op, which no Horovod optimizer tells here; give the compression "
-    "to hvd.DistributedOptimizer"
+    "hvd_sparse: clip_norm and weight_decay depend on op, but no Horovod optimizer called this compressor: pass "
+    "compression= to hvd.DistributedOptimizer"
 )
 
 

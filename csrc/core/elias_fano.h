@@ -52,7 +52,7 @@ class EliasFanoWriter {
     ones_ |= uint64_t{1} << (position % kWord);
   }
 
-  // After the last one.
+  // Writes the bits that are still pending. Call it once, after the last index.
   void Finish() {
     for (; filled_ > 0; filled_ -= 8, pending_ >>= 8) *out_++ = static_cast<uint8_t>(pending_);
     WriteUpper(static_cast<size_t>(kWord - __builtin_clzll(ones_ | 1) + 7) / 8);
@@ -80,7 +80,11 @@ Status DecodeEliasFano(const uint8_t* section, int64_t k, int64_t n, int64_t* in
 
 // A bitmap of (n + 7) / 8 bytes: bit i % 8 of byte i / 8 stands for element i.
 inline int64_t BitmapSize(int64_t n) { return (n + 7) / 8; }
+
+// `out` must be zeros.
 void EncodeBitmap(const int64_t* indices, int64_t k, uint8_t* out);
+
+// Returns CorruptPayload unless exactly k bits are set.
 Status DecodeBitmap(const uint8_t* section, int64_t k, int64_t n, int64_t* indices);
 
 }  // namespace hvd_sparse

@@ -35,7 +35,8 @@ int64_t ValuesAt(const PayloadFormat& format);
 // Writes the header, with the checksum, before positions and values; values_crc: Crc32 of all bytes from ValuesAt on.
 void SealAround(const PayloadFormat& format, int64_t entries, int64_t size, uint32_t values_crc, uint8_t* payload);
 
-// Of run lengths, from the start of the positions: u16 counts come first, then the bitmap of full blocks, u16 runs.
+// Run lengths begin with u16 counts. These are the offsets of the bitmap of full blocks and of the u16 runs after it,
+// from the start of the positions.
 int64_t FullAt(int64_t n);
 int64_t RunsAt(int64_t n, int64_t k);
 

@@ -31,7 +31,7 @@ inline constexpr Named<Level> kLevelNames[] = {{"mean", Level::kMean}, {"min", L
 inline constexpr Named<Distribution> kDistributionNames[] = {
     {"exponential", Distribution::kExponential}, {"gamma", Distribution::kGamma}, {"pareto", Distribution::kPareto}};
 
-// Finds the value with this name. InvalidArgument lists the names. argument: what the ops call it.
+// Finds the value with this name. InvalidArgument lists the names. argument: the name of the parameter, for the error.
 template <typename T, size_t count>
 Status ParseName(const char* argument, const Named<T> (&all)[count], const std::string& name, T* value) {
   for (const Named<T>& one : all) {

@@ -64,8 +64,8 @@ Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const u
 // Writes `view.entries` indices and values: float64 for the wire dtype float64, else float32; zeros for kNone.
 void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indices, void* values);
 
-// Validate and Unpack together, without counts and runs in between: indices[format.k], values[format.k], and how many
-// of them there are. Of a payload that is refused some may have been written.
+// Validates and unpacks in one pass. Writes up to format.k indices and values, and their number to `entries`. If the
+// payload is refused, a part of the output may have been written.
 Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
                      int64_t* entries);
 

@@ -173,7 +173,7 @@ class Algorithm(abc.ABC):
 
     @property
     def depends_on_reduction(self) -> bool:
-        """Return whether error feedback depends on `op`: with a clip_norm or a weight_decay."""
+        """Whether error feedback depends on `op`: with a clip_norm or a weight_decay."""
         return False
 
     @property
@@ -207,7 +207,7 @@ class Algorithm(abc.ABC):
 
     @property
     def replaces_optimizer(self) -> bool:
-        """Return whether it applies a momentum, weight decay or clip_norm, which the optimizer then must not."""
+        """Whether ranks apply a momentum, weight decay or clip_norm, which the optimizer then must not."""
         return self.local_momentum > 0.0 or self.depends_on_reduction
 
     def weight_decays(self, parameters: Iterable[tuple[str, object]]) -> dict[str, float]:

@@ -129,7 +129,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedIndices(AtDensity):
-    """The settings of the methods of this module."""
+    """The settings of methods in which all ranks send the same elements."""
 
     exchange: str
     ranks_per_host: int | Sequence[int] | None

@@ -196,7 +196,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
 
 @dataclass(frozen=True, kw_only=True)
 class Scoped(AtDensity):
-    """The settings of the methods of this module."""
+    """The settings of methods in which each rank selects its own k elements."""
 
     scope: str
     exchange: str

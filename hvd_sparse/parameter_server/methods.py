@@ -111,7 +111,8 @@ class DGS(Method):
 
     Args:
         momentum: m in [0, 1): u <- m*u + lr*g; sent elements stay in u, the others are multiplied by 1/m. The paper has
-            0.7 for up to 8 workers, 0.45 for 16, 0.3 for 32. The other arguments are those of `Method`.
+            0.7 for up to 8 workers, 0.45 for 16, 0.3 for 32.
+        Others: Those of `Method`.
 
     Difference from the paper, with equal results: m*u is stored instead of u. A step adds lr*g, selects elements, and
     multiplies the sent ones by m; nothing is divided. So an element that waits T steps has exactly m*u_0 plus the sum
@@ -134,7 +135,8 @@ class DGCAsync(Method):
 
     Args:
         momentum: The momentum before the selection, in [0, 1).
-        nesterov: Whether it is Nesterov's. The other arguments are those of `Method`.
+        nesterov: Whether it is Nesterov's.
+        Others: Those of `Method`.
     """
 
     momentum: float = 0.7
@@ -164,7 +166,8 @@ class DCTAsync(Method):
         drain: Number of pushes in which a tensor sends its whole residual about once; None: never.
         band: A threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
             k / `band`; None: only in its turn, as in the paper.
-        scope: Always "tensor". The other arguments are those of `Method`.
+        scope: Always "tensor".
+        Others: Those of `Method`.
     """
 
     lifespan: int = 1000
@@ -189,9 +192,11 @@ class ASGD(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("density", self.density, "1: use gd_async for less", lambda value: value == 1.0)
+        check_number("density", self.density, "1: use GradientDroppingAsync for less", lambda value: value == 1.0)
         if not is_always_dense(self.schedule):
-            raise ValueError(f"warmup must be None in {self.name}, which is dense, got {self.warmup!r}: use gd_async")
+            raise ValueError(
+                f"warmup must be None in {self.name}, which is dense, got {self.warmup!r}: use GradientDroppingAsync"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

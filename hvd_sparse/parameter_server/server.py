@@ -148,7 +148,7 @@ class Server:
         elif message.kind == Kind.LEAVE:
             self._forget(message.worker, message.text)
         elif message.kind != Kind.ALIVE:
-            raise DamagedMessage(f"a {message.kind.name} is nothing to send to a server")
+            raise DamagedMessage(f"servers accept no message of kind {message.kind.name}")
         return None
 
     def _welcome(self, message: Message) -> Message | None:

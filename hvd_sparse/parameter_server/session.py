@@ -66,7 +66,8 @@ class Session:
         communicator=None,
     ):
         if not isinstance(method, Method):
-            raise TypeError(f"method must be one of {', '.join(sorted(METHODS))}, such as DGS(); got {method!r}")
+            names = ", ".join(sorted(one.__name__ for one in METHODS.values()))
+            raise TypeError(f"method must be one of {names}, such as DGS(); got {method!r}")
         check_bool("overlap", overlap)
         check_seconds("timeout", timeout)
         if silence is not None:
@@ -232,8 +233,11 @@ class Session:
         """Return statistics of this worker and of all servers.
 
         Returns:
-            Bytes in both directions, the compression ratios, the number of pushes, the staleness, updates per second,
-            and the servers' memory in bytes. The entry "all" covers all workers.
+            Of this worker: "pushes"; "bytes_up", "bytes_down"; "ratio_up", "ratio_down", dense bytes over these;
+            "density_up", "density_down"; "repeated" messages; "non_finite" gradients; "seconds", and of these
+            "seconds_waiting". "all", of all workers: "pushes", "updates_per_second", "staleness" as {updates of others:
+            number of pushes}, "server_bytes" of memory, "bytes_in", "bytes_out", "refused" and "repeated" messages,
+            "departures" as {rank: reason}.
 
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.

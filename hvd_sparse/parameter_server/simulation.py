@@ -120,9 +120,9 @@ class Simulation:
         Args:
             arrivals: Yields the number of the worker whose turn it is, such as `in_turn` and `by_speed`.
             steps: Number of steps of all workers together.
-            gradients: As of `step`.
+            gradients: As in `step`.
             lr: The learning rate, or a function of the number of steps done.
-            weight_decay: As of `step`.
+            weight_decay: As in `step`.
         """
         for done, number in enumerate(itertools.islice(arrivals, steps)):
             self.step(number, gradients, lr(done) if callable(lr) else lr, weight_decay)

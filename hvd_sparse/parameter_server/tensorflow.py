@@ -200,26 +200,26 @@ class TensorFlowSession(Session):
         return split_buffers(averages, {name: buffer.shape.num_elements() for name, buffer in self.buffers.items()})
 
 
-class WorkerMemory(tf.train.experimental.PythonState):
+class WorkerFeedback(tf.train.experimental.PythonState):
     """A worker's residual, velocity and thresholds, as a part of a `tf.train.Checkpoint`."""
 
     def __init__(self, session: TensorFlowSession):
         self._session = session
 
     def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return {variable: {"residual": float32[n], ...}}, copies of what `Worker.memory_of` returns."""
-        memory = {name: self._session.worker.memory_of(name) for name in self._session.tensors}
-        return {name: {kind: array.copy() for kind, array in kinds.items()} for name, kinds in memory.items()}
+        """Return {variable: {"residual": float32[n], ...}}, copies of what `Worker.feedback_of` returns."""
+        feedback = {name: self._session.worker.feedback_of(name) for name in self._session.tensors}
+        return {name: {kind: array.copy() for kind, array in kinds.items()} for name, kinds in feedback.items()}
 
     def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
         """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
         differing = sorted({*arrays} ^ {*self._session.tensors})
         if differing:
             raise ValueError(f"the state must be of the same model; missing there or here: {', '.join(differing)}")
-        self._session.worker.load_memory(arrays)
+        self._session.worker.load_feedback(arrays)
 
     def serialize(self) -> bytes:
-        """Return the memory as the bytes of an .npz file."""
+        """Return the error feedback as the bytes of an .npz file."""
         file = io.BytesIO()
         arrays = self.arrays().items()
         named: dict[str, Any] = {f"{kind}/{name}": part for name, kinds in arrays for kind, part in kinds.items()}
@@ -240,7 +240,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     """Pushes an update in `apply_gradients`, and takes the servers' answer; made by `TensorFlowSession.optimizer`.
 
     Momentum is the method's. `iterations`, int64, counts the steps of this worker; the density's schedule goes by it.
-    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and the worker's memory; so do `state_dict`
+    `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and the worker's error feedback; so do `state_dict`
     and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a tf.errors.OpError that
     quotes it.
 
@@ -257,7 +257,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
-        self.session, self.memory = session, WorkerMemory(session)
+        self.session, self.memory = session, WorkerFeedback(session)
         self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self._names = {id(session.tensors[name]): name for name in session.worker.parameters}

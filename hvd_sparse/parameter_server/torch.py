@@ -290,7 +290,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "step": self.session.worker.step}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over groups and memory.
+        """Restore parameter groups and this worker's error feedback.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -302,20 +302,20 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         arrays = {}
         for name, memory in zip(names, kept, strict=False):
-            nothing = {kind: np.zeros_like(part) for kind, part in worker.memory_of(name).items()}
+            nothing = {kind: np.zeros_like(part) for kind, part in worker.feedback_of(name).items()}
             arrays[name] = {kind: tensor.detach().cpu().numpy() for kind, tensor in memory.items()} or nothing
-        worker.check_memory(arrays)
+        worker.check_feedback(arrays)
         super().load_state_dict(state_dict)  # which checks the number of parameters
-        worker.load_memory(arrays)
+        worker.load_feedback(arrays)
         worker.step = state_dict.get("step", 0)
         self._expose()
 
     def _expose(self) -> None:
-        """Show the worker's memory as the state of the parameters, in place."""
+        """Show the worker's error feedback as the state of the parameters, in place."""
         worker = self.session.worker
         for parameter in self._parameters():
-            memory = worker.memory_of(self._names[id(parameter)])
-            self.state[parameter] = {kind: torch.from_numpy(array) for kind, array in memory.items()}
+            feedback = worker.feedback_of(self._names[id(parameter)])
+            self.state[parameter] = {kind: torch.from_numpy(array) for kind, array in feedback.items()}
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -61,7 +61,7 @@ class ChangeTracker:
     def apply(self, update: Update, clock: int) -> None:
         """Subtract an update from the parameters, and record the changed elements."""
         if clock >= MOST_CLOCK:
-            raise OverflowError(f"a server counts up to {MOST_CLOCK} pushes: save its state, and start anew from that")
+            raise OverflowError(f"a server counts up to {MOST_CLOCK} pushes: save its state, and restart from it")
         if update.indices is None:
             self._parameters -= update.values
             self._all_changed = clock

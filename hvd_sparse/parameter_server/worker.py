@@ -113,23 +113,23 @@ class Worker:
         """Return the slice of a tensor in residual and velocity."""
         return self._parts[name]
 
-    def memory_of(self, name: str) -> dict[str, np.ndarray]:
-        """Return a tensor's memory, in views.
+    def feedback_of(self, name: str) -> dict[str, np.ndarray]:
+        """Return a tensor's error feedback, in views.
 
         It has the residual, float32[n], and if the method has them, the velocity, float32[n], and the threshold,
         float64[2]: its value and its k, 0 for none.
         """
-        memory = {"residual": self.residual[self._parts[name]]}
+        feedback = {"residual": self.residual[self._parts[name]]}
         if self.velocity is not None:
-            memory["velocity"] = self.velocity[self._parts[name]]
+            feedback["velocity"] = self.velocity[self._parts[name]]
         if name in self._kept:
-            memory["threshold"] = self._kept[name].state
-        return memory
+            feedback["threshold"] = self._kept[name].state
+        return feedback
 
-    def check_memory(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Raise ValueError if a memory of tensors, {name: {kind: array}}, is of another method, or not finite."""
+    def check_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Raise ValueError if error feedback, {name: {kind: array}}, is of another method, or not finite."""
         for name, found in arrays.items():
-            expected = {kind: part.size for kind, part in self.memory_of(name).items()}
+            expected = {kind: part.size for kind, part in self.feedback_of(name).items()}
             sizes = {kind: np.size(part) for kind, part in found.items()}
             if sizes != expected:
                 raise ValueError(f"the state of {name} must have {expected} elements, got {sizes}: of another method?")
@@ -137,11 +137,11 @@ class Worker:
                 if not np.isfinite(part).all():
                     raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
 
-    def load_memory(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Take over a memory of tensors; if `check_memory` raises, nothing changes."""
-        self.check_memory(arrays)
+    def load_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Restore the error feedback of tensors; if `check_feedback` raises, nothing changes."""
+        self.check_feedback(arrays)
         for name, found in arrays.items():
-            for kind, part in self.memory_of(name).items():
+            for kind, part in self.feedback_of(name).items():
                 part[:] = np.reshape(found[kind], -1)
 
     def hello(self) -> Messages:
@@ -166,7 +166,7 @@ class Worker:
         of each tensor. Elements that are not finite count as zero. Raises RuntimeError while an answer is missing.
         """
         if self._waiting or len(self._joined) < len(self.shards):
-            raise RuntimeError("the servers have not answered yet: wait for what they send, then push")
+            raise RuntimeError("the servers have not answered yet: wait for their answers before the next push")
         decay = weight_decay or {}
         density = self.method.schedule.density(self.step)
         found = [self._accumulate(piece, gradients.get(piece.name), lr, decay, density) for piece in self._pieces]

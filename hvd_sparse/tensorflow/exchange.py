@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
+from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import AGREE_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
@@ -207,7 +207,7 @@ class Announcement:
     def check(self) -> None:
         """Raise RuntimeError if the announcement has met ranks that are in a step."""
         if self._sums is not None:
-            refuse_apart(float(self._sums[0]), self._exchange.size())
+            check_all_between_steps(float(self._sums[0]), self._exchange.size())
 
     def end(self) -> None:
         """Wait until all ranks have announced, so that the collective's name is free."""

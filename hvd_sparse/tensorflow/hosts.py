@@ -17,7 +17,7 @@ from hvd_sparse.half import HALF
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, shard_shape
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, hold, once
+from hvd_sparse.tensorflow.codecs.base import Entry, Round, once, round_to_half
 from hvd_sparse.tensorflow.error_feedback import clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, in_time
 from hvd_sparse.units import Units
@@ -146,8 +146,8 @@ class Hosts:
             total = self.column.allreduce(name, sent) * scale
             if entry.dtype.name not in HALF:
                 return total, buffers["residual"]
-            held, excess = hold(total, entry.dtype, self.column.rank(), self.inner(now).units)
-            return held, buffers["residual"] + excess
+            rounded, excess = round_to_half(total, entry.dtype, self.column.rank(), self.inner(now).units)
+            return rounded, buffers["residual"] + excess
 
         result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))
         sent = tf.cast(now.is_dense, tf.int64) * self._length(entry.name)

@@ -8,7 +8,7 @@ over ranks of a few numbers and of their squares.
 
 import tensorflow as tf
 
-from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEPS_TOLD
+from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEP_MODULUS
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 
 JOINED = "hvd_sparse does not work with hvd.join(): Horovod cannot gather from ranks that joined. Ranks that take part"
@@ -47,7 +47,7 @@ def check_presence(
     messages = [JOINED, STEPS_DIFFER, SCALES_DIFFER, MISPLACED, *[SETTINGS_DIFFER] * len(digests), BETWEEN]
     tolerances = [0.0, 0.0, SCALES_TOLERANCE, MUST_BE_ZERO, *[0.0] * len(digests)]
     is_scale = [message is SCALES_DIFFER for message in messages[:-1]]
-    own = tf.stack([1.0, tf.cast(step % STEPS_TOLD, tf.float64), loss_scale, misplaced, *digests])
+    own = tf.stack([1.0, tf.cast(step % STEP_MODULUS, tf.float64), loss_scale, misplaced, *digests])
     sent, ranks = tf.concat([own, tf.square(own)], 0), exchange.size()
 
     sums, squares = tf.split(exchange.allreduce(f"present{suffix}", sent), 2)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvd_sparse.threshold
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
-from hvd_sparse.fit import ADAPT_STEPS, Stages
+from hvd_sparse.stages import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
 

@@ -20,7 +20,7 @@ from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.elastic import CompressionStateHandler
-from hvd_sparse.torch.in_flight import held
+from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
@@ -57,7 +57,7 @@ class SparseCompressor(Compressor):
         self._collectives = HorovodCollectives(process_set)
         super().__init__(algorithm, named_parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
-        self._held: list[torch.Tensor] = []  # gradients that Horovod all-reduces
+        self._references: list[torch.Tensor] = []  # gradients that Horovod all-reduces
         self._optimizers: weakref.WeakSet = weakref.WeakSet()  # that have called
         self._last_optimizer: weakref.ref | None = None
         self._is_shared = False  # several optimizers call in turn
@@ -90,7 +90,7 @@ class SparseCompressor(Compressor):
                 carried = step.add(entry)
                 entry.version = tensor._version
                 if not entry.carries_token:
-                    self._held.append(held(carried))
+                    self._references.append(extra_reference(carried))
                 self._open.add(name)
                 return carried, entry
 
@@ -188,10 +188,10 @@ class SparseCompressor(Compressor):
         """Give up the step under way."""
         super()._drop()
         self._open.clear()
-        self._held.clear()
+        self._references.clear()
 
     def _end(self) -> None:
-        self._held.clear()
+        self._references.clear()
         super()._end()
 
     def _units(self) -> Units:

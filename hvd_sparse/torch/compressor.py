@@ -31,7 +31,7 @@ WITHIN_A_STEP = (
 
 
 class Compressor(abc.ABC):
-    """A compressor with error feedback, for one optimizer: the common part of all host frameworks."""
+    """A compressor with error feedback, for one optimizer: the common part of all backends."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Compressor(abc.ABC):
         Ranks that a reset has added expect nothing of their first step, and start at step 0: the others expect nothing
         either, and all go on from the furthest step. Residuals stay.
         """
-        self._exchange.size()  # raises if the host framework is not initialised
+        self._exchange.size()  # raises if the backend is not initialised
         self._parameters.check_device()
         self._start_all_checks()
         if self._check.has_agreed:

@@ -14,7 +14,7 @@ _lock = threading.Lock()  # over the starts of all checks
 
 
 class ConfigurationCheck:
-    """Compares settings with all ranks, once in each incarnation of the host framework and after `forget`."""
+    """Compares settings with all ranks, once in each incarnation of the backend and after `forget`."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange

@@ -52,12 +52,12 @@ def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:
     """Raise RuntimeError with all ranks' records of damaged payloads. On the CPU, the decoder itself raises."""
     gathered = exchange.allgather("damage", damage.view(torch.uint8)).wait().view(torch.int64).view(-1, 2).tolist()
     met = [
-        f"rank {rank} met {count} of them, the first that of rank {first // 256} with the wrong "
+        f"rank {rank} received {count} of them, the first from rank {first // 256} with the wrong "
         f"{ops.FAILED_CHECKS[first % 256 - 1]}"
         for rank, (count, first) in enumerate(gathered)
         if count > 0
     ]
     raise RuntimeError(
         f"hvd_sparse: payloads were damaged on their way in the step before this one: {'; '.join(met)}. Their sums "
-        "became NaN: go back to a checkpoint, and have the memory and the network of these ranks looked at"
+        "became NaN. Load a checkpoint, and check the memory and the network of these machines"
     )

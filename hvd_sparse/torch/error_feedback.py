@@ -111,10 +111,10 @@ class ErrorFeedback:
             return total
         most, part = torch.finfo(dtype).max, rest_of(rank, units.world_size) / units.outgoing(reduction)
         total = total.view(-1)
-        held = total.clamp(-most, most).to(dtype)
-        excess = (total - held).mul_(part)
+        rounded = total.clamp(-most, most).to(dtype)
+        excess = (total - rounded).mul_(part)
         self.residual.add_(excess.nan_to_num_(0.0, 0.0, 0.0))  # on CUDA the sum of a damaged payload is NaN
-        return held
+        return rounded
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a dense tensor is sent: the gradient's own or float32.

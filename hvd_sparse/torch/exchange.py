@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 import torch
 
-from hvd_sparse.announcement import BETWEEN_STEPS, ranks_apart, refuse_apart
+from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import AGREE_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Pieces, plan_pieces
@@ -162,7 +162,7 @@ class Exchange:
         """Wait for the open announcement, as its name must be free; RuntimeError if other ranks were in a step."""
         if self._announced is not None:
             announced, self._announced = self._announced, None
-            refuse_apart(float(announced.wait()[0]), self.size())
+            check_all_between_steps(float(announced.wait()[0]), self.size())
 
     def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
         """Return the result of a collective; RuntimeError if a rank is in a step instead, or after `seconds`."""
@@ -174,7 +174,7 @@ class Exchange:
         """Return whether the open announcement, if any, is complete; RuntimeError if other ranks are in a step."""
         if self._announced is None or not self._announced.is_done():
             return self._announced is None
-        refuse_apart(float(self._announced.wait()[0]), self.size())
+        check_all_between_steps(float(self._announced.wait()[0]), self.size())
         return True
 
     def refuse_together(self, reason: str) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Iterable
 import torch
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def extra_reference(tensor: torch.Tensor) -> torch.Tensor:
     """Return an object that, while it lives, has a C++ reference to the tensor."""
     holder = tensor.detach()
     holder.grad = tensor
     return holder
 
 
-def held_all(found: object) -> list[torch.Tensor]:
+def extra_references(found: object) -> list[torch.Tensor]:
     """Return such objects for all tensors in a nested tuple."""
     if isinstance(found, torch.Tensor):
-        return [held(found)]
-    return [holder for one in found for holder in held_all(one)] if isinstance(found, Iterable) else []
+        return [extra_reference(found)]
+    return [holder for one in found for holder in extra_references(one)] if isinstance(found, Iterable) else []

@@ -49,17 +49,17 @@ class Presence:
         """
         return self._all_sums()[0] % BETWEEN_STEPS >= MOST_RANKS
 
-    def check(self, ranks: int) -> None:
+    def check(self, world_size: int) -> None:
         """Wait for the all-reduce; raise RuntimeError, on the ranks that take part, unless all ranks do."""
         if not self._may_miss:
             return
         total = int(self._all_sums()[0])
         if total >= BETWEEN_STEPS:
-            raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), ranks))
+            raise RuntimeError(ranks_apart(int(total // BETWEEN_STEPS), world_size))
         present = total % MOST_RANKS
-        if present < ranks:
+        if present < world_size:
             raise RuntimeError(
-                f"hvd_sparse does not work with hvd.join(): {ranks - present} of {ranks} ranks have joined. "
+                f"hvd_sparse does not work with hvd.join(): {world_size - present} of {world_size} ranks have joined. "
                 "Horovod cannot gather from them. Give every rank as many steps: drop or repeat the last batches"
             )
 

@@ -63,7 +63,7 @@ class Step:
         self._tokens, self._clips_model = Tokens(), algorithm.clips == "model"
         self._scatter = ReduceScatter(exchange)
         self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
-        self._by_host: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
+        self._reduced_by_backend: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # start of this step; time since the previous start
         self.damage = torch.zeros(2, dtype=torch.int64)  # status of the last decode on CUDA: recorded, not raised
@@ -141,7 +141,7 @@ class Step:
         self._deferred, self._votes, self._late, self._is_sealed = [], [], [], False
         self._dense = frozenset(self.parameters if density >= 1.0 else (*self._small, *fallback.always))
         shared = self._dense if self.codec.is_joint else self._together.names if density < 1.0 else frozenset()
-        self._by_host = self._dense - self._frozen_before - shared
+        self._reduced_by_backend = self._dense - self._frozen_before - shared
         self._tokens.begin(self.rank, len(self.expected))
         self._scatter.begin((self.algorithm.seed << 32) + number)
         if self._plan_key != (self.expected, density):
@@ -154,9 +154,9 @@ class Step:
         self._bucket_of = {name: bucket for bucket in self._plan for name in bucket.members}
         for bucket in self._plan:
             bucket.begin_step()
-        self._ask_who_is_there()
+        self._start_presence()
 
-    def _ask_who_is_there(self) -> None:
+    def _start_presence(self) -> None:
         """Start the all-reduce that tells which ranks take part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._frozen_before] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
@@ -168,7 +168,7 @@ class Step:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
         name = entry.name
         self.entries[name] = entry
-        if name in self._by_host:
+        if name in self._reduced_by_backend:
             entry.carries_token = False
             self._scale(entry)
             carried = self._take_dense(entry)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_sparse.announcement import STEPS_TOLD
+from hvd_sparse.announcement import STEP_MODULUS
 from hvd_sparse.torch.device import is_asynchronous
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.units import Units, loss_scales_differ
@@ -40,7 +40,7 @@ def start_vote(
 
 def step_and_scale(number: int, loss_scale: float) -> tuple[float, ...]:
     """Return step and loss scale, each with its square: their sums tell whether all ranks have the same values."""
-    step = number % STEPS_TOLD
+    step = number % STEP_MODULUS
     return step, step**2, loss_scale, loss_scale**2
 
 
@@ -57,7 +57,7 @@ def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Cal
         refuse_damage()
     # Equal if and only if all steps are equal (Cauchy-Schwarz). Both products are rounded correctly; ** need not be.
     if steps * steps != squares * ranks:
-        mean = number - number % STEPS_TOLD + steps / ranks
+        mean = number - number % STEP_MODULUS + steps / ranks
         raise RanksDiffer(
             f"hvd_sparse: this rank is at step {number}, the mean is {mean:g}. "
             "Load the compression's state on every rank, or on none"

@@ -148,7 +148,7 @@ def test_damage_in_a_step_is_raised_by_the_next_one_on_every_rank(monkeypatch, d
     train(1)
     if who == "all" or hvd.rank() == last:
         decoder.status = torch.tensor([2, 256 * last + 8])  # as kernels count: the eighth check is of the checksum
-    report = f"met 2 of them, the first that of rank {last} with the wrong checksum"
+    report = f"received 2 of them, the first from rank {last} with the wrong checksum"
     with pytest.raises(RuntimeError, match=f"rank {last} {report}") as raised:
         train(2)
     assert str(raised.value).count(report) == (hvd.size() if who == "all" else 1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hvd_sparse.fit import TOLERANCE, Stages
 from hvd_sparse.reference import fit
+from hvd_sparse.stages import TOLERANCE, Stages
 
 N = 400_000
 

@@ -69,6 +69,7 @@ def test_a_reduce_scatter_is_recommended_to_many_ranks(own_work, capsys):
     model = torch.nn.Linear(3, 2)
     names = {"Compression": Compression, "model": model, "warmup_steps": 100}
     assert eval(value, names).algorithm.exchange == "reduce_scatter"
+    assert "compare the accuracy" in output  # it changes fewer elements in a step
 
 
 def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):

@@ -92,7 +92,7 @@ def test_saved_and_restored(join, tmp_path):
 
 
 BAD_ARGUMENTS = [
-    (lambda join: join(network(), "dgs"), TypeError, "method must be one of asgd, .*DGS.* got 'dgs'"),
+    (lambda join: join(network(), "dgs"), TypeError, "method must be one of ASGD, .*DGS.* got 'dgs'"),
     (lambda join: join(network(), DGS), TypeError, "method must be one of"),
     (lambda join: join(nn.Tanh(), DGS()), ValueError, "there must be parameters"),
     (lambda join: join(network().requires_grad_(False), DGS()), ValueError, "there must be parameters"),
@@ -135,7 +135,7 @@ BAD_ARGUMENTS = [
     (lambda join: DCTAsync(drain=0), ValueError, "drain must be"),
     (lambda join: DCTAsync(band=1.0), ValueError, "band must be above 1"),
     (lambda join: DCTAsync(scope="model"), ValueError, "scope must be one of"),
-    (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use gd_async for less"),
+    (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use GradientDroppingAsync for less"),
     (lambda join: ASGD(warmup=WarmUp(0.01, 100)), ValueError, "warmup must be None in asgd, which is dense"),
     (lambda join: ASGD(warmup=10), ValueError, "warmup must be None in asgd, which is dense, got 10"),
     (lambda join: MSGD(warmup=10), ValueError, "warmup must be None in msgd, which is dense, got 10"),

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from hvd_sparse.trials import LEAST_BETWEEN, SETTLE, SHARE, TIMED, Trials
+from hvd_sparse.trials import LEAST_BETWEEN, SETTLING_STEPS, TIMED_STEPS, TRIAL_SHARE, Trials
 
 FIRST, STEPS = 30, 20_000  # steps of the first trials at most; of a long job
 
@@ -37,7 +37,7 @@ def test_the_faster_way_is_taken(slower, dense_wins):
     assert any(is_dense != dense_wins for is_dense, _ in steps[:FIRST]), "both are tried"
     later = [number for number in lost if number >= FIRST]
     assert later, "and the slower is tried again"
-    assert len(later) * (slower - 1.0) <= 1.5 * SHARE * STEPS
+    assert len(later) * (slower - 1.0) <= 1.5 * TRIAL_SHARE * STEPS
 
 
 @pytest.mark.parametrize("slower", [2.5, 30.0])
@@ -61,7 +61,9 @@ def test_a_trial_of_ways_that_are_close_has_as_many_steps_of_both():
     """The first step of a trial is not counted, and one more begins before the last one's seconds are told."""
     steps = list(play(Trials(), 40, lambda _: 1.0, lambda _: 1.1))
     ways = [is_dense for is_dense, _ in steps]
-    assert ways == [False] * (SETTLE + TIMED + 1) + [True] * (TIMED + 2) + [False] * (40 - SETTLE - 2 * TIMED - 3)
+    first = SETTLING_STEPS + TIMED_STEPS + 1
+    dense = TIMED_STEPS + 2
+    assert ways == [False] * first + [True] * dense + [False] * (40 - first - dense)
 
 
 @pytest.mark.parametrize("dense_first", [False, True])

@@ -137,7 +137,7 @@ class Codec(abc.ABC):
             counts = tf.where(now.is_dense, tf.ones_like(counts), counts)
         return tf.cast(counts, tf.int64)
 
-    def _held(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
+    def _set_sum(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
         """Set an entry's `decode` to its sum, float32[n], clamped to the range of a 16-bit gradient.
 
         The excess returns to the ranks' residuals, after these are `cleared` at the sent entries. Returns this
@@ -147,8 +147,8 @@ class Codec(abc.ABC):
         if dtype.name not in HALF:
             entry.decode = lambda: total
             return []
-        held, excess = hold(total, dtype, self.exchange.rank(), now.units)
-        entry.decode = lambda: held
+        rounded, excess = round_to_half(total, dtype, self.exchange.rank(), now.units)
+        entry.decode = lambda: rounded
         rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
         with tf.control_dependencies(cleared):
             return [entry.feedback.residual.assign_add(rest)]
@@ -231,17 +231,17 @@ class BucketCodec(Codec):
         cleared = ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **form, retained=retained)
         done = [cleared]
         for entry, total in zip(bucket.entries, sums, strict=True):
-            done += self._held(entry, total, now, [cleared])
+            done += self._set_sum(entry, total, now, [cleared])
         return done
 
 
-def hold(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+def round_to_half(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
     """Clamp and round a float32 sum over ranks to a 16-bit type; return it, float32, and the excess for this residual.
 
     units: those of the ranks, among which this is `rank`; they share the excess.
     """
-    held = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
-    return held, (total - held) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
+    rounded = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
+    return rounded, (total - rounded) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
 
 
 def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:

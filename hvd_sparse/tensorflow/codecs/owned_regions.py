@@ -118,7 +118,7 @@ class OwnedRegions(FixedCount):
         scaled = sums * tf.cast(now.units.outgoing(), tf.float32)
         for entry, inner, total in self._cut(bucket.entries, kept, scaled):
             whole = tf.scatter_nd(inner[:, None], total, tf.constant([entry.feedback.size], tf.int64))
-            done += self._held(entry, whole, now, list(done))
+            done += self._set_sum(entry, whole, now, list(done))
         return done
 
     def _count(self, message: "Message", indices: tf.Tensor, now: Round) -> tf.Tensor:

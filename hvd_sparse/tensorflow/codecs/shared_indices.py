@@ -87,7 +87,7 @@ class SharedIndices(Codec):
         return [
             change
             for entry, part in zip(entries, parts, strict=True)
-            for change in self._held(entry, part, now, cleared)
+            for change in self._set_sum(entry, part, now, cleared)
         ]
 
     def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):

@@ -35,7 +35,7 @@ class SharedIndices(Codec):
         super().__init__(*arguments)
         self.selection = SELECTIONS[self.algorithm.selection](self)
         self._whole: dict[tuple[str, ...], ErrorFeedback] = {}  # of all members; each member's is a slice
-        self._held: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, saved content
+        self._aside: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, saved content
 
     @property
     def is_joint(self) -> bool:
@@ -67,7 +67,7 @@ class SharedIndices(Codec):
     def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         whole = self._whole_of(bucket)
-        self._hold([name for name, entry in entries.items() if entry.frozen])
+        self._set_frozen_aside([name for name, entry in entries.items() if entry.frozen])
         if not self.selection.sends_indices:
             self.accumulate(in_training(entries))
             return
@@ -160,17 +160,17 @@ class SharedIndices(Codec):
                 raise ValueError(f"hvd_sparse: from rank {rank}: {error}") from error
         return torch.cat(parts).sort().values
 
-    def _hold(self, frozen: Sequence[str]) -> None:
+    def _set_frozen_aside(self, frozen: Sequence[str]) -> None:
         """Save and zero the buffers of frozen tensors until the end of the step, so that they are not selected."""
         for name in frozen:
             for kind, buffer in self.feedback[name].buffers.items():
-                self._held.append((name, kind, buffer.clone()))
+                self._aside.append((name, kind, buffer.clone()))
                 buffer.zero_()
 
     def _put_back(self) -> None:
-        for name, kind, kept in self._held:
+        for name, kind, kept in self._aside:
             self.feedback[name].buffer(kind).add_(kept)  # added: the buffer may have the excess of a 16-bit sum
-        self._held.clear()
+        self._aside.clear()
 
     def _whole_of(self, bucket: Bucket) -> ErrorFeedback:
         """Return the error feedback of all members as one vector; the members' buffers become slices of it."""

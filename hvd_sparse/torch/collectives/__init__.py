@@ -25,14 +25,14 @@ class Handle(Protocol):
 
 
 class Collectives(abc.ABC):
-    """The ranks of one compressor and their collectives. The host framework is Horovod or torch.distributed."""
+    """The ranks of one compressor and their collectives. The backend is Horovod or torch.distributed."""
 
     may_join: bool  # whether a rank may miss a step without notice, as with hvd.join()
     token_bytes: int  # size of the token that is all-reduced in place of a gradient sent as a payload
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Return the world size of these ranks; raise RuntimeError before the host framework is initialised."""
+        """Return the world size of these ranks; raise RuntimeError before the backend is initialised."""
 
     @abc.abstractmethod
     def rank(self) -> int:
@@ -40,11 +40,11 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def can_start(self) -> bool:
-        """Return whether the host framework is initialised and this rank takes part."""
+        """Return whether the backend is initialised and this rank takes part."""
 
     @abc.abstractmethod
     def is_alone(self) -> bool:
-        """Return whether the job has a single rank, for which the host framework does not call the compressor."""
+        """Return whether the job has a single rank, for which the backend does not call the compressor."""
 
     @abc.abstractmethod
     def is_first(self) -> bool:
@@ -60,7 +60,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def incarnation(self) -> object:
-        """Return an object that changes each time the host framework is initialised again."""
+        """Return an object that changes each time the backend is initialised again."""
 
     @abc.abstractmethod
     def why_not_cuda(self) -> str:
@@ -81,7 +81,7 @@ class Collectives(abc.ABC):
         Every rank must call this method, because it creates missing groups.
 
         Raises:
-            ValueError: The host framework cannot create the groups.
+            ValueError: The backend cannot create the groups.
         """
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from hvd_sparse.hierarchy import Hierarchy
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.torch.collectives import Collectives, Handle
-from hvd_sparse.torch.in_flight import held, held_all
+from hvd_sparse.torch.in_flight import extra_reference, extra_references
 from hvd_sparse.torch.tokens import TOKEN_BYTES
 
 WITHOUT_CUDA = (
@@ -33,12 +33,12 @@ class HorovodHandle:
 
     def __init__(self, handle: int, holders: list[torch.Tensor]):
         self._handle = handle
-        self._held = holders
+        self._references = holders
 
     def wait(self) -> Any:
         """Wait for the result and return it."""
         result = hvd.synchronize(self._handle)
-        self._held.clear()
+        self._references.clear()
         return result
 
     def is_done(self) -> bool:
@@ -107,7 +107,7 @@ class HorovodCollectives(Members, Collectives):
     def gather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a tensor."""
         output = tensor.new()  # like hvd.allgather_async
-        holders = held_all([tensor, output])
+        holders = extra_references([tensor, output])
         handle = mpi_ops._allgather_async(tensor, output, self._named(name), self.process_set)
         return HorovodHandle(handle, holders)
 
@@ -117,7 +117,7 @@ class HorovodCollectives(Members, Collectives):
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place."""
-        holders = [held(tensor)]
+        holders = [extra_reference(tensor)]
         handle = hvd.allreduce_async_(tensor, name=self._named(name), op=hvd.Sum, process_set=self.process_set)
         return HorovodHandle(handle, holders)
 
@@ -125,7 +125,7 @@ class HorovodCollectives(Members, Collectives):
         """Start an all-to-all of a vector. Horovod exchanges the sizes, so `expected` is ignored."""
         split = torch.tensor(sizes, dtype=torch.int32)
         output, received = tensor.new(), split.new()  # like hvd.alltoall_async
-        holders = held_all([tensor, split, output, received])
+        holders = extra_references([tensor, split, output, received])
         handle = mpi_ops._alltoall_async(tensor, split, output, received, self._named(name), self.process_set)
         return SentHandle(handle, holders)
 
