@@ -10,12 +10,14 @@ bucket's gradients and starts to send messages during the backward pass. The las
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
@@ -72,6 +74,7 @@ class DDPCompressor(Compressor):
         self._trained = 0  # number of parameters that the model trains
         self._arrived: list[Arrived] = []
         self._arrived_names: set[str] = set()
+        self._used: set[str] = set()  # parameters with a gradient since the last step
 
     def register(self, model: DistributedDataParallel) -> None:
         """Compress the model's gradients from now on. Call it once on every rank, before the first backward pass.
@@ -104,6 +107,7 @@ class DDPCompressor(Compressor):
         self._check_parameters(model)
         model.register_comm_hook(None, self._reduce)
         self._model = weakref.ref(model)
+        self._note_used()
 
     def compress(self, tensor: object) -> None:
         """Raise TypeError: this is the compressor for DistributedDataParallel, where Horovod needs its own."""
@@ -141,6 +145,19 @@ class DDPCompressor(Compressor):
                 f"this compression was built with parameters that the model does not train: {some(foreign)}. Build "
                 "it from the model's own named_parameters()"
             )
+
+    def _note_used(self) -> None:
+        """Note from now on which parameters receive a gradient.
+
+        A gradient does not tell it: for a parameter that was not used, DDP passes what its `grad` still has, and the
+        gradient of one that was used may be zero.
+        """
+        trained = {name: self._parameters[name] for name in self._parameters if self._parameters[name].requires_grad}
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name))
+            for name, parameter in trained.items()
+        ]
+        weakref.finalize(self, _remove, handles)  # the parameters may live on, under another DDP
 
     @torch.no_grad()
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -205,10 +222,11 @@ class DDPCompressor(Compressor):
                 "sparse=False"
             )
         gradients = list(map(_in_order, bucket.gradients(), bucket.parameters()))
-        used = self._used(gradients)
+        # If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
+        unused = {name for name in names if name not in self._used} if self._leaves_out() else ()
         entries, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
-        for name, gradient, is_used in zip(names, gradients, used, strict=True):
-            entry = self._entry(name, gradient, not is_used)
+        for name, gradient in zip(names, gradients, strict=True):
+            entry = self._entry(name, gradient, name in unused)
             carried = self._step.add(entry)
             entries.append(entry)
             if not entry.carries_token:
@@ -217,15 +235,6 @@ class DDPCompressor(Compressor):
         self._arrived.append(Arrived(buffer, future, entries, [one.numel() for one in sums], pending))
         self._arrived_names.update(names)
         return future
-
-    def _used(self, gradients: list[torch.Tensor]) -> list[bool]:
-        """Return for each parameter of a bucket whether this rank used it. DDP passes zeros for unused parameters.
-
-        If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
-        """
-        if not self._leaves_out():
-            return [True] * len(gradients)
-        return torch.stack([gradient.any() for gradient in gradients]).tolist()
 
     def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
         """Start one all-reduce that sums tensors, [n] each: in place, if it is one or if they fill the buffer."""
@@ -258,6 +267,7 @@ class DDPCompressor(Compressor):
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
         self._arrived, self._arrived_names = [], set()
+        self._used.clear()
 
     def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
         """Write the reduced gradients to the bucket. means: the means of the tensors sent dense, in their order."""
@@ -302,6 +312,15 @@ def _check_options(model: DistributedDataParallel) -> None:
             raise ValueError(f"hvd_sparse does not work with {option.lstrip('_')} of DistributedDataParallel: {remedy}")
     if model._comm_hooks:
         raise ValueError("the model has a communication hook already: register a compression on a new one")
+
+
+def _note(used: set[str], name: str, parameter: torch.Tensor) -> None:
+    used.add(name)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """DDP loses no gradient: in every kind of step, delivered gradients and residuals add up to the input."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +102,44 @@ def test_a_static_graph_that_leaves_out_a_parameter():
         reduced = trainer.reduced(balance.gradients(step, ["body.weight", "scale"]))
         balance.deliver(reduced)
     balance.check()
+
+
+@pytest.mark.parametrize("method", ["dgc", "dgc, joint", "dgc, dense"])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_gradient_of_zeros_is_that_of_a_parameter_that_was_used(option, method):
+    """As of a hinge loss: residual and velocity decay and are sent, as they are without the option."""
+    name, settings = WITH_MOMENTUM[method]
+    trainers = Trainer(name, **settings), Trainer(name, ddp={option: True}, **settings)
+    for step in range(8):
+        gradients = draw(SHAPES, step, dist.get_rank())
+        if step % 3 == 2:
+            gradients |= {one: np.zeros(SHAPES[one]) for one in SHAPES if dist.get_rank() == 0 or one == "body.bias"}
+        for trainer in trainers:
+            trainer.step(gradients)
+    plain, other = (dict(trainer.model.named()) for trainer in trainers)
+    for one in SHAPES:
+        assert torch.equal(plain[one], other[one]), one
+
+
+@pytest.mark.parametrize("method", ["dgc", "dgc, joint", "dgc, dense", "samomentum"])
+def test_what_the_grad_of_an_unused_parameter_still_has_is_not_sent(method):
+    """As of two networks in one DDP whose optimizers set only their own gradients to zero."""
+    name, settings = WITH_MOMENTUM[method]
+    trainers = [Trainer(name, ddp={"find_unused_parameters": True}, **settings) for _ in range(2)]
+    for step in range(8):
+        here = sorted(SHAPES)[step % 2 :: 2]
+        gradients = draw({one: SHAPES[one] for one in here}, step, dist.get_rank())
+        for trainer, cleared in zip(trainers, (SHAPES, here), strict=True):
+            for one in cleared:
+                trainer.model[one].grad = None
+            trainer.backward(gradients)
+            with torch.no_grad():
+                for one in here:
+                    trainer.model[one].sub_(0.1 * trainer.model[one].grad)
+    for one in SHAPES:
+        assert torch.equal(trainers[0].model[one], trainers[1].model[one]), one
+        for kind, buffer in trainers[0].buffers(one).items():
+            assert torch.equal(buffer, trainers[1].buffer(one, kind)), (one, kind)
 
 
 @pytest.mark.parametrize("view", [False, True])
