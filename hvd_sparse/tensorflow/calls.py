@@ -23,6 +23,7 @@ from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.variables import Variables
 from hvd_sparse.units import REDUCTIONS
 
+SCALER_V1 = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
 NOT_SCALED = (
     "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
     "clip_norm and weight_decay are in wrong units. Scale the loss inside the tape, loss = "
@@ -47,7 +48,7 @@ class Call:
     process_set: hvd.ProcessSet
     optimizer: object  # the calling Keras or v1 optimizer, None under a tape
     passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
-    scaler: Any  # Keras' loss scaler, which unscales the result; None without one, or under a tape
+    scaler: Any  # the loss scaler of Keras or TensorFlow 1 that unscales the result; None without one, or under a tape
     sums_passes: bool  # whether Horovod's Keras optimizer sums several backward passes before
     applier: Any  # under a tape: `self.optimizer` of a caller, such as a model with a train_step; None without one
 
@@ -82,8 +83,8 @@ def find_call(tensor) -> Call | None:
                 in_order = not isinstance(local(frame, "groups"), list)
         elif hasattr(owner, "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
             helper = owner
-        elif hasattr(owner, "get_unscaled_gradients"):  # around Horovod's optimizer
-            scaler = owner
+        elif hasattr(owner, "get_unscaled_gradients") or (optimizer is not None and isinstance(owner, SCALER_V1)):
+            scaler = owner  # around Horovod's optimizer
         elif optimizer is None and hasattr(owner, "apply_gradients"):
             optimizer = owner
         elif applier is None:
@@ -96,6 +97,19 @@ def find_call(tensor) -> Call | None:
     reduction, process_set = known["reduction"], known["process_set"]
     applier = applier if optimizer is None and scaler is None else None
     return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None, applier)
+
+
+def loss_scale_of(scaler) -> tf.Tensor | None:
+    """Return the loss scale of a `Call.scaler`, a float64 scalar; None without one."""
+    if scaler is None:
+        return None
+    return tf.cast(scaler._loss_scale() if isinstance(scaler, SCALER_V1) else scaler.loss_scale, tf.float64)
+
+
+def _is_dynamic(scaler) -> bool:
+    if isinstance(scaler, SCALER_V1):
+        return scaler._doing_dynamic_loss_scaling()
+    return getattr(scaler, "dynamic", False)
 
 
 def _holds(gradients, tensor) -> bool:
@@ -144,7 +158,7 @@ def check_call(call: Call, exchange: Exchange) -> None:
     if call.reduction not in (hvd.Average, hvd.Sum):
         raise ValueError(f"hvd_sparse: {REDUCTIONS}, got op={call.reduction}")
     exchange.check_process_set(call.process_set)
-    if call.sums_passes and getattr(call.scaler, "dynamic", False):
+    if call.sums_passes and _is_dynamic(call.scaler):
         raise ValueError(
             "hvd_sparse: a LossScaleOptimizer changes its scale where a single rank's pass overflows, if Horovod sums "
             "several passes: use backward_passes_per_step=1, or LossScaleOptimizer(..., dynamic=False, initial_scale=S)"

@@ -25,6 +25,7 @@ from hvd_sparse.tensorflow.calls import (
     check_optimizer,
     find_call,
     is_stand_in,
+    loss_scale_of,
     makes_optimizer,
     warn_of_turns,
     warn_of_twins,
@@ -357,8 +358,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
         reduction = 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
-        scale = None if call.scaler is None else tf.cast(call.scaler.loss_scale, tf.float64)
-        return reduction, call.passes, scale
+        return reduction, call.passes, loss_scale_of(call.scaler)
 
 
 class Compression(CompressionMethods[Any, SparseCompressor]):

@@ -128,7 +128,7 @@ def evaluate(values: list, session) -> list:
         return [np.array(value.numpy()) for value in values]
     _refuse_tracing()
     check_session(session)
-    return session.run(values)
+    return _run_alone(session, values)
 
 
 def assign_all(changes: Iterable[tuple[tf.Variable, np.ndarray]], session) -> None:
@@ -140,7 +140,14 @@ def assign_all(changes: Iterable[tuple[tf.Variable, np.ndarray]], session) -> No
         return
     check_session(session)
     starts = [(variable.initializer, value) for variable, value in changes]  # an operation's inputs: variable, value
-    session.run([start for start, _ in starts], {start.inputs[1]: value for start, value in starts})
+    _run_alone(session, [start for start, _ in starts], {start.inputs[1]: value for start, value in starts})
+
+
+def _run_alone(session, *what):
+    """Run operations in a session without the hooks of a monitored one: what these add may take a training step."""
+    if not hasattr(session, "run_step_fn"):
+        return session.run(*what)
+    return session.run_step_fn(lambda step_context: step_context.session.run(*what))
 
 
 def check_session(session) -> None:

@@ -106,7 +106,7 @@ class Step:
         """Build a step for these gradients in the current graph; return an entry for each, and their shared `Round`.
 
         factors: the factor for sums over ranks; the number of backward passes, summed in each gradient, by which
-        Horovod divides the result to average them; the loss scale of Keras' scaler, or None. suffix: distinguishes
+        Horovod divides the result to average them; the loss scale of the scaler, or None. suffix: distinguishes
         several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
         step with the number of steps so far.
         """

@@ -117,6 +117,50 @@ def test_a_finalized_graph():
                     call()
 
 
+def test_the_hooks_of_a_monitored_session_take_no_step_when_the_state_is_read():
+    """A hook that logs the reduced gradients would compress once more, on rank 0 alone."""
+    with tf.Graph().as_default():
+        weight = v1.get_variable("w", SHAPES["w"], initializer=v1.zeros_initializer())
+        compression = Compression.dgc([weight], density=0.05, min_numel=100)
+        optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(LR), compression=compression)
+        reduced = optimizer.compute_gradients(tf.reduce_sum(weight * gradients_of(0, hvd.rank())["w"]), [weight])
+        step = optimizer.apply_gradients(reduced)
+        hooks = [v1.train.LoggingTensorHook({"norm": tf.norm(reduced[0][0])}, every_n_iter=1)]
+        with v1.train.MonitoredTrainingSession(hooks=hooks if hvd.rank() == 0 else []) as session:
+            for number in range(3):
+                session.run(step)
+                assert compression.stats(session=session)["steps"] == number + 1
+                assert compression.state_dict(session=session)["step"] == number + 1
+            compression.reset(session=session)
+            assert compression.state_dict(session=session)["step"] == 0
+
+
+@pytest.mark.parametrize("scale", [v1.mixed_precision.FixedLossScale, v1.mixed_precision.DynamicLossScale])
+def test_a_loss_scaler_around_horovods_optimizer_changes_nothing(scale):
+    """Clipping, weight decay and residuals are in units of the loss that is not scaled."""
+
+    def train(scaler):
+        with tf.Graph().as_default():
+            weight = v1.get_variable("w", SHAPES["w"], initializer=v1.ones_initializer())
+            fed = v1.placeholder(tf.float32, SHAPES["w"])
+            settings = {"momentum": 0.5, "clip_norm": 1.0, "weight_decay": 0.1, "dense_fallback": None}
+            compression = Compression.dgc([weight], density=0.1, min_numel=100, **settings)
+            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(LR), compression=compression)
+            step = scaler(optimizer).minimize(tf.reduce_sum(weight * fed), var_list=[weight])
+            with v1.Session() as session:
+                start(session)
+                for number in range(6):
+                    session.run(step, {fed: gradients_of(number, hvd.rank())["w"]})
+                residual = compression.state_dict(session=session)["memory"]["w"]["residual"]
+                return session.run(weight), residual
+
+    wrap = v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    plain, scaled = train(lambda optimizer: optimizer), train(lambda optimizer: wrap(optimizer, scale(1024.0)))
+    for expected, found in zip(plain, scaled, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    assert np.abs(plain[1]).max() > 0.01
+
+
 def test_states_are_not_constants_of_the_graph():
     """A graph never frees its constants, and may have 2 GiB."""
     with tf.Graph().as_default() as graph:
