@@ -54,19 +54,28 @@ class Step:
         self.expected: tuple[str, ...] = ()
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
         self._frozen_everywhere: frozenset[str] = frozenset()  # the same, in this step
-        self.entries: dict[str, Entry] = {}
         self._plan: list[Bucket] = []
         self._plan_key: tuple | None = None
-        self._bucket_of: dict[str, Bucket | DenseBucket] = {}
-        self._deferred: list[Bucket] = []
-        self._collectives: list[Pending] = []
         self._tokens, self._clips_model = Tokens(), algorithm.clips == "model"
         self._scatter = ReduceScatter(exchange)
-        self._dense: frozenset[str] = frozenset()  # tensors sent dense in this step
-        self._reduced_by_backend: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # start of this step; time since the previous start
         self.damage = torch.zeros(2, dtype=torch.int64)  # status of the last decode on CUDA: recorded, not raised
+
+        # What `begin` sets anew for each step:
+        self.number = self.rank = 0
+        self.units: Units
+        self.entries: dict[str, Entry] = {}
+        self._awaited: set[str] = set()  # expected tensors that have not been added
+        self._is_sealed = False  # whether no tensor can be added to the planned buckets any more
+        self._dense: frozenset[str] = frozenset()  # tensors sent dense
+        self._reduced_by_backend: frozenset[str] = frozenset()  # of these, sent in Horovod's own all-reduces
+        self._bucket_of: dict[str, Bucket | DenseBucket] = {}
+        self._deferred: list[Bucket] = []
+        self._late: list[Bucket] = []
+        self._collectives: list[Pending] = []
+        self._votes: list[Pending] = []
+        self._presence: Presence
 
     @property
     def thresholds(self) -> Mapping:
