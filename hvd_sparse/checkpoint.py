@@ -2,9 +2,10 @@
 
 {"version": int, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool,
  "memory": {parameter: {buffer: float32[n]}}, "thresholds": {name: float64[numbers]},
- "regions": [(parameters of a message, bounds), ...]}
+ "regions": [(parameters of a message, bounds), ...], "buffers": int}
 
-Rank and shard, of a hierarchical exchange, tell whose state it is; older states lack them.
+Rank and shard, of a hierarchical exchange, tell whose state it is; older states lack them. "buffers" is the number of
+buffers in a state of one rank that PyTorch's compressor has saved: it allocates them only as gradients come.
 
 Thresholds are those that persist across steps, one per parameter or one for the "model". A summed state has none, as a
 threshold belongs to one rank's residual; it is computed again for a share of the sum. The same holds for the regions of
@@ -60,6 +61,12 @@ def check_state(
                     f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
                     "training diverged"
                 )
+    count = sum(map(len, state["memory"].values()))
+    if count < state.get("buffers", 0):
+        raise ValueError(
+            f"the state has {count} buffers, and had {state['buffers']} when saved: torch.distributed.checkpoint "
+            "restores only what the state given to it has. Save and load state_dict(summed=True) instead"
+        )
     found = {name: on_host(numbers) for name, numbers in state["thresholds"].items()}
     expected = {} if state["summed"] else dict(thresholds)
     if {name: numbers.size for name, numbers in found.items()} != expected:

@@ -1,5 +1,6 @@
 """What a stage knows of the batch that passes through it."""
 
+from hvd_sparse.model_parallel import tree
 from hvd_sparse.model_parallel.message import Head, Tensor
 
 
@@ -29,3 +30,16 @@ class Batch:
         self.losses: list = []
         self.outputs: list[list] = []
         self.output_structure = None
+
+    def add_outputs(self, run: Pass, structure) -> None:
+        """Keep a micro-batch's outputs; ValueError if those of several cannot be joined along the first dimension."""
+        for name, leaf in zip(tree.names(structure), run.outputs, strict=True):
+            shape = tuple(getattr(leaf, "shape", ()))
+            if run.head.micros > 1 and shape[:1] != (run.head.rows,):
+                raise ValueError(
+                    "predict joins the outputs of micro-batches along the first dimension, which must count samples: "
+                    f"output {name!r} has shape {list(shape)} for {run.head.rows} samples. Build another pipeline with "
+                    "micro_batches=1, or let the stage leave this output out"
+                )
+        self.outputs.append(run.outputs)
+        self.output_structure = structure

@@ -118,15 +118,18 @@ class Pipeline(abc.ABC):
             inputs: As for `step`.
 
         Returns:
-            The last stage's outputs, on the last stage; None elsewhere.
+            The last stage's outputs, on the last stage; None elsewhere. Those of several micro-batches are joined along
+            the first dimension.
 
         Raises:
+            ValueError: There are several micro-batches, and an output's first dimension does not count samples.
             PipelineError: As `step`; likewise the other exceptions.
         """
         _, batch = self._guarded(self._run, inputs, None, self._next_batch(training=False, compares=False))
         if not self.is_last:
             return None
-        leaves = [self._concatenate(list(parts)) for parts in zip(*batch.outputs, strict=True)]
+        parts = zip(*batch.outputs, strict=True)
+        leaves = [self._concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
         return tree.unflatten(leaves, batch.output_structure)
 
     def stats(self) -> dict:
@@ -330,8 +333,7 @@ class Pipeline(abc.ABC):
         if not self.is_last:
             self._pass_on(run, structure, batch)
         elif not batch.compares:
-            batch.outputs.append(run.outputs)
-            batch.output_structure = structure
+            batch.add_outputs(run, structure)
         else:
             batch.losses.append(run.loss)
         if batch.training:

@@ -137,9 +137,9 @@ class Compressor(abc.ABC):
             state: A result of `state_dict`. The ranks divide a summed state.
 
         Raises:
-            ValueError: On any rank the state belongs to other parameters or another method, has NaN or infinity in a
-                buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
-                job), before anything has changed.
+            ValueError: On any rank the state belongs to other parameters or another method, lacks buffers that it had
+                when it was saved, has NaN or infinity in a buffer, or is not summed and the world size has changed.
+                Raised on every rank (except in an elastic job), before anything has changed.
             RuntimeError: Another rank is in a step, or did not call within 600 s.
         """
         with self._lock:

@@ -210,7 +210,6 @@ class DDPCompressor(Compressor):
             self._agree()
         self._arrived, self._arrived_names = [], set()
         self._collectives.leaves_out = self._leaves_out()
-        self._optimizer_checks.before_reduction()
         self._begin()
 
     def _take(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
@@ -263,7 +262,7 @@ class DDPCompressor(Compressor):
                 self._put(arrived.entries, means, scale)
         self._end()
         if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
-            self._optimizer_checks.is_due = True
+            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._used)
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
         self._arrived, self._arrived_names = [], set()

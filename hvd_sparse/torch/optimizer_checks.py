@@ -25,7 +25,8 @@ OLD_SCALE = (
 TWO_PASSES = (
     "hvd_sparse: two backward passes without an optimizer step between them: each counts as a step of the compression, "
     "the second compresses the first one's reduced gradient again, and momentum grows without bound. Accumulate in "
-    "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either"
+    "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either: "
+    "freeze parameters in a pass that is not to train them"
 )
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
 
@@ -41,12 +42,14 @@ class OptimizerChecks:
 
     def __init__(self, algorithm: Algorithm, parameters: Iterable[torch.Tensor], warns: Callable[[], bool]):
         self._algorithm, self._ids, self._warns = algorithm, {id(parameter) for parameter in parameters}, warns
-        self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: has it these parameters?
+        self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: number of its groups, own ids
+        self._told_of_momentum: weakref.WeakSet = weakref.WeakSet()
         self.is_used = False  # whether it has compressed
         self.is_scaled = False  # whether a loss scale was set
         self.scale = 1.0  # the loss scale of the last step
-        self.is_due = False  # whether an optimizer has yet to step with the reduced gradients
-        self._has_stepped = self._has_told = False
+        self._due: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
+        self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
+        self._has_told = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
         for other in [other for other in _checks if other._ids & self._ids]:
             _checks.discard(other)
@@ -57,15 +60,12 @@ class OptimizerChecks:
         """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum."""
         if not self.is_used:
             return
-        is_new = optimizer not in self._known
-        if is_new:
-            groups = optimizer.param_groups
-            self._known[optimizer] = any(id(one) in self._ids for group in groups for one in group["params"])
-        if not self._known[optimizer]:
+        own = self._own_ids(optimizer)
+        if not own:
             return
-        self.is_due, self._has_stepped = False, True
-        if is_new:
-            self._warn_of_momentum(optimizer)
+        self._due -= own
+        self._stepped |= own
+        self._warn_of_momentum(optimizer)
         reduces = getattr(optimizer, "_should_synchronize", False)  # Horovod's: the compressor then raises an error
         scaler = stepping_scaler() if self._needs_scale and not reduces else None
         if scaler is not None and not self.is_scaled:
@@ -73,18 +73,31 @@ class OptimizerChecks:
         if scaler is not None and scaler.get_scale() != self.scale:
             raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self.scale))
 
-    def before_reduction(self) -> None:
-        """Warn once if no optimizer has stepped since the last reduction, though one did before."""
-        if self.is_due and self._has_stepped and not self._has_told:
+    def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Warn once if no optimizer has stepped with one of these since its last reduction, though one did before."""
+        reduced = set(map(id, parameters))
+        if not self._has_told and reduced & self._due & self._stepped:
             self._has_told = True
             if self._warns():
                 warnings.warn(TWO_PASSES, stacklevel=4)
+        self._due |= reduced
+
+    def _own_ids(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return which parameters of this compressor an optimizer has, also in groups that were added later."""
+        count, own = self._known.get(optimizer, (0, set()))
+        groups = optimizer.param_groups
+        if len(groups) > count:
+            own = own | {id(one) for group in groups[count:] for one in group["params"]} & self._ids
+            self._known[optimizer] = len(groups), own
+        return own
 
     def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once of each optimizer; in any step, as a scheduler or load_state_dict may set the momentum later."""
         inner = self._algorithm.local_momentum
-        if inner > 0.0 and self._warns():
+        if inner > 0.0 and optimizer not in self._told_of_momentum and self._warns():
             outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
             if outer > 0.0:
+                self._told_of_momentum.add(optimizer)
                 warnings.warn(two_momenta(outer, self._algorithm.name, inner), stacklevel=5)
 
 

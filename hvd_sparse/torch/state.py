@@ -24,7 +24,8 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
     state = {"version": VERSION, "step": number, "summed": summed, **_identity(step, exchange)}
-    return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
+    count = {} if summed else {"buffers": sum(map(len, memory.values()))}
+    return {**state, "memory": memory, "thresholds": thresholds, "regions": regions, **count}
 
 
 def _identity(step: Step | HierarchicalStep, exchange: Exchange) -> dict[str, int | None]:

@@ -1,5 +1,6 @@
 """What a pipeline refuses, with an error on all stages; and what stages may do with their inputs."""
 
+import re
 import time
 
 import numpy as np
@@ -110,6 +111,30 @@ def test_a_type_that_messages_cannot_have_is_refused():
 
     with pytest.raises((TypeError, PipelineError), match="output 'output' of a stage must have one of the dtypes"):
         pipeline(Tiny(3, 3)).predict(ZEROS)
+
+
+class Pair(torch.nn.Module):
+    """The last stage returns a second output, whose first dimension does not count samples."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.second = second
+
+    def forward(self, x):
+        return (x, self.second(x)) if LAST else x
+
+
+@pytest.mark.parametrize(("second", "shape"), [(torch.sum, []), (torch.t, [3, 2])], ids=["scalar", "transposed"])
+def test_predictions_join_only_what_counts_samples(second, shape):
+    inputs = torch.arange(12.0).reshape(4, 3)
+    with pipeline(Pair(second)) as one:
+        found = one.predict(inputs)
+    if LAST:
+        assert torch.equal(found[0], inputs) and torch.equal(found[1], second(inputs))
+    with pytest.raises((ValueError, PipelineError), match=re.escape(f"output '1' has shape {shape} for 2 samples")):
+        with pipeline(Pair(second), micro_batches=2) as one:
+            one.predict(inputs)
+            one.evaluate(inputs, inputs)  # stages but the last may only be told now
 
 
 @several

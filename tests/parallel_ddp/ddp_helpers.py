@@ -125,3 +125,10 @@ def assert_alive():
     ones = torch.ones(3)
     dist.all_reduce(ones)
     assert ones.tolist() == [dist.get_world_size()] * 3
+
+
+def shared_folder(tmp_path):
+    """Return the path of the first rank's temporary folder, on all ranks."""
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths)
+    return paths[0]

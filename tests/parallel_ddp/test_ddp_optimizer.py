@@ -143,6 +143,39 @@ def test_two_reductions_before_an_optimizer_step_are_warned_of_once(loop, warned
     assert len(told) == (warned and dist.get_rank() == 0)
 
 
+class Adversaries(nn.Module):
+    """A generator and a discriminator under one DistributedDataParallel."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, noise, trains_generator):
+        made = self.generator(noise)
+        return self.discriminator(made if trains_generator else made.detach()).square().mean()
+
+
+@pytest.mark.parametrize("loop", ["frozen", "discarded", "together"])
+def test_discarded_gradients_are_warned_of_once(loop):
+    """Frozen in the generator's pass, the discriminator has no gradient there; otherwise it has one, which is lost."""
+    model = DistributedDataParallel(Adversaries(), find_unused_parameters=True)
+    Compression.dgc(model.module.named_parameters(), min_numel=0).register(model)
+    halves = [model.module.discriminator, model.module.generator]
+    optimizers = [sgd(half.parameters()) for half in halves]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for number, optimizer in enumerate(optimizers):
+                model.zero_grad()
+                halves[0].requires_grad_(number == 0 or loop != "frozen")
+                model(torch.ones(2, 8), trains_generator=number == 1 or loop == "together").backward()
+                for one in optimizers if loop == "together" else [optimizer]:
+                    one.step()
+                halves[0].requires_grad_(True)
+    told = [one for one in caught if "Do not discard reduced gradients" in str(one.message)]
+    assert len(told) == (loop == "discarded" and dist.get_rank() == 0)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "warned"),
     [
@@ -162,3 +195,31 @@ def test_a_second_momentum_is_warned_of_once(optimizer, warned):
             other.step()
     messages = [str(one.message) for one in caught if "Set the optimizer's to 0" in str(one.message)]
     assert len(messages) == (warned and dist.get_rank() == 0)
+
+
+def schedule(model, optimizer):
+    torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1)  # sets a momentum
+
+
+def load(model, optimizer):
+    optimizer.load_state_dict(torch.optim.SGD([optimizer.param_groups[0]["params"][0]], 0.1, momentum=0.9).state_dict())
+
+
+def add_group(model, optimizer):
+    optimizer.add_param_group({"params": [model.module.bias], "momentum": 0.9})
+
+
+@pytest.mark.parametrize("change", [schedule, load, add_group])
+@pytest.mark.parametrize("has_none", [False, True], ids=["of the weight", "of another model"])
+def test_a_momentum_that_comes_later_is_warned_of_once(change, has_none):
+    model, _, _ = build(sgd)
+    optimizer = sgd([nn.Parameter(torch.zeros(3)) if has_none else model.module.weight])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 2:
+                change(model, optimizer)
+            loss_of(model).backward()
+            optimizer.step()
+    messages = [one for one in caught if "Set the optimizer's to 0" in str(one.message)]
+    assert len(messages) == (dist.get_rank() == 0 and not (has_none and change is not add_group))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_helpers import ALONE, Balance, Trainer, assert_alive, assert_ranks_agree, everywhere
+import torch.distributed.checkpoint as dcp
+from ddp_helpers import ALONE, Balance, Trainer, assert_alive, assert_ranks_agree, everywhere, shared_folder
 from gradients import SCOPES, SHAPES, draw, whole_numbers
 
 SETTINGS = {"density": 0.03, "min_numel": 100}
@@ -64,6 +65,38 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all():
     with pytest.raises(ValueError, match=r"head\.weight"):
         trainer.compression.load_state_dict(state)
     assert torch.equal(trainer.buffer("head.weight"), before)
+    assert_alive()
+
+
+@pytest.mark.parametrize("method", ["dgc", "dct"])
+def test_a_distributed_checkpoint_of_the_sum_has_all_residuals(method, tmp_path):
+    """torch.distributed.checkpoint writes into a state of the new compressor."""
+    trainer, path = Trainer(method, **SETTINGS), shared_folder(tmp_path)
+    for step in range(3):
+        trainer.step(whole_numbers(SHAPES, step, dist.get_rank()))
+    summed = trainer.compression.state_dict(summed=True)
+    dcp.save({"compression": summed}, checkpoint_id=path)
+    other = Trainer(method, **SETTINGS)
+    found = {"compression": other.compression.state_dict(summed=True)}
+    dcp.load(found, checkpoint_id=path)
+    other.compression.load_state_dict(found["compression"])
+    again = other.compression.state_dict(summed=True)
+    assert again["step"] == 3 and bool(summed["memory"]["head.weight"]["residual"].any())
+    for name, buffers in summed["memory"].items():
+        assert all(torch.equal(again["memory"][name][kind], buffer) for kind, buffer in buffers.items())
+
+
+@pytest.mark.parametrize("method", ["dgc", "dct"])
+def test_a_distributed_checkpoint_that_cannot_restore_residuals_is_refused(method, tmp_path):
+    trainer, path, key = Trainer(method, **SETTINGS), shared_folder(tmp_path), f"compression.{dist.get_rank()}"
+    trainer.step(draw(SHAPES, 0, dist.get_rank()))
+    dcp.save({key: trainer.compression.state_dict()}, checkpoint_id=path)
+    other = Trainer(method, **SETTINGS)
+    found = {key: other.compression.state_dict()}
+    dcp.load(found, checkpoint_id=path)
+    with pytest.raises(ValueError, match=r"the state has 0 buffers, .* Save and load state_dict\(summed=True\)"):
+        other.compression.load_state_dict(found[key])
+    assert other.compression.state_dict()["step"] == 0
     assert_alive()
 
 

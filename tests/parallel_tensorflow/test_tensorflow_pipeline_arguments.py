@@ -1,5 +1,7 @@
 """What a pipeline refuses, with an error on all stages."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -91,3 +93,23 @@ def test_a_type_that_messages_cannot_have_is_refused():
 
     with pytest.raises((TypeError, PipelineError), match="output 'output' of a stage must have one of the dtypes"):
         pipeline(Tiny(3)).predict(ZEROS)
+
+
+@pytest.mark.parametrize(
+    ("second", "shape"), [(tf.reduce_sum, []), (tf.transpose, [3, 2])], ids=["scalar", "transposed"]
+)
+def test_predictions_join_only_what_counts_samples(second, shape):
+    class Pair(tf.keras.layers.Layer):
+        def call(self, x):
+            return (x, second(x)) if LAST else x
+
+    inputs = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with pipeline(Pair()) as one:
+        found = one.predict(inputs)
+    if LAST:
+        np.testing.assert_array_equal(found[0], inputs)
+        np.testing.assert_array_equal(found[1], inputs.sum() if shape == [] else inputs.T)
+    with pytest.raises((ValueError, PipelineError), match=re.escape(f"output '1' has shape {shape} for 2 samples")):
+        with pipeline(Pair(), micro_batches=2) as one:
+            one.predict(inputs)
+            one.evaluate(inputs, inputs)  # stages but the last may only be told now
