@@ -117,8 +117,8 @@ def test_a_gradient_of_zeros_is_that_of_a_parameter_that_was_used(option, method
         for trainer in trainers:
             trainer.step(gradients)
     plain, other = (dict(trainer.model.named()) for trainer in trainers)
-    for one in SHAPES:
-        assert torch.equal(plain[one], other[one]), one
+    for one in SHAPES:  # the option changes DDP's buckets, in which dense sums of three ranks and more are rounded
+        torch.testing.assert_close(other[one], plain[one], rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["dgc", "dgc, joint", "dgc, dense", "samomentum"])
