@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+RENAMED = (
+    "other names for the same shapes: with Keras, call tf.keras.backend.clear_session() before you build the model, or "
+    "name its layers"
+)
+
 
 class Piece(NamedTuple):
     """A part of a tensor: elements [begin, end) of the flat vector. is_dense: it is always sent dense."""
@@ -84,6 +89,11 @@ class ParameterLayout:
     def digest(self) -> str:
         """Return a hash of the names, the shapes and their order, as 16 hexadecimal digits."""
         return hashlib.sha256(repr(list(self.shapes.items())).encode()).hexdigest()[:16]
+
+
+def is_renamed(shapes: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    """Return whether two models, {name: shape}, have tensors of the same shapes under other names."""
+    return {*shapes} != {*others} and sorted(map(str, shapes.values())) == sorted(map(str, others.values()))
 
 
 def _checksum(arrays: Iterable[np.ndarray]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hvd_sparse.parameter_server.layout import ParameterLayout
+from hvd_sparse.parameter_server.layout import RENAMED, ParameterLayout, is_renamed
 
 
 def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
@@ -13,12 +13,13 @@ def flattened(buffers: Mapping[str, np.ndarray] | None) -> np.ndarray:
     return np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in (buffers or {}).values())])
 
 
-def split_buffers(flat: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Return the parts of concatenated buffers, given the number of elements of each; ValueError if it is another."""
-    if sum(sizes.values()) != flat.size:
-        raise ValueError(f"buffers must have {flat.size} elements, as the first server's; got {sum(sizes.values())}")
-    ends = np.cumsum([0, *sizes.values()]).tolist()
-    return {name: flat[end - size : end] for (name, size), end in zip(sizes.items(), ends[1:], strict=True)}
+def other_buffers(flat: np.ndarray, own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return those of concatenated buffers that differ from this rank's, float32[n]; ValueError if sizes differ."""
+    ends = np.cumsum([0, *(array.size for array in own.values())]).tolist()
+    if ends[-1] != flat.size:
+        raise ValueError(f"buffers must have {flat.size} elements, as the first server's; got {ends[-1]}")
+    parts = {name: flat[begin:end] for name, begin, end in zip(own, ends[:-1], ends[1:], strict=True)}
+    return {name: part for name, part in parts.items() if not np.array_equal(own[name].reshape(-1), part)}
 
 
 def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +39,8 @@ def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[n
         differing = {name for name in {*found, *layout.names} if found.get(name) != layout.shapes.get(name)}
         if differing:
             both = [f"{name}: {found.get(name)} there, {layout.shapes.get(name)} here" for name in sorted(differing)]
-            raise ValueError(f"restore={path!r} is of another model, with other shapes: {'; '.join(both)}")
+            what = RENAMED if is_renamed(found, layout.shapes) else "other shapes"
+            raise ValueError(f"restore={path!r} is of another model, with {what}: {'; '.join(both)}")
         saved = file["buffers"]
         if buffers.size and saved.size not in (0, buffers.size):
             raise ValueError(f"restore={path!r} must have {buffers.size} elements of buffers, got {saved.size}")

@@ -16,7 +16,7 @@ from hvd_sparse import native_changes
 from hvd_sparse._version import __version__
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.layout import ParameterLayout
+from hvd_sparse.parameter_server.layout import RENAMED, ParameterLayout, is_renamed
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
@@ -319,9 +319,11 @@ def introduction(layout: ParameterLayout, method: Method, servers: int = 1) -> l
 def differing(theirs: list[str], ours: list[str]) -> str:
     """Return a description of the first differences of two introductions; an empty string if there are none."""
     in_ours, in_theirs = set(ours), set(theirs)
-    there = [f"{line} there" for line in theirs if line not in in_ours]
-    here = [f"{line} here" for line in ours if line not in in_theirs]
-    return "; ".join(there[:MOST_DIFFERENCES] + here[:MOST_DIFFERENCES])
+    there, here = [line for line in theirs if line not in in_ours], [line for line in ours if line not in in_theirs]
+    shapes = [dict(line.split(" = ", 1) for line in side if line.startswith("tensor ")) for side in (there, here)]
+    what = [RENAMED] if is_renamed(*shapes) else []
+    what += [f"{line} there" for line in there[:MOST_DIFFERENCES]]
+    return "; ".join(what + [f"{line} here" for line in here[:MOST_DIFFERENCES]])
 
 
 def departures(servers: Iterable[Server]) -> dict[int, str]:

@@ -52,10 +52,7 @@ class LocalServers:
         try:
             self._make(parameters, flattened(buffers), restore)
         except BaseException as error:
-            waiting = self._placement.serving_ranks if 0 in self._numbers else []
-            ranks = sorted({*self._placement.workers, *waiting} - {self._rank})
-            for number in self._numbers:
-                tell_failure(self._endpoint(number), ranks, error)
+            self.refuse(error)
             if self._worker_end is not None:
                 self._worker_end.close(TICK)
             raise
@@ -80,6 +77,13 @@ class LocalServers:
         }
         if 0 in self.servers:
             self.servers[0].buffers = buffers
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the workers, and the servers that wait for the first one, why the servers on this rank do not serve."""
+        waiting = self._placement.serving_ranks if 0 in self._numbers else []
+        ranks = sorted({*self._placement.workers, *waiting} - {self._rank})
+        for number in self._numbers:
+            tell_failure(self._endpoint(number), ranks, error)
 
     def run(self) -> None:
         """Serve until all workers have left, the first server in this thread; raise what a server has raised."""

@@ -79,6 +79,7 @@ class Session:
         self.layout = ParameterLayout(shapes, method.min_numel, frozen)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
         self._restores, self._has_served = restore is not None, False
+        self._is_awaited = self.is_server and not self.is_worker  # workers wait for `serve`
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
@@ -102,6 +103,8 @@ class Session:
                 raise
             if self.is_worker:
                 self._local.start(self._local.servers)
+            else:
+                atexit.register(self._close_at_exit)
 
     @property
     def is_server(self) -> bool:
@@ -121,22 +124,29 @@ class Session:
     def serve(self) -> dict[int, str]:
         """Serve until all workers have left. On Ctrl-C or SIGTERM, the server tells the workers and stops.
 
-        A co-located rank serves in a separate thread, so this method returns at once.
+        A co-located rank serves in a separate thread, so this method returns at once. Afterwards the only rank that
+        serves can `save` the model, also if this method has raised.
 
         Returns:
             {worker's rank: reason for leaving}. The reason is an empty string if the worker ended without an error.
 
         Raises:
-            RuntimeError: This rank is not a server.
+            KeyboardInterrupt: Ctrl-C or SIGTERM.
+            TimeoutError: Some workers have not joined, and the others have left, for `timeout` seconds.
+            RuntimeError: This rank is not a server, or has left the run.
         """
         if not self.is_server:
             raise RuntimeError(f"rank {self.rank} is a worker: only ranks {self.placement.serving_ranks} serve")
         if not self.is_worker:
+            if not (self._is_awaited or self._has_served):
+                raise RuntimeError(f"rank {self.rank} has left the run: call serve() before close()")
+            self._is_awaited = False
+            atexit.unregister(self._close_at_exit)
             try:
                 self._local.run()
             finally:
+                self._has_served = True
                 self._release()
-            self._has_served = True
         return departures(self._local.servers.values())
 
     def _join(self, parameters: dict[str, np.ndarray]) -> None:
@@ -215,7 +225,7 @@ class Session:
     def save(self, path: str) -> None:
         """Write the servers' parameters, the averaged buffers and the settings to a file for `connect(restore=)`.
 
-        Call it on a worker; or, for the final model, on the only rank that serves, after `serve` has returned.
+        Call it on a worker; or, for the final model, on the only rank that serves, after `serve`, also if it raised.
 
         Args:
             path: Path of the file, in NumPy's .npz format. If the write is interrupted, it has the old or new model.
@@ -248,7 +258,8 @@ class Session:
     def close(self) -> None:
         """Leave the run, after the last answer. A second call does nothing.
 
-        While an exception is raised, servers receive it as the reason, and no answer is awaited.
+        While an exception is raised, servers receive it as the reason, and no answer is awaited. A server that has not
+        called `serve` tells the workers that it will not.
 
         Raises:
             TimeoutError: The last answer did not come.
@@ -262,8 +273,11 @@ class Session:
         self._close(getattr(sys, "last_value", None))  # the error that ends the interpreter
 
     def _close(self, raised: BaseException | None) -> None:
-        """Leave the run. raised: the error because of which this worker leaves."""
+        """Leave the run. raised: the error because of which this rank leaves."""
         error, last = raised or self._local.error, None
+        if self._is_awaited:
+            self._is_awaited = False
+            self._local.refuse(error or RuntimeError(f"rank {self.rank} has ended without serve()"))
         if self._connection is not None and not error:
             try:
                 self.synchronize()

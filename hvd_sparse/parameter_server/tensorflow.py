@@ -37,7 +37,7 @@ from hvd_sparse.parameter_server.methods import (
     GradientDroppingAsync,
     Method,
 )
-from hvd_sparse.parameter_server.model_file import flattened, split_buffers
+from hvd_sparse.parameter_server.model_file import flattened, other_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow.variables import frozen_variables, trained_and_buffers, unwrapped
@@ -80,7 +80,7 @@ def connect(
     Args:
         model: A Keras 3 model, a built Keras 2 model, a `tf.Module`, or a list of variables, in the same order on all
             ranks. Paths (Keras 3) or names identify variables, with a number if several have the same name. Variables
-            of frozen layers do not change: they must be equal on all ranks.
+            of frozen layers do not change: they must be equal on all ranks. The others train in float32.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
@@ -196,8 +196,9 @@ class TensorFlowSession(Session):
                 self.replaced.add(name)
 
     def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the buffers of a flat vector, by name."""
-        return split_buffers(averages, {name: buffer.shape.num_elements() for name, buffer in self.buffers.items()})
+        """Return the buffers of a flat vector, by name; a buffer that rounds to its average, in float32, as it is."""
+        others = other_buffers(averages, {name: _as_array(buffer) for name, buffer in self.buffers.items()})
+        return {name: others.get(name, buffer.numpy()) for name, buffer in self.buffers.items()}
 
 
 class WorkerFeedback(tf.train.experimental.PythonState):
@@ -241,8 +242,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
 
     Momentum is the method's. `iterations`, int64, counts the steps of this worker; the density's schedule goes by it.
     `tf.train.Checkpoint(optimizer=optimizer)` saves iterations and the worker's error feedback; so do `state_dict`
-    and `load_state_dict`. What is raised while a step runs in a `tf.function` arrives as a tf.errors.OpError that
-    quotes it.
+    and `load_state_dict`.
 
     Args:
         session: The worker's session.
@@ -301,6 +301,8 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
             TypeError: A gradient is not of real numbers.
             TimeoutError: The servers do not answer; ServerRefused: they have stopped, or differ from this worker.
             RuntimeError: This rank has left the run, the server on it has stopped, or this is a graph of TF 1.
+            tf.errors.OpError: A step within a `tf.function` raised one of these, which it quotes. After ServerRefused
+                it is tf.errors.UnknownError, and `TensorFlowSession.close` raises ServerRefused.
         """
         gradients = {}
         for gradient, variable in grads_and_vars:
@@ -311,16 +313,15 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
                 gradients[name] = _dense(name, gradient, self.session.tensors[name])
         if not gradients:
             raise ValueError("grads_and_vars must have a gradient, got none: does the loss depend on the variables?")
+        names = list(gradients)
         if tf.executing_eagerly():
-            self._step(list(gradients), *gradients.values())
+            self._step(names, *gradients.values())
             return self.iterations
         if not tf.inside_function():
             raise RuntimeError("apply_gradients must be called eagerly or in a tf.function, not in a graph of TF 1")
         handles = [variable.handle for variable in self._touched()]
         # The handles are for the order: what reads or writes these variables before in the graph is done before.
-        tf.py_function(
-            lambda *values: self._step(list(gradients), *values[len(handles) :]), [*handles, *gradients.values()], []
-        )
+        tf.py_function(lambda *values: self._step(names, *values[len(handles) :]), [*handles, *gradients.values()], [])
         return self.iterations
 
     def state_dict(self) -> dict:
@@ -362,10 +363,8 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     def _name_of(self, variable) -> str:
         name = self._names.get(id(unwrapped(variable)))
         if name is None:
-            known = ", ".join(self.session.tensors)
-            raise ValueError(
-                f"{getattr(variable, 'name', variable)!r} is none of the variables that were connected: {known}"
-            )
+            given, known = getattr(variable, "name", variable), ", ".join(self.session.tensors)
+            raise ValueError(f"{given!r} is none of the variables that were connected: {known}")
         return name
 
 

@@ -10,9 +10,10 @@
 
 Each worker has its own buffers, such as the running statistics of batch normalisation. When a worker sends them, the
 first server moves its average by 1 / workers towards them; `global_state_dict` returns the average. Integer buffers,
-such as batch counts, come from the worker that calls it.
+such as batch counts, and buffers that appear or change their size after `connect` come from the worker that calls it.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,7 +31,7 @@ from hvd_sparse.parameter_server.methods import (
     GradientDroppingAsync,
     Method,
 )
-from hvd_sparse.parameter_server.model_file import flattened, split_buffers
+from hvd_sparse.parameter_server.model_file import flattened, other_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
 
@@ -69,8 +70,8 @@ def connect(
     Workers wait until the servers have sent the parameters.
 
     Args:
-        model: A module, or its named parameters. Parameters that need no gradient do not change:
-            they must be equal on all ranks.
+        model: A module, or its named parameters. Parameters that need no gradient do not change: they must be equal on
+            all ranks. The others train in float32, whatever their type.
         method: `DGS(...)`, `DGCAsync(...)`, `GradientDroppingAsync(...)`, `DCTAsync(...)`, `ASGD()` or `MSGD(...)`, the
             same on all ranks.
         servers: Number of server ranks, the last ones, which do not train; or "colocated": every rank trains, and
@@ -113,18 +114,21 @@ class TorchSession(Session):
                 raise ValueError(f"{name} and {names[id(parameter)]} are one parameter: give it under one name")
             if not parameter.is_floating_point():
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
-        arrays, buffers = _as_arrays(self.tensors), _as_arrays(self._buffers())
-        super().__init__(arrays, method, buffers, frozen, **options)
+        arrays = _as_arrays(self.tensors)
+        self._sent = _as_arrays(self._buffers())  # the buffers that are averaged, as they were last sent
+        super().__init__(arrays, method, self._sent, frozen, **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
     def _take_model(self) -> None:
         """Take over the servers' parameters and buffers."""
         self.synchronize()
-        if buffers := self._buffers():
+        if self._sent:
+            averages = self._split(self._averages())
             with torch.no_grad():
-                for name, average in self._split(self._averages()).items():
-                    buffers[name].copy_(average)
+                for name, buffer in self._averaged().items():
+                    buffer.copy_(averages[name])
+            self._sent |= _as_arrays(self._averaged())
 
     def optimizer(self, params=None, *, lr: float, weight_decay: float = 0.0) -> "AsynchronousOptimizer":
         """Return the optimizer of a worker.
@@ -155,12 +159,15 @@ class TorchSession(Session):
     def share_buffers(self) -> None:
         """Send this worker's floating-point buffers into the average, as its optimizer does every ten steps.
 
+        These are the buffers that the model had at `connect`. One that is gone or has another size since is sent as it
+        was before.
+
         Raises:
             RuntimeError: This rank is no worker, or has left the run.
         """
-        buffers = self._buffers()
-        if buffers:
-            self._share(flattened(_as_arrays(buffers)))
+        if self._sent:
+            self._sent |= _as_arrays(self._averaged())
+            self._share(flattened(self._sent))
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the servers' current model, for a checkpoint or for evaluation in another model.
@@ -169,6 +176,7 @@ class TorchSession(Session):
 
         Returns:
             For a module, a `state_dict` with buffers averaged over workers; for named parameters, the parameters.
+            Buffers that have appeared or changed their size since `connect` are those of this rank.
 
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
@@ -179,25 +187,29 @@ class TorchSession(Session):
         tensors = {name: torch.tensor(array, dtype=self.tensors[name].dtype) for name, array in arrays.items()}
         if self.model is None:
             return tensors
-        buffers = self._buffers()
         tensors |= self._split(averages)
-        by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **buffers}.items()}
+        by_tensor = {id(tensor): tensors[name] for name, tensor in {**self.tensors, **self._averaged()}.items()}
         whole = self.model.state_dict(keep_vars=True)  # a shared parameter has several names there
-        return {
-            name: by_tensor[id(value)] if id(value) in by_tensor else value.detach().clone()
-            for name, value in whole.items()
-        }
+        return {name: by_tensor[id(value)] if id(value) in by_tensor else _copy(value) for name, value in whole.items()}
 
     def _split(self, averages: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the buffers of a flat vector, by name, of their types and shapes."""
-        buffers = self._buffers()
-        parts = split_buffers(averages, {name: buffer.numel() for name, buffer in buffers.items()})
-        return {
-            name: torch.from_numpy(parts[name].copy()).to(buffer.dtype).view(buffer.shape)
-            for name, buffer in buffers.items()
-        }
+        """Return the averaged buffers of a flat vector, by name, of their types and shapes.
+
+        A buffer that rounds to its average, in float32, is returned as it is.
+        """
+        found = {name: _copy(buffer).cpu() for name, buffer in self._averaged().items()}
+        for name, part in other_buffers(averages, self._sent | _as_arrays(found)).items():
+            if name in found:
+                found[name].copy_(torch.from_numpy(part.copy()).view(found[name].shape))
+        return found
+
+    def _averaged(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are averaged: those that the model had at connect and that still have their size."""
+        sizes = {name: array.size for name, array in self._sent.items()}
+        return {name: buffer for name, buffer in self._buffers().items() if sizes.get(name) == buffer.numel()}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's floating-point buffers of now."""
         if self.model is None:
             return {}
         return {name: buffer for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
@@ -326,6 +338,11 @@ def _check_group(group: dict) -> None:
     for name in ("lr", "weight_decay"):
         value = group[name].item() if isinstance(group[name], torch.Tensor) else group[name]
         check_number(name, value, "finite and at least 0", lambda number: number >= 0.0)
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of an entry of a `state_dict`, which may be any object (`torch.nn.Module.get_extra_state`)."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

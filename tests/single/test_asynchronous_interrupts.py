@@ -44,6 +44,77 @@ def test_an_interrupted_server_tells_its_workers(run_job, threads, name):
     )
 
 
+RAISES = "raise FileNotFoundError('no log folder')"
+LEAVING = {  # how the first server leaves between connect and serve, the number of servers, and what it raises
+    "raises": (RAISES, 1, "FileNotFoundError: no log folder"),
+    "raises in with": (f"with session: {RAISES}", 1, "FileNotFoundError: no log folder"),
+    "raises, the first of two": (RAISES, 2, "FileNotFoundError: no log folder"),
+    "ends": ("sys.exit()", 1, None),
+    "closes": ("session.close(); session.serve()", 1, "RuntimeError: rank 2 has left the run: call serve() before"),
+}
+QUICK = ("raises in with", "raises, the first of two")  # for `make test`
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.exhaustive) for how in LEAVING]
+)
+def test_a_server_that_does_not_come_to_serve_tells_the_others(run_job, how):
+    """Its workers, and the servers that wait for the first one's parameters. None of them waits for `timeout`."""
+    leaves, servers, raised = LEAVING[how]
+    code, output = run_job(
+        f"""
+        begin = time.monotonic()
+        try:
+            session = Job(servers={servers})
+            if RANK != 2:
+                session.serve() if session.is_server else session.train(10**6)
+        except Exception as error:
+            print("told after", int(time.monotonic() - begin), error)
+        if RANK == 2:
+            {leaves}
+        """,
+        2 + servers,
+    )
+    reason = raised if raised == LEAVING["raises"][2] else "RuntimeError: rank 2 has ended without serve()"
+    told = [int(seconds) for seconds in re.findall(rf"told after (\d+) .*{re.escape(reason)}", output)]
+    assert len(told) == 1 + servers and max(told) < 10, output
+    assert code == 0 if raised is None else code != 0 and re.search(f"^{re.escape(raised)}", output, re.M), output
+
+
+def test_the_model_of_an_interrupted_server_can_be_saved(run_job, tmp_path):
+    """It is the one that the worker had last, and another run starts from it."""
+    code, output = run_job(
+        f"""
+        import threading
+        path = {str(tmp_path / "saved.npz")!r}
+        session = Job()
+        if session.is_server:
+            def interrupt():
+                while session._local.servers[0].statistics.pushes < 20:
+                    time.sleep(0.01)
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGINT)
+            threading.Thread(target=interrupt).start()
+            try:
+                session.serve()
+            except KeyboardInterrupt:
+                session.save(path)
+            MPI.COMM_WORLD.Barrier()
+            Job(restore=path).serve()
+        else:
+            session.train(20)
+            expected = session.theta
+            MPI.COMM_WORLD.Barrier()
+            session.close()
+            session = Job(restore=path)
+            print("saved", all((session.theta[name] == array).all() for name, array in expected.items()))
+            session.close()
+        """,
+        2,
+    )
+    assert code == 0 and "saved True" in output, output
+
+
 def test_interrupting_mpirun_ends_all_ranks(tmp_path):
     script = "import time\nfrom asynchronous_job import *\n"
     script += "print('pid', os.getpid())\nrun(steps=10**6, before=lambda step: time.sleep(0.01))"

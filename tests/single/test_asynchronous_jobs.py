@@ -238,7 +238,8 @@ def test_one_worker_that_differs_is_left_out(run_job, options, difference):
 def test_servers_that_do_not_serve(run_job):
     code, output = run_job(
         """
-        Job(timeout=2.0)
+        session = Job(timeout=2.0)
+        time.sleep(4.0)
         """
     )
     assert code != 0 and "TimeoutError: no answer from the servers, ranks [2]" in output, output

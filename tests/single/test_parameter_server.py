@@ -7,6 +7,8 @@ import pytest
 from dgs_oracle import DgsOracle
 
 from hvd_sparse.parameter_server import METHODS, Simulation, by_speed, in_turn
+from hvd_sparse.parameter_server.layout import ParameterLayout
+from hvd_sparse.parameter_server.server import differing, introduction
 
 SHAPES = {"body.weight": (40, 30), "body.bias": (30,), "head": (501,)}
 ARRIVALS = {
@@ -160,3 +162,24 @@ def test_a_worker_that_joins_again_goes_on_with_its_schedule():
     worker = simulation.workers[0]
     assert (worker.incarnation, worker.sequence, worker.step) == (1, 2, 8)
     assert worker.traffic.entries_up - before == 2 * (12 + 5 + 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "are_renamed"),
+    [
+        (
+            {"dense_9/kernel": (3, 2), "dense_10/kernel": (2,)},
+            {"dense_10/kernel": (3, 2), "dense_11/kernel": (2,)},
+            True,
+        ),
+        ({"a": (3,), "b": (2,)}, {"a": (3,), "c": (2,)}, True),
+        ({"a": (3,), "b": (2,)}, {"a": (2,), "b": (3,)}, False),
+        ({"a": (3,), "b": (2,)}, {"a": (3,), "c": (4,)}, False),
+        ({"a": (3,)}, {"a": (3,)}, False),
+    ],
+)
+def test_models_that_differ_in_names_alone_are_told_what_to_do(theirs, ours, are_renamed):
+    sides = [introduction(ParameterLayout(shapes), METHODS["asgd"]()) for shapes in (theirs, ours)]
+    said = differing(*sides)
+    assert said.startswith("other names for the same shapes: with Keras, call tf.keras.backend.clear") == are_renamed
+    assert bool(said) == (theirs != ours)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.session import SHARE_EVERY
+from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow import asynchronous
 from hvd_sparse.tensorflow.variables import unwrapped
 
@@ -98,6 +99,40 @@ def test_buffers_are_restored(keras, tmp_path):
     with asynchronous.connect(other, ASGD, restore=str(tmp_path / "saved.npz"), **OPTIONS) as session:
         for name, variable in {**session.tensors, **session.buffers}.items():
             np.testing.assert_array_equal(variable, expected[name], err_msg=name)
+
+
+def test_buffers_that_float32_rounds_stay():
+    """Where the average is what this worker would send itself."""
+    module = tf.Module()
+    module.weight = tf.Variable([1.0], name="weight")
+    module.origin, module.mean = (
+        tf.Variable([1.7e9 + 1 / 3], trainable=False, dtype=tf.float64, name=name) for name in ("origin", "mean")
+    )
+    with asynchronous.connect(module, ASGD, **OPTIONS) as session:
+        assert module.origin.numpy() == [1.7e9 + 1 / 3]
+        session._averages = lambda: np.array([2.5, 1.7e9 + 1 / 3], np.float32)  # mean, origin
+        session._take_model()
+        assert module.origin.numpy() == [1.7e9 + 1 / 3] and module.mean.numpy() == [2.5]
+        assert session.global_variables()["origin"] == [1.7e9 + 1 / 3]
+
+
+def test_a_model_that_is_built_again_has_other_names(keras, tmp_path):
+    """Keras numbers the layers of a process; also where "dense_10" sorts before "dense_9"."""
+
+    def build():
+        return keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(units) for units in (5, 4))])
+
+    keras.backend.clear_session()
+    for _ in range(4):
+        build()
+    path = str(tmp_path / "saved.npz")
+    with asynchronous.connect(build(), ASGD, **OPTIONS) as session:
+        session.save(path)
+    with pytest.raises(ValueError, match=r"is of another model, with other names for .*clear_session\(\).*dense_9"):
+        asynchronous.connect(build(), ASGD, restore=path, **OPTIONS)
+    keras.backend.clear_session()
+    with pytest.raises(ValueError, match="is of another model, with other shapes: "):
+        asynchronous.connect(make_model(keras), ASGD, restore=path, **OPTIONS)
 
 
 def test_the_servers_model(keras):
@@ -260,6 +295,21 @@ def test_options():
     optimizer.learning_rate = 0.1
     with pytest.raises(RuntimeError, match="has left the run"):
         optimizer.apply_gradients([(tf.ones([1]), weight[0])])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error"), [(lambda f: f, ServerRefused), (tf.function, tf.errors.UnknownError)], ids=["eager", "function"]
+)
+def test_a_refusal_in_a_step(wrap, error):
+    """A `tf.function` hides its type, as documented; `close` does not."""
+    weight = tf.Variable([1.0])
+    session = asynchronous.connect([weight], ASGD, **OPTIONS)
+    optimizer = session.optimizer(0.1)
+    session._connection._refusal = ServerRefused("server 0: the server has stopped")
+    with pytest.raises(error, match="server 0: the server has stopped"):
+        wrap(lambda: optimizer.apply_gradients([(tf.ones([1]), weight)]) + 0)()
+    with pytest.raises(ServerRefused, match="server 0: the server has stopped"):
+        session.close()
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])

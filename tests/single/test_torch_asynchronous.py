@@ -242,6 +242,78 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     assert torch.equal(model(torch.ones(1, 6)), fresh(torch.ones(1, 6)))
 
 
+class Cached(nn.Module):
+    """Batch normalisation beside a cache that appears in the first forward, or grows, and has other elements then."""
+
+    def __init__(self, cache=None):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 2), nn.BatchNorm1d(2)
+        if cache is not None:
+            self.register_buffer("cache", cache)
+
+    def forward(self, x):
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.zeros(8))
+        elif self.cache.numel() == 4:
+            self.cache = torch.zeros(16)
+        return self.norm(self.linear(x)) + self.cache[:2]
+
+
+@pytest.mark.parametrize("cache", [None, torch.zeros(4), torch.zeros(3)], ids=["appears", "grows", "stays"])
+def test_a_buffer_that_appears_or_grows_leaves_the_others_averaged(join, tmp_path, cache):
+    model = Cached(cache)
+    session = join(model)
+    learn(model, session.optimizer(lr=0.1), 20)
+    state = session.global_state_dict()
+    same(state, model.state_dict())  # one worker: its own
+    assert state["norm.running_mean"].abs().max() > 0.01
+    session.save(str(tmp_path / "saved.npz"))
+    restored = Cached(cache)
+    join(restored, restore=str(tmp_path / "saved.npz"))
+    assert torch.equal(restored.norm.running_mean, state["norm.running_mean"])
+    statistics = session._local.servers[0].statistics
+    assert statistics.refused == statistics.repeated == 0
+
+
+def test_a_buffer_that_is_gone_leaves_the_others_averaged(join):
+    model = Cached(torch.zeros(3))
+    session = join(model)
+    model.cache = None
+    session.share_buffers()
+    same(session.global_state_dict(), model.state_dict())
+
+
+def test_buffers_that_float32_rounds_stay(join):
+    """Where the average is what this worker would send itself."""
+    model = network()
+    model.register_buffer("origin", torch.tensor([1.7e9 + 1 / 3, 0.1], dtype=torch.float64))
+    session = join(model)
+    assert model.origin.tolist() == [1.7e9 + 1 / 3, 0.1]
+    assert session.global_state_dict()["origin"].tolist() == [1.7e9 + 1 / 3, 0.1]
+
+
+class Versioned(nn.Linear):
+    """A layer whose state has more than tensors."""
+
+    version: dict
+
+    def get_extra_state(self):
+        return self.version
+
+    def set_extra_state(self, state):
+        self.version = state
+
+
+def test_extra_state_is_in_the_global_state(join):
+    model, fresh = Versioned(6, 2), Versioned(6, 2)
+    model.version = {"format": [3]}
+    session = join(model)
+    learn(model, session.optimizer(lr=0.1), 2)
+    fresh.load_state_dict(session.global_state_dict())
+    same(numbers(fresh), numbers(model))
+    assert fresh.version == {"format": [3]} and fresh.version["format"] is not model.version["format"]
+
+
 def test_named_parameters_in_place_of_a_model(join):
     model = network()
     session = join(model.named_parameters(), DGS(**SMALL))
