@@ -34,7 +34,7 @@ def init(**options):
 
 def finish():
     """End torch.distributed and its threads: Python aborts if one of them frees a tensor while it exits."""
-    gc.collect()  # the model and its compression, which hold the process group
+    gc.collect()  # the model and its compressor, which hold the process group
     dist.destroy_process_group()
 
 

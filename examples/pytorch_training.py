@@ -115,7 +115,7 @@ def load(model, optimizer, compression, args):
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings)  # with one rank the optimizer has the momentum, not the compression
+        group.update(settings)  # with one rank the optimizer has the momentum, not the compressor
     if "compression" in state:
         if reporting.compresses(args):
             compression.load_state_dict(state["compression"])

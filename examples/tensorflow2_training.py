@@ -116,7 +116,7 @@ def load(model, optimizer, compression, args):
         told = json.loads(str(file["told"]))
         reporting.check_method(told["method"], args)
         for i, variable in enumerate([*model.variables, *optimizer.variables]):
-            if f"variable/{i}" in file:  # with one rank the optimizer has the momentum, not the compression
+            if f"variable/{i}" in file:  # with one rank the optimizer has the momentum, not the compressor
                 variable.assign(file[f"variable/{i}"])
         memory = {}
         for key in file.files:

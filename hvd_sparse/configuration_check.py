@@ -28,14 +28,14 @@ def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
         reasons.append("the same lines stand in another order")
     return (
         "hvd_sparse: the ranks do not agree on model or settings: " + "; ".join(reasons) + ". Build the same model and "
-        "the same compression on every rank."
+        "the same compressor on every rank."
     )
 
 
 def check_failed(seconds: float) -> str:
     """Say what it means if the other ranks have not answered for so long."""
     return (
-        "hvd_sparse: the other ranks did not take part in the first exchange of this compression, or in loading its "
-        f"state, within {seconds:.0f} s. Every rank must build its compressions in the same order, and call reset() or "
+        "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in loading its "
+        f"state, within {seconds:.0f} s. Every rank must build its compressors in the same order, and call reset() or "
         "load_state_dict() like the others"
     )

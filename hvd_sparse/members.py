@@ -4,7 +4,7 @@ import os
 from collections import Counter
 
 NOT_COPIED = (
-    "hvd_sparse: a compression cannot be copied, pickled or broadcast: N ranks with the residual of one would send it "
+    "hvd_sparse: a compressor cannot be copied, pickled or broadcast: N ranks with the residual of one would send it "
     "N times. Leave it out of what is copied, such as a Module or hvd.elastic's state: each rank keeps its own, and "
     "may save state_dict(). Under DistributedDataParallel copy or save model.module"
 )
@@ -62,7 +62,7 @@ class Members:
         """Raise ValueError unless an optimizer's process set is this one."""
         if theirs.process_set_id != self.process_set.process_set_id:
             raise ValueError(
-                "hvd_sparse: the optimizer and its compression must have the same process_set, got ranks "
+                "hvd_sparse: the optimizer and its compressor must have the same process_set, got ranks "
                 f"{theirs.ranks or 'all'} and {self.process_set.ranks or 'all'}"
             )
 
@@ -75,14 +75,14 @@ def is_elastic() -> bool:
 def not_compressed(gradient: str, algorithm) -> str:
     """Return the warning for a gradient that Horovod does not pass to a compressor whose settings change training."""
     return (
-        f"Horovod reduces {gradient} without its compression: it is not compressed, and the momentum, weight_decay and "
+        f"Horovod reduces {gradient} without its compressor: it is not compressed, and the momentum, weight_decay and "
         f"clip_norm of Compression.{algorithm.name} are not applied to it. sparse_as_dense=True of Horovod's optimizer "
         "or tape compresses it"
     )
 
 
 def two_momenta(outer: float, name: str, inner: float) -> str:
-    """Return the warning for an optimizer with a momentum around a compression with one."""
+    """Return the warning for an optimizer with a momentum around a compressor with one."""
     return (
         f"the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: both are "
         "applied. Set the optimizer's to 0: momentum must be applied before the selection, by the compressor"

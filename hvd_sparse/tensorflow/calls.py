@@ -31,7 +31,7 @@ NOT_SCALED = (
     "self.optimizer.scale_loss(1.0); with Keras 2: get_scaled_loss(loss) and self.optimizer.loss_scale"
 )
 NEVER_CALLED = (
-    "hvd_sparse: Horovod's optimizer has reduced no gradients with this compression yet. Only fit and "
+    "hvd_sparse: Horovod's optimizer has reduced no gradients with this compressor yet. Only fit and "
     "optimizer.minimize(loss, variables, tape=tape) reduce: with tape.gradient() and optimizer.apply_gradients() each "
     "rank trains alone. There, use hvd.DistributedGradientTape(tape, compression=...) and an optimizer of Keras' own"
 )
@@ -150,7 +150,7 @@ def check_call(call: Call, exchange: Exchange) -> None:
     """Refuse other reductions and process sets, functions that run eagerly, and scalers of several passes."""
     if tf.executing_eagerly():
         raise RuntimeError(
-            "hvd_sparse: a compression is traced once, as a graph, and tf.config.run_functions_eagerly(True) prevents "
+            "hvd_sparse: a compressor is traced once, as a graph, and tf.config.run_functions_eagerly(True) prevents "
             "that: call tf.config.run_functions_eagerly(False) before the gradients are reduced"
         )
     if call.reduction == hvd.Adasum:
@@ -168,7 +168,7 @@ def check_call(call: Call, exchange: Exchange) -> None:
 def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_scaled: bool) -> None:
     """Refuse a loss scaler whose scale is not known; warn of a second momentum, and of accumulated gradients.
 
-    is_scaled: whether the compression's loss_scale was set.
+    is_scaled: whether the compressor's loss_scale was set.
     """
     applier = getattr(call.applier, "inner_optimizer", call.applier)  # of a loss scaler
     outer, inner = _momentum_of(call.optimizer or applier), algorithm.local_momentum
@@ -182,7 +182,7 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
     if steps and exchange.rank() == 0:
         warnings.warn(
             f"hvd_sparse: the optimizer has gradient_accumulation_steps={steps}, but each micro-batch is reduced and "
-            "counts as a step of the compression: its momentum and warm-up are too fast. Leave it at None, sum the "
+            "counts as a step of the compressor: its momentum and warm-up are too fast. Leave it at None, sum the "
             "micro-batches' gradients, and reduce the sum with hvd_sparse.tensorflow.reduce_gradients",
             stacklevel=5,
         )
@@ -201,7 +201,7 @@ def _momentum_of(optimizer) -> float:
 
 
 def warn_of_twins(call: Call, variables: Variables) -> None:
-    """Warn if other variables of the compression have the shapes and types of the call's variables.
+    """Warn if other variables of the compressor have the shapes and types of the call's variables.
 
     TensorFlow tells calls apart by shapes and types, not by variables: for a call with the other ones, as for the
     second of two equal networks, it would run the graph of this call, with its residuals.
@@ -214,8 +214,8 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
 
     if own and kinds(own) <= kinds(set(variables) - own):
         warnings.warn(
-            f"hvd_sparse: this call reduces {len(own)} variables of the compression, and others have the same shapes. "
-            "If these are reduced in another call, build a compression for each call: TensorFlow takes one for another",
+            f"hvd_sparse: this call reduces {len(own)} variables of the compressor, and others have the same shapes. "
+            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another",
             stacklevel=5,
         )
 
@@ -224,8 +224,8 @@ def warn_of_turns(names: set[str], reduced: set[str], variables: Iterable[str]) 
     """Warn if a call reduces no variable of the calls before it, `reduced`, which it then updates: each is a step."""
     if names and reduced and names.isdisjoint(reduced):
         warnings.warn(
-            "hvd_sparse: one compression reduces different variables in several calls, and each counts as a step: a "
-            "warm-up ends too early, and life-spans are cut. Build a compression for each tape or optimizer",
+            "hvd_sparse: one compressor reduces different variables in several calls, and each counts as a step: a "
+            "warm-up ends too early, and life-spans are cut. Build a compressor for each tape or optimizer",
             stacklevel=5,
         )
         reduced.update(variables)  # so that it warns once

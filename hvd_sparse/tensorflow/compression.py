@@ -313,7 +313,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         if call is None:
             raise ValueError(
                 "hvd_sparse: this gradient did not come through hvd.DistributedGradientTape or a Horovod optimizer; "
-                "give the compression to one of these. Gradients that are computed already, as the sum over several "
+                "give the compressor to one of these. Gradients that are computed already, as the sum over several "
                 "micro-batches: hvd_sparse.tensorflow.reduce_gradients(gradients, variables, compression=compression)"
             )
         return call

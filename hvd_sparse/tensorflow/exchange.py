@@ -110,7 +110,7 @@ class Exchange(Members):
         then, now = [hvd.rank(), self.size()], [hvd.rank_op(), hvd.size_op(self.process_set.process_set_id)]
         stale = (
             "hvd_sparse: this training step was traced for other ranks than Horovod has now. Make the tf.function, and "
-            "Horovod's tape or optimizer around the same compression, inside the function that hvd.elastic.run is "
+            "Horovod's tape or optimizer around the same compressor, inside the function that hvd.elastic.run is "
             "given. Rank and number of ranks, then and now:"
         )
         check = tf.debugging.Assert(tf.reduce_all(tf.equal(tf.stack(now), then)), [stale, then, *now])

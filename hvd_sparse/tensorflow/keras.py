@@ -6,7 +6,7 @@ from hvd_sparse.log import numbers_of
 
 
 class LogCompression(tf.keras.callbacks.Callback):
-    """Adds a compression's numbers to Keras' own logs, for History, CSVLogger, TensorBoard and other callbacks.
+    """Adds a compressor's numbers to Keras' own logs, for History, CSVLogger, TensorBoard and other callbacks.
 
     Args:
         compression: A compressor of `hvd_sparse.tensorflow.Compression`.

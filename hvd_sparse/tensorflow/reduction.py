@@ -23,7 +23,7 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
         The reduced gradients in the same order, None where there was none.
 
     Raises:
-        ValueError: Gradients and variables do not fit; what the compression refuses, see `SparseCompressor`.
+        ValueError: Gradients and variables do not fit; what the compressor refuses, see `SparseCompressor`.
     """
     gradients, variables = list(gradients), [unwrapped(variable) for variable in variables]
     if len(gradients) != len(variables):

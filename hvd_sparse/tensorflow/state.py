@@ -117,7 +117,7 @@ def check_open(session) -> None:
     _refuse_tracing()
     if session is not None and session.graph.finalized:
         raise RuntimeError(
-            "hvd_sparse: the graph of this session is finalized, so no state of a compression can be loaded or summed. "
+            "hvd_sparse: the graph of this session is finalized, so no state of a compressor can be loaded or summed. "
             "In a MonitoredTrainingSession, let a Scaffold save and restore it: see docs/tensorflow.md"
         )
 
@@ -159,7 +159,7 @@ def check_session(session) -> None:
 def _refuse_tracing() -> None:
     if tf.compat.v1.executing_eagerly_outside_functions() and not tf.executing_eagerly():
         raise RuntimeError(
-            "hvd_sparse: a tf.function cannot read or change the state of a compression: call stats(), state_dict(), "
+            "hvd_sparse: a tf.function cannot read or change the state of a compressor: call stats(), state_dict(), "
             "load_state_dict() and reset() between steps, outside it. In a step, log with log_to(); in fit, also with "
             "hvd_sparse.tensorflow.keras.LogCompression"
         )

@@ -70,7 +70,7 @@ class Variables:
         if id(variable) not in self._name_of:
             raise ValueError(
                 f"the gradient of {getattr(variable, 'name', variable)!r} belongs to none of the {len(self._by_name)} "
-                "variables that this compression was built with. Build it from all that the optimizer trains: "
+                "variables that this compressor was built with. Build it from all that the optimizer trains: "
                 "Compression.dgc(model.trainable_variables, ...). If the variable was frozen then, build another "
                 "compression after it is thawed, or name all variables that will train from the start"
             )

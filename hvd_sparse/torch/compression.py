@@ -216,8 +216,8 @@ class SparseCompressor(Compressor):
             if optimizer in self._optimizers and not self._is_shared:
                 self._is_shared = True
                 warnings.warn(
-                    "several optimizers use one compression: each counts as a step, and sends payloads for the "
-                    "parameters of the others, too. Build a compression for each, from its own named parameters",
+                    "several optimizers use one compressor: each counts as a step, and sends payloads for the "
+                    "parameters of the others, too. Build a compressor for each, from its own named parameters",
                     stacklevel=4,
                 )
             self._optimizers.add(optimizer)

@@ -99,7 +99,7 @@ class DDPCompressor(Compressor):
             )
         if self._model is not None:
             raise ValueError(
-                "this compression is registered already: build a new one for each model, "
+                "this compressor is registered already: build a new one for each model, "
                 f"Compression.{self.algorithm.name}(model.named_parameters(), ...)"
             )
         _check_options(model)
@@ -120,12 +120,12 @@ class DDPCompressor(Compressor):
         group = self._collectives.group
         if model.process_group is not group:
             raise ValueError(
-                f"the model exchanges over a process group of {model.process_group.size()} ranks, its compression over "
+                f"the model exchanges over a process group of {model.process_group.size()} ranks, its compressor over "
                 f"another one of {group.size()}: give both the same, process_group=group and process_set=group"
             )
 
     def _check_parameters(self, model: DistributedDataParallel) -> None:
-        """Raise ValueError unless the model trains the parameters of this compression, and no others."""
+        """Raise ValueError unless the model trains the parameters of this compressor, and no others."""
         theirs = {
             id(parameter): name
             for name, parameter in model.module.named_parameters()
@@ -134,7 +134,7 @@ class DDPCompressor(Compressor):
         unknown = [name for identity, name in theirs.items() if identity not in self._names]
         if unknown:
             raise ValueError(
-                f"the model trains parameters that this compression was not built with: {some(unknown)}. Build it "
+                f"the model trains parameters that this compressor was not built with: {some(unknown)}. Build it "
                 "from the model's own named_parameters()"
             )
         self._trained = len(theirs)
@@ -142,7 +142,7 @@ class DDPCompressor(Compressor):
         foreign = [name for identity, name in own.items() if identity not in theirs]
         if foreign:
             raise ValueError(
-                f"this compression was built with parameters that the model does not train: {some(foreign)}. Build "
+                f"this compressor was built with parameters that the model does not train: {some(foreign)}. Build "
                 "it from the model's own named_parameters()"
             )
 
@@ -310,7 +310,7 @@ def _check_options(model: DistributedDataParallel) -> None:
         if getattr(model, option, None):
             raise ValueError(f"hvd_sparse does not work with {option.lstrip('_')} of DistributedDataParallel: {remedy}")
     if model._comm_hooks:
-        raise ValueError("the model has a communication hook already: register a compression on a new one")
+        raise ValueError("the model has a communication hook already: register a compressor on a new one")
 
 
 def _note(used: set[str], name: str, parameter: torch.Tensor) -> None:

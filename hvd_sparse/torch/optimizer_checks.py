@@ -23,7 +23,7 @@ OLD_SCALE = (
     "compression.loss_scale = scaler.get_scale()"
 )
 TWO_PASSES = (
-    "hvd_sparse: two backward passes without an optimizer step between them: each counts as a step of the compression, "
+    "hvd_sparse: two backward passes without an optimizer step between them: each counts as a step of the compressor, "
     "the second compresses the first one's reduced gradient again, and momentum grows without bound. Accumulate in "
     "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either: "
     "freeze parameters in a pass that is not to train them"

@@ -58,8 +58,8 @@ class Parameters:
         now = _device_of(self._by_name)
         if now != self.device:
             raise ValueError(
-                f"hvd_sparse: the parameters were on {self.device} when the compression was built, and are on {now} "
-                "now. Build the compression after model.to(device)"
+                f"hvd_sparse: the parameters were on {self.device} when the compressor was built, and are on {now} "
+                "now. Build the compressor after model.to(device)"
             )
 
     def begin_step(self) -> None:
@@ -107,7 +107,7 @@ class Parameters:
             )
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self._names)} "
-            "parameters that this compression was built with. Build it from the optimizer's own named_parameters: "
+            "parameters that this compressor was built with. Build it from the optimizer's own named_parameters: "
             "Compression.dgc(model.named_parameters(), ...)"
         )
 

@@ -60,7 +60,7 @@ def counted(sums: Sequence[float], number: int, units: Units, refuse_damage: Cal
         mean = number - number % STEP_MODULUS + steps / ranks
         raise RanksDiffer(
             f"hvd_sparse: this rank is at step {number}, the mean is {mean:g}. "
-            "Load the compression's state on every rank, or on none"
+            "Load the compressor's state on every rank, or on none"
         )
     if abs(scales**2 - scale_squares * ranks) > 1e-9 * scales**2:  # equal except for rounding
         raise RanksDiffer(loss_scales_differ(units.loss_scale, scales / ranks))

@@ -16,7 +16,7 @@ FRAMEWORKS = ("torch", "tensorflow")
 
 
 class TorchTrainer:
-    """A model, its compression, and steps with given gradients."""
+    """A model, its compressor, and steps with given gradients."""
 
     def __init__(self, dtype: str = "float32", sizes=SIZES, **settings):
         import horovod.torch as hvd

@@ -353,7 +353,7 @@ def test_a_process_set_of_one_rank_is_compressed_without_a_warning():
 
 @pytest.mark.skipif(hvd.size() == 1, reason="one rank waits for nobody")
 def test_horovod_initialised_again_in_the_middle_of_the_check_is_an_error_not_a_hang():
-    """The last rank has not built its compression yet: the others' check of settings is in flight, and is lost."""
+    """The last rank has not built its compressor yet: the others' check of settings is in flight, and is lost."""
     parameters = make_parameters({"weight": (40, 30)})
     is_last = hvd.rank() == hvd.size() - 1
     compression = None if is_last else Compression.gradient_dropping(parameters.items(), density=0.1)

@@ -204,7 +204,7 @@ def test_a_compression_that_optimizers_use_in_turn_is_warned_of_once(in_turn):
         for t, number in enumerate([0, 1, 0, 1] if in_turn else [0, 0, 1, 1]):
             step(optimizers[number], (first, second)[number], draw(SHAPES, t, hvd.rank()))
     told = [str(one.message).split(":")[0] for one in caught]
-    assert told == ["several optimizers use one compression"] * in_turn
+    assert told == ["several optimizers use one compressor"] * in_turn
 
 
 @pytest.mark.parametrize(("beta", "warned"), [(0.9, True), (0.0, False)])

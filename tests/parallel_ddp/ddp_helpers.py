@@ -15,7 +15,7 @@ ALONE = pytest.mark.skipif(
 
 
 class Trainer:
-    """A model, its compression under DistributedDataParallel, and plain SGD.
+    """A model, its compressor under DistributedDataParallel, and plain SGD.
 
     layout: the model's memory format. ddp: options; by default, DDP has three buckets for SHAPES from its second step.
     """

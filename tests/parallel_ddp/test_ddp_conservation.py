@@ -179,7 +179,7 @@ def test_uneven_inputs(option):
 
 
 def test_a_backward_pass_that_fails_on_all_ranks():
-    """DistributedDataParallel accepts no further one; a new model continues with the state of the compression."""
+    """DistributedDataParallel accepts no further one; a new model continues with the state of the compressor."""
 
     class Broken(torch.autograd.Function):
         @staticmethod

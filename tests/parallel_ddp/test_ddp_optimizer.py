@@ -1,4 +1,4 @@
-"""What the optimizer around a compression must not do, found at its first step on every rank."""
+"""What the optimizer around a compressor must not do, found at its first step on every rank."""
 
 import math
 import warnings
@@ -15,7 +15,7 @@ from hvd_sparse.torch.ddp import Compression
 
 
 def build(optimizer, **settings):
-    """Return a model, its compression and its optimizer."""
+    """Return a model, its compressor and its optimizer."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 30))
     compression = Compression.dgc(model.module.named_parameters(), min_numel=100, **settings)

@@ -1,4 +1,4 @@
-"""What a compression under DistributedDataParallel reports, and the choice between payloads and dense by time."""
+"""What a compressor under DistributedDataParallel reports, and the choice between payloads and dense by time."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_density_one_is_horovod():
 
 @needs_two
 def test_each_optimizer_has_a_graph_of_its_own():
-    """Loss scale and number of passes are part of it: one optimizer may replace another around a compression."""
+    """Loss scale and number of passes are part of it: one optimizer may replace another around a compressor."""
     compression = Compression.gradient_dropping(make_model().trainable_variables)
     made = [
         hvd_keras.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(0.1), compression=compression) for _ in range(2)

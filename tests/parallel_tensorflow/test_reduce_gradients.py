@@ -45,7 +45,7 @@ def test_it_is_what_the_tape_does(graph):
 
 @several
 def test_a_sum_over_micro_batches_is_one_step():
-    """What four passes give is delivered or stays in residuals, exactly; the compression counts one step."""
+    """What four passes give is delivered or stays in residuals, exactly; the compressor counts one step."""
     variables = make_variables()
     compression = Compression.gradient_dropping(list(variables.values()), **SETTINGS)
     passes = [whole_numbers(SHAPES, step, hvd.rank()) for step in range(4)]

@@ -64,7 +64,7 @@ def test_nothing_is_lost(method, settings, graph, layout, tmp_path):
     assert compression.feedback["head.weight"].size <= -(-500 // layout)
     saved = tf.train.Checkpoint(compression=compression).save(str(tmp_path / "checkpoint"))
     kept = [name for name, _ in tf.train.list_variables(saved) if "/feedback/" in name]
-    assert kept and all("/buffers/" in name for name in kept), "a checkpoint of a compression has no weights"
+    assert kept and all("/buffers/" in name for name in kept), "a checkpoint of a compressor has no weights"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -51,7 +51,7 @@ def keras_3():
 
 
 def moved_by(script):
-    """Run a script; return by how much its model's weights have moved, as one vector, and its compression."""
+    """Run a script; return by how much its model's weights have moved, as one vector, and its compressor."""
     names = {"__name__": "script"}
     first = script.replace("epochs=2", "epochs=0")
     assert first != script

@@ -184,12 +184,12 @@ def test_a_call_that_leaves_out_variables_of_its_own_shapes_warns():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reduce({name: np.ones(shapes[name]) for name in names})
-        assert any("build a compression for each call" in str(one.message) for one in caught) == is_twin, names
+        assert any("build a compressor for each call" in str(one.message) for one in caught) == is_twin, names
 
 
 @several
 def test_different_variables_in_several_calls_are_warned_of_once():
-    """As of a GAN with one compression: its calls would count as steps of both networks."""
+    """As of a GAN with one compressor: its calls would count as steps of both networks."""
     shapes = {"generator": (3, 4), "critic": (5,), "scale": (7,)}
     compression = Compression.gradient_dropping(list(make_variables(shapes).values()), density=0.5, min_numel=0)
     variables = dict(

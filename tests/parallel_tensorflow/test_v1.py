@@ -26,7 +26,7 @@ def gradients_of(step, rank):
 
 
 def build(compression_of, optimizer=None, **options):
-    """Return placeholders for gradients, the variables, the compression, and an operation that takes a step."""
+    """Return placeholders for gradients, the variables, the compressor, and an operation that takes a step."""
     variables = {
         name: v1.get_variable(name, shape, initializer=v1.zeros_initializer()) for name, shape in SHAPES.items()
     }

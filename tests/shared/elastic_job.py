@@ -6,7 +6,7 @@ equal the gradients of all processes that ever ran, minus their residuals. Each 
     horovodrun --gloo -np 2 --host-discovery-script ... python elastic_job.py DIRECTORY SCENARIO METHOD SETTINGS
 
 SCENARIO is "hosts": a third host is added, and later the second one is removed. Or "crash": one of three hosts dies in
-a step, and the state, which contains the compression, returns all ranks to the last commit.
+a step, and the state, which contains the compressor, returns all ranks to the last commit.
 """
 
 import json

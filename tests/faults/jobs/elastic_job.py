@@ -3,7 +3,7 @@
     horovodrun --gloo -np 4 --host-discovery-script ... python elastic_job.py FOLDER STATE KILLS SEED
 
 STATE is "summed": each commit has the sum of all residuals, and every rank takes its share after a failure. Or "own":
-hvd.elastic's state contains the compression, so each rank restores its own residual, and that of the killed rank is
+hvd.elastic's state contains the compressor, so each rank restores its own residual, and that of the killed rank is
 lost. Gradients are small whole numbers, and the learning rate is 1. Each process records its gradients and its residual
 as of its last commit; a process that will be killed in a step also records its gradient.
 """
