@@ -1,4 +1,4 @@
-"""Messages with states, such as a whole model: they arrive as they were sent, with little memory; nonsense is damage."""
+"""Messages with states, such as a whole model: they arrive as sent, with little memory; nonsense is damage."""
 
 import struct
 import tracemalloc
