@@ -10,7 +10,7 @@ class Mutation(NamedTuple):
     file: str
     old: str  # stands in the file just once
     new: str
-    test: str  # "native VERB", or "single", "torch", "tensorflow" (the last two on two or three ranks), a file, a -k expression
+    test: str  # "native VERB", or "single", "ddp" (2 ranks), "torch", "tensorflow" (2 and 3), a file, a -k expression
 
 
 CORE = [
@@ -334,6 +334,55 @@ PYTHON = [
         "(loss_scale > 0.0)",
         "(loss_scale > -1e9)",
         "tensorflow test_tape_units",
+    ),
+    (
+        "a parameter that was not used counts as used, DDP",
+        "hvd_sparse/torch/ddp.py",
+        "if name not in self._used} if self._leaves_out()",
+        "if name not in self._used} if False",
+        "ddp test_ddp_conservation still_has",
+    ),
+    (
+        "a gradient of zeros counts as not used, DDP",
+        "hvd_sparse/torch/ddp.py",
+        "if name not in self._used} if self._leaves_out()",
+        "if not self._parameters[name].grad.any()} if self._leaves_out()",
+        "ddp test_ddp_conservation zeros_is",
+    ),
+    (
+        "a state that lacks buffers is accepted",
+        "hvd_sparse/checkpoint.py",
+        'if count < state.get("buffers", 0):',
+        "if False:",
+        "ddp test_ddp_state",
+    ),
+    (
+        "the hooks of a monitored session run when the state is read",
+        "hvd_sparse/tensorflow/state.py",
+        'if not hasattr(session, "run_step_fn"):',
+        "if True:",
+        "tensorflow test_v1 hooks",
+    ),
+    (
+        "the loss scale of TensorFlow 1 is not read",
+        "hvd_sparse/tensorflow/calls.py",
+        " or (optimizer is not None and isinstance(owner, SCALER_V1)):",
+        ":",
+        "tensorflow test_v1 scaler_around",
+    ),
+    (
+        "the buffers of a later moment are averaged",
+        "hvd_sparse/parameter_server/torch.py",
+        "if sizes.get(name) == buffer.numel()}",
+        "if True}",
+        "single test_torch_asynchronous buffer",
+    ),
+    (
+        "predictions are joined whatever they count",
+        "hvd_sparse/model_parallel/batch.py",
+        "if run.head.micros > 1 and shape[:1] != (run.head.rows,):",
+        "if False:",
+        "torch test_pipeline_arguments predictions",
     ),
     (
         "server adds where it should subtract",

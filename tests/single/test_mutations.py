@@ -9,7 +9,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from mutations import MUTATIONS  # noqa: E402
 
-FOLDERS = {"single": "tests/single", "torch": "tests/parallel", "tensorflow": "tests/parallel_tensorflow"}
+FOLDERS = {
+    "single": "tests/single",
+    "torch": "tests/parallel",
+    "ddp": "tests/parallel_ddp",
+    "tensorflow": "tests/parallel_tensorflow",
+}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
