@@ -57,10 +57,9 @@ def accumulate(
     g is the gradient in float32, with zeros for elements that are not finite, times factor, plus weight_decay *
     parameter (float32[n]). Where g overflows, it is zero too, and the gradient counts as not finite. Without a
     velocity: residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov,
-    velocity = momentum * (velocity + g) and residual += velocity, then += g. A velocity below the smallest
-    normal float32 is zero. Where this overflows, both buffers keep their values, and the gradient counts as not finite.
-    Every product and sum is rounded. Returns, as a bool scalar
-    tensor, whether the gradient was finite everywhere.
+    velocity = momentum * (velocity + g) and residual += velocity, then += g. A velocity below the smallest normal
+    float32 is zero. Where this overflows, both buffers keep their values, and the gradient counts as not finite. Every
+    product and sum is rounded. Returns whether the gradient was finite everywhere, a bool scalar tensor.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 
@@ -264,14 +263,19 @@ def filter_bucket(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for each tensor of a bucket; on the CPU only.
 
-    ks: if k > 0, the threshold is that of the k largest accumulated residuals, and at least the smallest positive
-    float32; `thresholds` is then a guess that only changes the cost, 0.0 for none. If k < 0, at most the -k largest
-    residuals are selected, without zeros. Unless is_active, no gradient is accumulated. channels: for low-bit values,
-    as in `locate_payloads`. stages: one for each member, or empty; if above 0, a threshold that about k residuals
-    reach is fitted in this number of stages, the first with `distribution`, on a sample that the seed chooses, and
-    `thresholds` has a guess at it (SIDCo; without momentum and weight decay). Returns the concatenated payloads,
-    uint8[bytes]; float64[members, 3]: threshold, number of entries, and the payload's offset in bytes; and
-    bool[members]: was each gradient finite everywhere? The k of a payload is its number of entries, but at least 1.
+    Args:
+        ks: If k > 0, the threshold is that of the k largest accumulated residuals, and at least the smallest positive
+            float32; `thresholds` is then a guess that only changes the cost, 0.0 for none. If k < 0, at most the -k
+            largest residuals are selected, without zeros.
+        is_active: If false, no gradient is accumulated.
+        channels: For low-bit values, as in `locate_payloads`.
+        stages: One for each member, or empty. If above 0, a threshold that about k residuals reach is fitted in this
+            number of stages, the first with `distribution`, on a sample that the seed chooses; `thresholds` has a guess
+            at it (SIDCo; without momentum and weight decay).
+
+    Returns:
+        The concatenated payloads, uint8[bytes]; float64[members, 3]: threshold, number of entries, and the payload's
+        offset in bytes; bool[members]: was each gradient finite everywhere? A payload's k is its entries, at least 1.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
     numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
@@ -294,15 +298,19 @@ def accumulate_partition(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do `accumulate` for tensors that form one vector, and select from its elements [begin, end).
 
-    begins: the ascending start of each tensor; gaps between tensors count as zeros. Elements that reach the threshold
-    are selected. share: the expected number of these; if fewer than 0.92 share - 4, more than 1.08 share + 4, or no
-    elements reach the threshold, the `share` largest are selected instead, without zeros; for a fraction, one element
-    now and then. Below 0: the selection is never corrected. sample: the number of elements of the partition in the
-    histogram, in runs of 16. Returns ascending indices into the vector, int64[m]; a sketch, float32[65], of a
-    histogram with bins of 1/16 octave: the number of its first bin, then the counts of that bin and the next ones, the
-    last one with all elements above, and zeros if share is below 0; a float64 scalar, the threshold that all selected
-    elements reach; and bool[members]: was each gradient finite everywhere? On a CUDA device, the call waits for it, and
-    sketch and threshold are on the CPU.
+    Args:
+        begins: The ascending start of each tensor in the vector; gaps between tensors count as zeros.
+        threshold: Elements that reach it are selected.
+        share: The expected number of these. If none, fewer than 0.92 share - 4 or more than 1.08 share + 4 reach the
+            threshold, the `share` largest are selected instead, without zeros; for a fraction, one now and then. Below
+            0: the selection is never corrected.
+        sample: The number of elements of the partition in the histogram, in runs of 16.
+
+    Returns:
+        Ascending indices into the vector, int64[m]; a sketch, float32[65], of a histogram with bins of 1/16 octave (the
+        number of its first bin, the counts of that bin and the next ones, the last one with all elements above; zeros
+        if share is below 0); the threshold that all selected elements reach, a float64 scalar; bool[members]: was each
+        gradient finite everywhere? On a CUDA device, the call waits for it, and sketch and threshold are on the CPU.
     """
     numbers = (begin, end, threshold, share, sample, _signed(seed))
     return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
@@ -334,9 +342,9 @@ def reduce_located_bucket(
     value_dtype: str = "float32",
     channels: Sequence[int] = (),
 ) -> None:
-    """Do `locate_payloads`, then `reduce_located` for the members at `places` in `ns`, into `outs`; on the CPU only.
+    """Do `locate_payloads`, then `reduce_located` into outs, float32[ns[place]] for each of `places`; on the CPU only.
 
-    outs: float32[ns[place]] for each of `places`. Every payload is checked before `outs` are touched.
+    Every payload is checked before outs are touched.
     """
     _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, channels)
 
