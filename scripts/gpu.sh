@@ -44,8 +44,8 @@ sanitize)
     for tool in memcheck racecheck initcheck synccheck; do
         printf '==> %s\n' "$tool"
         # Each tensor has memory of its own, so that accesses beyond it and uninitialized elements are seen.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
-            "$PYTHON" tests/gpu/run.py tests/gpu/test_gpu_[!d]*.py
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$PYTHON" tests/gpu/run.py \
+            --under "compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20" tests/gpu/test_gpu_[!d]*.py
     done
     ;;
 bench) "$PYTHON" benchmarks/gpu.py "${@:2}" ;;
