@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(Batch<AccumulateJo
     if (!__any_sync(kWholeWarp, any)) continue;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
-      const Candidate candidate{SelectionKey(residual.at[e]), job.begin + first + e};
+      const Candidate candidate{SignedKey(residual.at[e]), job.begin + first + e};
       collected.Add(ReachesBar(residual.at[e], bar), candidate, &job.candidates.state->gathered, write);
     }
   }

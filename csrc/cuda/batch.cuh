@@ -2,6 +2,7 @@
 #pragma once
 
 #include "batch.h"
+#include "warp.cuh"
 
 namespace hvd_sparse {
 
@@ -30,10 +31,11 @@ __device__ int64_t LastFrom(int64_t count, int64_t place, const BeginOf& begin_o
   return low;
 }
 
+// All threads of the block must call it; there must be whole warps of them.
 template <typename Job>
 __device__ Share<Job> ShareOf(const Batch<Job>& batch) {
   if (batch.many == nullptr) return {batch.one, 0, blockIdx.x, gridDim.x};
-  const auto job = LastFrom(batch.count, blockIdx.x, [&](int64_t i) { return static_cast<int64_t>(batch.starts[i]); });
+  const int64_t job = CountBelowTogether<32>(batch.starts, batch.count, blockIdx.x + 1) - 1;
   return {batch.many[job], job, blockIdx.x - batch.starts[job], batch.starts[job + 1] - batch.starts[job]};
 }
 

@@ -48,12 +48,19 @@ class Tables {
   // Adds jobs. sizes: the number of blocks for each job, at least 1.
   template <typename Job>
   Batch<Job> AddBatch(const std::vector<Job>& jobs, const std::vector<unsigned>& sizes) {
-    unsigned blocks = 0;
+    if (jobs.size() == 1) return BatchOf(jobs[0], sizes[0]);
+    return Divide(Batch<Job>{Job{}, Add(jobs), nullptr, static_cast<int64_t>(jobs.size()), 0}, sizes);
+  }
+
+  // Returns the same jobs with other numbers of blocks, for kernels that have more or less to do.
+  template <typename Job>
+  Batch<Job> Divide(Batch<Job> batch, const std::vector<unsigned>& sizes) {
+    if (batch.many == nullptr) return BatchOf(batch.one, sizes[0]);
     std::vector<unsigned> starts{0};
-    for (const unsigned size : sizes) starts.push_back(blocks += size);
-    if (jobs.size() == 1) return BatchOf(jobs[0], blocks);
-    const Job* many = Add(jobs);
-    return {Job{}, many, Add(starts), static_cast<int64_t>(jobs.size()), blocks};
+    for (const unsigned size : sizes) starts.push_back(starts.back() + size);
+    batch.blocks = starts.back();
+    batch.starts = Add(starts);
+    return batch;
   }
 
   int64_t size() const { return static_cast<int64_t>(words_.size() * sizeof(uint64_t)); }

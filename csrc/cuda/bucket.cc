@@ -45,7 +45,7 @@ std::vector<PackJob> PackJobsOf(const BucketSelections& selections) {
 // The arrays of a workspace for a bucket, and the jobs of its kernels.
 struct BucketWork {
   BucketWork(void* base, const BucketSelections& selections, bool active, Level level, double* info, bool* finite)
-      : select(base, SizesOf(selections)),
+      : select(base, SizesOf(selections), sizeof(float)),
         low_bit_jobs(LowBitJobsOf(selections, level)),
         low_bit(static_cast<uint8_t*>(base) + select.size, &low_bit_jobs),
         pack_jobs(PackJobsOf(selections)),

@@ -26,11 +26,27 @@ __device__ inline void MakeTables(uint32_t (*tables)[256]) {
   __syncthreads();
 }
 
-// Reads the word at offset `at`, a multiple of 4. The size of a payload is a multiple of 8.
-__device__ inline uint32_t ReadWord(const uint8_t* payload, int64_t at, bool is_aligned) {
-  if (at == kChecksumAt) return 0;
-  if (is_aligned) return *reinterpret_cast<const uint32_t*>(payload + at);
-  return static_cast<uint32_t>(ReadBytes(payload, at + 4, at, 4));
+// Returns the remainder of the `size` bytes, a multiple of 8, that end at `end`. All of them are read before the first
+// is used, as memory is slow. The checksum counts as zero.
+__device__ inline uint32_t ChunkRemainder(const uint8_t* payload, int64_t end, int size,
+                                          const uint32_t (*tables)[256]) {
+  constexpr int kPairs = CrcChunks::kBytes / 8;
+  uint64_t pairs[kPairs];
+  const int64_t begin = end - CrcChunks::kBytes;
+  const int first = kPairs - size / 8;
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    pairs[p] = p >= first ? ReadBytes(payload, end, begin + 8 * p, 8) : 0;
+    if (begin + 8 * p == kChecksumAt) pairs[p] &= 0xffffffff00000000u;
+  }
+  uint32_t part = 0;
+#pragma unroll
+  for (int w = 0; w < 2 * kPairs; ++w) {
+    part ^= static_cast<uint32_t>(pairs[w / 2] >> (w % 2 * 32));
+    part = tables[3][part & 0xffu] ^ tables[2][(part >> 8) & 0xffu] ^ tables[1][(part >> 16) & 0xffu] ^
+           tables[0][part >> 24];
+  }
+  return part;
 }
 
 // Adds the remainder of the payload at PayloadOf(job, first + row) to *SumOf(job, row), which must be zero. The
@@ -40,23 +56,23 @@ template <typename Job>
 __global__ void __launch_bounds__(kThreads)
     checksum_kernel(Batch<Job> batch, int64_t first, CrcPowers powers, CrcChunks chunks) {
   __shared__ uint32_t tables[kSlices][256];
+  __shared__ uint32_t sum;  // of the block's chunks
   const Share<Job> share = ShareOf(batch);
   const int64_t size = share.job.plan.size;
   if (int64_t{share.block} * kBlockBytes >= size) return;
   MakeTables(tables);
   const uint8_t* payload = PayloadOf(share.job, first + blockIdx.y);
-  const bool is_aligned = reinterpret_cast<uintptr_t>(payload) % 4 == 0;
   for (int64_t behind = int64_t{share.block} * kBlockBytes; behind < size;
        behind += int64_t{share.blocks} * kBlockBytes) {
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
     const int64_t end = size - behind - int64_t{threadIdx.x} * CrcChunks::kBytes;
-    uint32_t part = 0;
-    for (int64_t at = end > CrcChunks::kBytes ? end - CrcChunks::kBytes : 0; at < end; at += 4) {
-      part ^= ReadWord(payload, at, is_aligned);
-      part = tables[3][part & 0xffu] ^ tables[2][(part >> 8) & 0xffu] ^ tables[1][(part >> 16) & 0xffu] ^
-             tables[0][part >> 24];
-    }
-    const uint32_t sum = __reduce_xor_sync(kWholeWarp, CrcMultiply(part, chunks.of[threadIdx.x]));
-    if (threadIdx.x % 32 == 0 && sum != 0) {
+    const auto own = static_cast<int>(end < 0 ? 0 : end < CrcChunks::kBytes ? end : CrcChunks::kBytes);
+    const uint32_t part = own > 0 ? ChunkRemainder(payload, end, own, tables) : 0;
+    const uint32_t of_warp = __reduce_xor_sync(kWholeWarp, CrcMultiply(part, chunks.of[threadIdx.x]));
+    if (threadIdx.x % 32 == 0 && of_warp != 0) atomicXor(&sum, of_warp);
+    __syncthreads();
+    if (threadIdx.x == 0 && sum != 0) {
       atomicXor(SumOf(share.job, blockIdx.y), CrcShift(sum, static_cast<uint64_t>(behind), powers));
     }
   }

@@ -21,9 +21,8 @@ namespace {
 
 constexpr int kRunThreads = 128;
 constexpr int kScanThreads = 1024;
-constexpr int kFewScanThreads = 64;       // for payloads of few tiles
-constexpr int kWords = 4;                 // 32-bit words per thread
-constexpr int64_t kElementsEach = 32768;  // elements of a thread block
+constexpr int kFewScanThreads = 64;  // for payloads of few tiles
+constexpr int kWords = 4;            // 32-bit words per thread
 constexpr int64_t kTileBits = int64_t{32} * kWords * kThreads;
 
 // One of the payloads of a grid. Each payload is a row of the grid.
@@ -251,7 +250,7 @@ int64_t TilesOf(const DevicePlan& plan) {
 
 }  // namespace
 
-DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows) {
+DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows, bool has_spans) {
   Workspace workspace(base);
   const auto count = static_cast<int64_t>(plans.size());
   sum_count = count * rows;
@@ -271,6 +270,7 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
     own.counts = workspace.Take<uint32_t>(rows * own.tiles);
     own.starts = workspace.Take<int64_t>(rows * (own.tiles + 1));
     own.indices = plan.coding == Coding::kDense ? nullptr : workspace.Take<int64_t>(rows * plan.k);
+    own.spans = has_spans ? workspace.Take<int64_t>(rows * (SpansOf(plan.n) + 1)) : nullptr;
     if (SlotsFor(plan) > 0) own.slots = slots + slots_before;
     slots_before += rows * SlotsFor(plan);
     each.push_back(own);
@@ -282,8 +282,7 @@ DecodeWork::DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_
 }
 
 unsigned BlocksOf(const DecodeJob& job) {
-  return BlocksFor(
-      std::max({job.rows.tiles, DivideUp(job.plan.n, kElementsEach), DivideUp(job.plan.size, 8 * kThreads)}), 1);
+  return std::max(BlocksFor(job.rows.tiles, 1), BlocksFor(job.plan.size, kBlockBytes));
 }
 
 cudaError_t begin_decode_launch(const DecodeWork& work, cudaStream_t stream) {

@@ -28,6 +28,10 @@ constexpr uint32_t kNoFailure = 0xffffffffu;
 constexpr uint32_t kChecksEach = 256;
 constexpr int64_t kMostRanks = int64_t{1} << 23;
 
+constexpr int kSpan = 8192;  // elements whose sums a thread block forms in shared memory
+
+HVD_SPARSE_HD inline int64_t SpansOf(int64_t n) { return (n + kSpan - 1) / kSpan; }
+
 // The outputs of decoding payloads with the same plan, one row for each payload.
 struct DecodeRows {
   uint32_t* failure;  // the first failure in all rows
@@ -37,6 +41,7 @@ struct DecodeRows {
   int64_t* starts;    // [rows, tiles + 1]: number of entries before each tile
   int64_t* indices;   // [rows, k], ascending; null for dense: entry j is element j
   uint32_t* slots;    // [rows, groups + 1], for low-bit values: see groups.cuh; null if there is one group
+  int64_t* spans;     // [rows, spans + 1], if sums are wanted: number of entries before each span of kSpan elements
   int64_t tiles;      // a thread block decodes a tile: for run lengths a block of elements, else a section of the bits
 };
 
@@ -54,7 +59,7 @@ struct DecodeJob {
 
 // The arrays of a workspace for `rows` payloads of each plan.
 struct DecodeWork {
-  DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows);
+  DecodeWork(void* base, const std::vector<PayloadPlan>& plans, int64_t rows, bool has_spans = false);
 
   uint32_t* failures;  // one for each plan
   uint32_t* sums;
@@ -69,7 +74,7 @@ struct DecodeWork {
   int64_t size;
 };
 
-// Returns the number of blocks for a job.
+// Returns the number of blocks for decoding a job.
 unsigned BlocksOf(const DecodeJob& job);
 
 // Resets the failures. Must be called before the first decode_launch.

@@ -70,11 +70,12 @@ __device__ inline Entry EntryAt(const DecodeJob& job, int64_t first, int64_t row
 struct Bounds {
   int64_t of[kRanksAtOnce][2];
 
-  // Finds the bounds of payloads [group, count) for elements [begin, end). All threads of a block must call it.
-  __device__ void Find(const DecodeJob& job, int64_t group, int64_t count, int64_t begin, int64_t end) {
+  // Sets the bounds of payloads [group, count) by bound_of(row, is_end). All threads of a block must call it.
+  template <typename BoundOf>
+  __device__ void Find(int64_t group, int64_t count, const BoundOf& bound_of) {
     const int64_t row = group + threadIdx.x / 2;
     const bool is_end = threadIdx.x % 2 != 0;
-    if (row < count) of[threadIdx.x / 2][is_end ? 1 : 0] = EntriesBelow(job, row, is_end ? end : begin);
+    if (row < count) of[threadIdx.x / 2][is_end ? 1 : 0] = bound_of(row, is_end);
     __syncthreads();
   }
 };
@@ -109,15 +110,15 @@ __device__ void AddAhead(const DecodeJob& job, int64_t first, int64_t group, int
   }
 }
 
-// Calls begin_rank() and add(entry) for the entries of elements [begin, end), in the order of ranks. Each rank has at
-// most one entry for an element, and the barrier between ranks keeps the order. Each thread of a block must call it;
-// entries of one rank ascend in a thread.
-template <typename BeginRank, typename Add>
-__device__ void ForEntries(const DecodeJob& job, int64_t first, int64_t count, int64_t begin, int64_t end,
+// Calls begin_rank() and add(entry) for the entries of some elements, in the order of ranks. Those of a row are entries
+// [bound_of(row, false), bound_of(row, true)). Each rank has at most one entry for an element, and the barrier between
+// ranks keeps the order. Each thread of a block must call it; entries of one rank ascend in a thread.
+template <typename BoundOf, typename BeginRank, typename Add>
+__device__ void ForEntries(const DecodeJob& job, int64_t first, int64_t count, const BoundOf& bound_of,
                            const BeginRank& begin_rank, const Add& add) {
   __shared__ Bounds bounds;
   for (int64_t group = 0; group < count; group += kRanksAtOnce) {
-    bounds.Find(job, group, count, begin, end);
+    bounds.Find(group, count, bound_of);
     const int64_t ranks = count - group < kRanksAtOnce ? count - group : kRanksAtOnce;
     int64_t entries = 0;
     for (int64_t r = 0; r < ranks; ++r) entries += bounds.of[r][1] - bounds.of[r][0];

@@ -13,7 +13,7 @@ struct FilterWork {
     Workspace workspace(base);
     kept = workspace.Take<Count>(1);
     indices = workspace.Take<uint64_t>(count);
-    sort_status = sort_numbers_workspace_size(count, BitsBelow(n), &sort_size);
+    sort_status = sort_numbers_workspace_size(count, {0, BitsBelow(n)}, &sort_size);
     sort = workspace.Take<uint8_t>(static_cast<int64_t>(sort_size));
     size = workspace.used();
   }
@@ -80,7 +80,7 @@ cudaError_t filter_threshold_launch(const Array& values, double threshold, int64
   const FilterWork work(workspace, values.size, count);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.sort_status);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Filter(values, threshold, work.kept, work.indices, count, stream));
-  HVD_SPARSE_CUDA_RETURN_IF_ERROR(sort_numbers_launch(work.indices, count, BitsBelow(values.size), work.sort,
+  HVD_SPARSE_CUDA_RETURN_IF_ERROR(sort_numbers_launch(work.indices, count, {0, BitsBelow(values.size)}, work.sort,
                                                       work.sort_size, reinterpret_cast<uint64_t*>(indices),
                                                       stream));  // indices are not negative
   return Dispatch(values, [&](const auto* data) {

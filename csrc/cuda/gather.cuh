@@ -1,6 +1,7 @@
 // Gathers the candidates of a selection in one pass over the data.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "../core/selection_key.h"
@@ -17,8 +18,27 @@ __device__ inline bool ReachesBar(T value, uint64_t bar) {
   return magnitude >= bar && magnitude <= kInfinity;
 }
 
+// Returns the selection key and, in its highest bit, the sign: all of a value except the bits of a NaN.
+template <typename T>
+__device__ inline uint64_t SignedKey(T value) {
+  BitsOf<T> bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return SelectionKey(value) | static_cast<uint64_t>(bits) >> (8 * sizeof(T) - 1) << 63;
+}
+
+__device__ inline uint64_t KeyOf(uint64_t signed_key) { return signed_key & ~(uint64_t{1} << 63); }
+
+// Returns the bits of the value with this key.
+template <typename T>
+__device__ inline uint64_t ValueBitsOf(uint64_t signed_key) {
+  constexpr uint64_t kInfinity = kInfinityBits<T>;
+  constexpr uint64_t kNan = kInfinity | kInfinity >> 1;
+  const uint64_t key = KeyOf(signed_key);
+  return (key == kNanKey ? kNan : key - 1) | signed_key >> 63 << (8 * sizeof(T) - 1);
+}
+
 struct Candidate {
-  uint64_t key;
+  uint64_t signed_key;
   int64_t index;
 };
 
@@ -28,7 +48,7 @@ struct WriteCandidate {
 
   __device__ void operator()(int64_t slot, const Candidate& candidate) const {
     if (slot >= to.capacity) return;
-    to.keys[slot] = candidate.key;
+    to.signed_keys[slot] = candidate.signed_key;
     to.indices[slot] = candidate.index;
   }
 };

@@ -180,7 +180,7 @@ LowBitWork::LowBitWork(void* base, std::vector<LowBitJob>* jobs) {
   }
   status = cudaSuccess;
   if (slot_count > 0) {
-    status = sort_bits > 63 ? cudaErrorInvalidValue : sort_numbers_workspace_size(total, sort_bits, &sort_size);
+    status = sort_bits > 63 ? cudaErrorInvalidValue : sort_numbers_workspace_size(total, {0, sort_bits}, &sort_size);
   }
   sort = workspace.Take<uint8_t>(static_cast<int64_t>(sort_size));
   size = workspace.used();
@@ -192,8 +192,8 @@ cudaError_t quantize_low_bit_launch(const Batch<LowBitJob>& batch, const LowBitW
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(NumberGroups(batch, 1, work.slots, work.slot_count, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_keys_kernel));
   if (work.slot_count > 0) {
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-        sort_numbers_launch(work.keys, work.total, work.sort_bits, work.sort, work.sort_size, work.sorted, stream));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(sort_numbers_launch(work.keys, work.total, {0, work.sort_bits}, work.sort,
+                                                        work.sort_size, work.sorted, stream));
   }
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(launch(group_starts_kernel));
   for (auto* kernel : {add_chunks_kernel<false>, levels_kernel<false>, add_chunks_kernel<true>, levels_kernel<true>}) {

@@ -17,6 +17,8 @@ __device__ inline GroupRow GroupRowOf(const PackJob& job, int64_t /*row*/) {
 
 namespace {
 
+constexpr int kHeadWarps = 8;  // of a thread block: each counts the entries of a block of elements
+
 template <typename T>
 __device__ void StoreAs(uint8_t* payload, int64_t at, T value) {  // `at` is a multiple of the item's size
   *reinterpret_cast<T*>(payload + at) = value;
@@ -32,28 +34,36 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(Batch<PackJob> batch) {
   }
 }
 
-// Writes the header and, for run lengths, the count of each block and the bitmap of full blocks.
+// Writes the header and, for run lengths, the count of each block and the bitmap of full blocks. A warp counts the
+// entries of a block of elements, and its thread block writes a byte of the bitmap.
 __global__ void __launch_bounds__(kThreads) heads_kernel(Batch<PackJob> batch) {
+  static_assert(kThreads == 32 * kHeadWarps && kHeadWarps == 8, "a warp a bit");
+  __shared__ bool is_full[kHeadWarps];
   const Share<PackJob> share = ShareOf(batch);
   const DevicePlan& plan = share.job.plan;
-  const int64_t* indices = share.job.indices;
-  const int64_t entries = share.job.entries;
   uint8_t* payload = share.job.payload;
   if (share.block == 0 && threadIdx.x == 0) *reinterpret_cast<Header*>(payload) = plan.header;
-  if (plan.coding != Coding::kRunLength || entries == 0) return;
-  for (int64_t base = int64_t{share.block} * kThreads; base < plan.blocks; base += int64_t{share.blocks} * kThreads) {
-    const int64_t block = base + threadIdx.x;
-    const bool is_there = block < plan.blocks;
-    int64_t count = 0;
-    if (is_there) {
-      count = CountBelow(indices, entries, (block + 1) * kBlock) - CountBelow(indices, entries, block * kBlock);
-      StoreAs(payload, kPositionsAt + 2 * block, static_cast<uint16_t>(count));
+  if (plan.coding != Coding::kRunLength || share.job.entries == 0) return;
+  const unsigned warp = threadIdx.x / 32;
+  const unsigned half = threadIdx.x % 32 / 16;
+  for (int64_t base = int64_t{share.block} * kHeadWarps; base < plan.blocks;
+       base += int64_t{share.blocks} * kHeadWarps) {
+    const int64_t block = base + warp;
+    const int64_t below = CountBelowTogether<16>(share.job.indices, share.job.entries, (block + half) * kBlock);
+    const auto before = static_cast<int64_t>(__shfl_sync(kWholeWarp, static_cast<Count>(below), 0));
+    if (threadIdx.x % 32 == 31) {
+      is_full[warp] = below - before == kBlock;
+      if (block < plan.blocks) {
+        StoreAs(payload, kPositionsAt + 2 * block, static_cast<uint16_t>(below - before));
+      }
     }
-    const unsigned full = __ballot_sync(kWholeWarp, count == kBlock);
-    const unsigned lane = threadIdx.x % 32;
-    if (plan.has_full && is_there && lane % 8 == 0) {
-      payload[plan.full_at + block / 8] = static_cast<uint8_t>(full >> lane);
+    __syncthreads();
+    if (plan.has_full && threadIdx.x == 0) {
+      unsigned byte = 0;
+      for (int w = 0; w < kHeadWarps; ++w) byte |= is_full[w] ? 1u << w : 0u;
+      payload[plan.full_at + base / kHeadWarps] = static_cast<uint8_t>(byte);
     }
+    __syncthreads();
   }
 }
 
@@ -201,7 +211,8 @@ PackWork::PackWork(void* base, std::vector<PackJob>* jobs) {
     job.largest = job.least + level_count;
     slots_before += SlotsFor(job.plan);
     if (job.plan.code_bits > 0) levels_before += std::min(job.plan.k, job.plan.groups);
-    blocks.push_back(BlocksFor(job.plan.size, 8 * kThreads));
+    const int64_t counted = job.plan.coding == Coding::kRunLength ? job.plan.blocks : 0;
+    blocks.push_back(std::max(BlocksFor(job.plan.size, 8 * kThreads), BlocksFor(counted, kHeadWarps)));
   }
   size = workspace.used();
 }

@@ -1,6 +1,6 @@
 // Finds the k-th element of a total order by radix selection: digit by digit of its key and, if only some of the
-// elements with this key are selected, of its tie value. In each pass the blocks count one digit of the elements that
-// share the digits found before, and the last block determines this digit.
+// elements with this key are selected and these are many, of its tie value. In each pass the blocks count one digit of
+// the elements that share the digits found before, and the last block determines this digit.
 //
 // The passes read the candidates. If the hint gathered too few of them, or more than there is room for, the first
 // passes read all elements. Their digits are a lower bound of the key; as soon as there is room for all elements that
@@ -16,6 +16,8 @@ namespace hvd_sparse {
 
 constexpr int kTileEach = 8;                              // elements of a tile for each thread
 constexpr int64_t kTile = int64_t{kTileEach} * kThreads;  // fewest elements for which another block pays off
+constexpr int kTieBits = 64;
+constexpr Count kFewTies = kThreads;  // elements with the last key that are ranked at once, a thread each
 
 __device__ inline bool Fits(Count count, const SelectState& state, const Candidates& candidates) {
   return count >= state.wanted && count <= static_cast<Count>(candidates.capacity);
@@ -37,8 +39,8 @@ class SelectSource {
     }
   }
 
-  // Calls see(key, index) for each element, and see(any, -1) beyond the end: all threads call it the same number of
-  // times. They call end_tile() after each tile. If an index is not needed, it may be another number from 0.
+  // Calls see(signed key, index) for each element, and see(any, -1) beyond the end: all threads call it the same number
+  // of times. They call end_tile() after each tile. Without kNeedsIndex, the second argument is a place for IndexAt.
   template <bool kNeedsIndex, typename See, typename EndTile>
   __device__ void ForTiles(const See& see, const EndTile& end_tile) const {
     if (reads_all_) {
@@ -46,20 +48,22 @@ class SelectSource {
       return;
     }
     const Candidates& candidates = share_.job.candidates;
-    const auto both = [&](int64_t i) { return Candidate{candidates.keys[i], candidates.indices[i]}; };
-    const auto see_both = [&](const Candidate& one, int64_t i) { see(one.key, i < 0 ? -1 : one.index); };
+    const auto both = [&](int64_t i) { return Candidate{candidates.signed_keys[i], candidates.indices[i]}; };
+    const auto see_both = [&](const Candidate& one, int64_t i) { see(one.signed_key, i < 0 ? -1 : one.index); };
     if (kNeedsIndex) {
       ForEach(share_, size_, both, see_both, end_tile);
     } else {
-      ForEach(share_, size_, [&](int64_t i) { return candidates.keys[i]; }, see, end_tile);
+      ForEach(share_, size_, [&](int64_t i) { return candidates.signed_keys[i]; }, see, end_tile);
     }
   }
+
+  __device__ int64_t IndexAt(int64_t place) const { return reads_all_ ? place : share_.job.candidates.indices[place]; }
 
   // As ForTiles, for all elements.
   template <typename See, typename EndTile>
   __device__ static void ForAll(const Share<SelectJob<T>>& share, const See& see, const EndTile& end_tile) {
     const Elements<T>& elements = share.job.elements;
-    const auto see_value = [&](T value, int64_t i) { see(SelectionKey(value), i); };
+    const auto see_value = [&](T value, int64_t i) { see(SignedKey(value), i); };
     if (elements.data != nullptr) {
       const T* data = elements.data;
       ForEach(share, elements.n, [data](int64_t i) { return data[i]; }, see_value, end_tile);
@@ -152,6 +156,37 @@ __device__ void FindDigit(const Candidates& candidates, const Digit& digit_of) {
   if (threadIdx.x == 0) state->ticket = 0;
 }
 
+// Finds the last selected tie value among at most kFewTies: the blocks list them, and the last block ranks them.
+template <typename T>
+__device__ void FindFewTies(const Share<SelectJob<T>>& share) {
+  __shared__ Count ties[kFewTies];
+  SelectState* state = share.job.candidates.state;
+  const uint64_t last_key = state->key.prefix;
+  const SelectSource<T> source(share);
+  source.template ForTiles<false>(
+      [&](uint64_t signed_key, int64_t place) {
+        if (place < 0 || KeyOf(signed_key) != last_key) return;
+        const uint64_t tie = TieKey(last_key, state->seed, source.IndexAt(place));
+        state->histogram[atomicAdd(&state->tie.count, Count{1})] = tie;
+      },
+      [] {});
+  if (!IsLastBlock(&state->ticket, share.blocks)) return;
+  const auto count = static_cast<unsigned>(state->key.count);
+  const unsigned own = threadIdx.x;
+  if (own < count) ties[own] = __ldcg(&state->histogram[own]);
+  __syncthreads();
+  if (own == 0) state->ticket = 0;
+  if (own >= count) return;
+  Count below = 0;
+  Count reaching = 0;
+  for (unsigned other = 0; other < count; ++other) {
+    below += ties[other] < ties[own] ? 1 : 0;
+    reaching += ties[other] <= ties[own] ? 1 : 0;
+  }
+  if (below < state->tie.rank && state->tie.rank <= reaching) state->tie.prefix = ties[own];
+  state->histogram[own] = 0;
+}
+
 template <typename T, bool kTies>
 __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<T>> batch, Digit digit_of) {
   __shared__ unsigned counts[kDigits];
@@ -159,6 +194,10 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
   SelectState* state = share.job.candidates.state;
   const uint64_t last_key = state->key.prefix;
   if (kTies && state->key.count == state->key.rank) return;  // all elements with this key are selected
+  if (kTies && state->key.count <= kFewTies) {
+    if (digit_of.shift + digit_of.bits == kTieBits) FindFewTies(share);
+    return;
+  }
   // The tie value of a zero is its index: the digits above the highest index are zero.
   if (kTies && last_key <= kZeroKey && (share.job.elements.n - 1) >> digit_of.shift == 0) return;
   const uint64_t above = digit_of.Above(kTies ? state->tie.prefix : last_key);
@@ -166,7 +205,8 @@ __global__ void __launch_bounds__(kThreads) count_digits_kernel(Batch<SelectJob<
   for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) counts[digit] = 0;
   __syncthreads();
   source.template ForTiles<kTies>(
-      [&](uint64_t key, int64_t index) {
+      [&](uint64_t signed_key, int64_t index) {
+        const uint64_t key = KeyOf(signed_key);
         if (index < 0 || (kTies && key != last_key)) return;
         const uint64_t number = kTies ? TieKey(key, state->seed, index) : key;
         if (digit_of.Above(number) == above) atomicAdd(&counts[digit_of.Of(number)], 1u);
@@ -193,8 +233,9 @@ __global__ void __launch_bounds__(kThreads) regather_kernel(Batch<SelectJob<T>> 
   collected.Begin();
   SelectSource<T>::ForAll(
       share,
-      [&](uint64_t key, int64_t index) {
-        collected.Add(index >= 0 && key >= bar, Candidate{key, index}, &state->regathered, write);
+      [&](uint64_t signed_key, int64_t index) {
+        const bool reaches = index >= 0 && KeyOf(signed_key) >= bar;
+        collected.Add(reaches, Candidate{signed_key, index}, &state->regathered, write);
       },
       [] {});
   collected.Flush(&state->regathered, kThreads, write);
@@ -214,7 +255,7 @@ cudaError_t FindKey(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t FindTie(const Batch<SelectJob<T>>& batch, cudaStream_t stream) {
-  for (Digit digit = Highest(64); digit.bits > 0; digit = Below(digit)) {
+  for (Digit digit = Highest(kTieBits); digit.bits > 0; digit = Below(digit)) {
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(count_digits_kernel<T, true>, batch.blocks, kThreads, stream, batch, digit));
   }
   return cudaSuccess;
@@ -226,21 +267,23 @@ __device__ inline bool IsSelected(const SelectState& state, uint64_t key, int64_
   return state.key.count == state.key.rank || TieKey(key, state.seed, index) <= state.tie.prefix;
 }
 
-// Writes the tagged indices of the selected elements, in any order.
+// Writes the tagged indices of the selected elements, or these and the values, in any order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) keep_kernel(Batch<SelectJob<T>> batch) {
   __shared__ Collected<uint64_t, kTile> collected;
   const Share<SelectJob<T>> share = ShareOf(batch);
   SelectState* state = share.job.candidates.state;
   const SelectSource<T> source(share);
-  const auto write = [&](int64_t slot, uint64_t tagged) {
-    if (slot < share.job.k) share.job.kept[slot] = tagged;
+  const auto write = [&](int64_t slot, uint64_t number) {
+    if (slot < share.job.k) share.job.kept[slot] = number;
   };
   collected.Begin();
   source.template ForTiles<true>(
-      [&](uint64_t key, int64_t index) {
-        const bool is_selected = index >= 0 && IsSelected(*state, key, index);
-        collected.Add(is_selected, share.job.tag | static_cast<uint64_t>(index), &state->kept, write);
+      [&](uint64_t signed_key, int64_t index) {
+        const bool is_selected = index >= 0 && IsSelected(*state, KeyOf(signed_key), index);
+        const uint64_t tagged = share.job.tag | static_cast<uint64_t>(index);
+        const uint64_t number = share.job.carries_values ? tagged << 32 | ValueBitsOf<T>(signed_key) : tagged;
+        collected.Add(is_selected, number, &state->kept, write);
       },
       [&] {
         collected.Flush(&state->kept, kThreads, write);

@@ -1,9 +1,9 @@
 #include "select.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "radix_select.cuh"
-#include "sort.h"
 
 namespace hvd_sparse {
 namespace {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(Batch<SelectJob<T>> ba
   for (int64_t base = int64_t{share.block} * kThreads; base < n; base += int64_t{share.blocks} * kThreads) {
     const int64_t i = base + threadIdx.x;
     const T value = i < n ? reader.At(i) : T{};
-    collected.Add(ReachesBar(value, bar), Candidate{SelectionKey(value), i}, &candidates.state->gathered, write);
+    collected.Add(ReachesBar(value, bar), Candidate{SignedKey(value), i}, &candidates.state->gathered, write);
   }
   collected.Flush(&candidates.state->gathered, kThreads, write);
 }
@@ -50,9 +50,16 @@ __global__ void __launch_bounds__(kThreads) finish_select_kernel(Batch<SelectJob
   const SelectJob<T>& job = share.job;
   Reader<T> reader(job.elements);
   for (int64_t j = int64_t{share.block} * kThreads + threadIdx.x; j < job.k; j += int64_t{share.blocks} * kThreads) {
-    const auto index = static_cast<int64_t>(job.sorted[j] ^ job.tag);
+    const uint64_t number = job.sorted[j];
+    const auto index = static_cast<int64_t>((job.carries_values ? number >> 32 : number) ^ job.tag);
     job.indices[j] = index;
-    if (job.values != nullptr) job.values[j] = reader.At(index);
+    if (job.values == nullptr) continue;
+    if (job.carries_values) {
+      const auto bits = static_cast<BitsOf<T>>(number);
+      std::memcpy(&job.values[j], &bits, sizeof bits);
+    } else {
+      job.values[j] = reader.At(index);
+    }
   }
   if (share.block > 0 || threadIdx.x > 0) return;
   const SelectState* state = job.candidates.state;
@@ -77,7 +84,7 @@ cudaError_t Cut(const Batch<SelectJob<T>>& batch, const SelectWork& work, cudaSt
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindTie(batch, stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(Launch(keep_kernel<T>, batch.blocks, kThreads, stream, batch));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(
-      sort_numbers_launch(work.kept, work.total, work.sort_bits, work.sort, work.sort_size, work.sorted, stream));
+      sort_numbers_launch(work.kept, work.total, work.sort_range, work.sort, work.sort_size, work.sorted, stream));
   return Launch(finish_select_kernel<T>, batch.blocks, kThreads, stream, batch);
 }
 
@@ -102,7 +109,7 @@ cudaError_t PrepareOne(const Elements<T>& elements, const SelectParams& params, 
 
 }  // namespace
 
-SelectWork::SelectWork(void* base, const std::vector<SelectSize>& sizes) {
+SelectWork::SelectWork(void* base, const std::vector<SelectSize>& sizes, int64_t item_size) {
   Workspace workspace(base);
   const auto count = static_cast<int64_t>(sizes.size());
   int64_t largest = 1;
@@ -119,8 +126,10 @@ SelectWork::SelectWork(void* base, const std::vector<SelectSize>& sizes) {
   kept = workspace.Take<uint64_t>(total);
   sorted = workspace.Take<uint64_t>(total);
   bits = BitsBelow(largest);
-  sort_bits = bits + (count > 1 ? BitsBelow(count) : 0);
-  sort_status = sort_bits > 63 ? cudaErrorInvalidValue : sort_numbers_workspace_size(total, sort_bits, &sort_size);
+  const int sort_bits = bits + (count > 1 ? BitsBelow(count) : 0);
+  carries_values = sort_bits <= 32 && item_size <= 4;
+  sort_range = carries_values ? BitRange{32, 32 + sort_bits} : BitRange{0, sort_bits};
+  sort_status = sort_bits > 63 ? cudaErrorInvalidValue : sort_numbers_workspace_size(total, sort_range, &sort_size);
   sort = workspace.Take<uint8_t>(static_cast<int64_t>(sort_size));
   this->size = workspace.used();
 }
@@ -134,6 +143,7 @@ cudaError_t PrepareSelect(const SelectWork& work, std::vector<SelectJob<T>>* job
     SelectJob<T>& job = (*jobs)[i];
     job.candidates = work.candidates[i];
     job.tag = jobs->size() > 1 ? static_cast<uint64_t>(i) << work.bits : 0;
+    job.carries_values = work.carries_values;
     job.kept = work.kept + before;
     job.sorted = work.sorted + before;
     before += job.k;
@@ -160,15 +170,15 @@ cudaError_t cut_select_launch(const Batch<SelectJob<float>>& batch, const Select
 
 template cudaError_t PrepareSelect(const SelectWork&, std::vector<SelectJob<float>>*, std::vector<unsigned>*);
 
-cudaError_t select_top_k_workspace_size(DType /*dtype*/, int64_t n, int64_t k, int64_t* size) {
-  const SelectWork work(nullptr, {{n, k}});
+cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64_t* size) {
+  const SelectWork work(nullptr, {{n, k}}, ItemSize(dtype));
   *size = work.size;
   return work.sort_status;
 }
 
 cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
                                 void* workspace, cudaStream_t stream) {
-  const SelectWork work(workspace, {{values.size, params.k}});
+  const SelectWork work(workspace, {{values.size, params.k}}, ItemSize(values.dtype));
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
     Batch<SelectJob<T>> batch{};

@@ -12,6 +12,7 @@
 #include "../core/select.h"
 #include "batch.h"
 #include "select_state.h"
+#include "sort.h"
 
 namespace hvd_sparse {
 
@@ -28,23 +29,25 @@ cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64
 cudaError_t select_top_k_launch(const Array& values, const SelectParams& params, const SelectOutput& output,
                                 void* workspace, cudaStream_t stream);
 
-// n and k of one of several selections of float32 that run together.
+// n and k of one of several selections that run together.
 struct SelectSize {
   int64_t n;
   int64_t k;
 };
 
-// The arrays of the workspace of several selections.
+// The arrays of the workspace of several selections of elements with `item_size` bytes.
 struct SelectWork {
-  SelectWork(void* base, const std::vector<SelectSize>& sizes);
+  SelectWork(void* base, const std::vector<SelectSize>& sizes, int64_t item_size);
 
   SelectState* states;
   std::vector<Candidates> candidates;
   int64_t total;   // sum of all k
-  uint64_t* kept;  // [total]: the selected indices of all selections, tagged
+  uint64_t* kept;  // [total]: the selected indices of all selections, tagged; in the upper half, if there is room for
+                   // it, with the value in the lower half: to gather values by index would be slow
+  bool carries_values;
   uint64_t* sorted;
   int bits;  // width of an index; the bits above are the number of the selection
-  int sort_bits;
+  BitRange sort_range;
   void* sort;
   size_t sort_size = 0;
   cudaError_t sort_status;

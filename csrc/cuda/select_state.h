@@ -29,13 +29,13 @@ struct SelectState {
   uint64_t seed;                          // of the tie values
   unsigned ticket;                        // number of blocks that have finished a pass
   bool hinted;                            // whether there was a hint
-  unsigned long long histogram[kDigits];  // counts of one digit; zero between passes
+  unsigned long long histogram[kDigits];  // counts of one digit, or tie values; zero between passes
 };
 
 // The elements that reach the bar, in any order.
 struct Candidates {
   SelectState* state;  // null: none are gathered
-  uint64_t* keys;
+  uint64_t* signed_keys;
   int64_t* indices;
   int64_t capacity;
 };
@@ -67,6 +67,7 @@ struct SelectJob {
   int64_t k;
   uint64_t seed;
   uint64_t tag;            // number of this selection, in the bits above an index: several are sorted together
+  bool carries_values;     // whether the lower half of a kept number is the value, the upper half the tagged index
   uint64_t* kept;          // [k]: the selected indices, tagged, in any order
   const uint64_t* sorted;  // [k]: the same, ascending
   int64_t* indices;

@@ -12,11 +12,17 @@ inline int BitsBelow(int64_t n) {
   return bits;
 }
 
-// Computes the bytes of workspace for sorting `count` numbers below 2^bits, bits <= 63.
-cudaError_t sort_numbers_workspace_size(int64_t count, int bits, size_t* size);
+// Bits [begin, end) of a number, end <= 64.
+struct BitRange {
+  int begin;
+  int end;
+};
 
-// Writes the sorted numbers to `sorted`, which must be a different array.
-cudaError_t sort_numbers_launch(const uint64_t* numbers, int64_t count, int bits, void* workspace, size_t size,
+// Computes the bytes of workspace for sorting `count` numbers.
+cudaError_t sort_numbers_workspace_size(int64_t count, BitRange bits, size_t* size);
+
+// Writes the numbers to `sorted`, which must be a different array, in ascending order of these bits.
+cudaError_t sort_numbers_launch(const uint64_t* numbers, int64_t count, BitRange bits, void* workspace, size_t size,
                                 uint64_t* sorted, cudaStream_t stream);
 
 }  // namespace hvd_sparse

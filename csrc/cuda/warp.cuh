@@ -9,6 +9,26 @@ using Count = unsigned long long;  // the 64-bit type of atomics
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
+// Returns how many of `count` ascending numbers are below `value`, which is the same for groups of kLooks threads. Each
+// group looks at kLooks numbers at a time, because each look waits for memory. All threads of the warp must call it.
+template <int kLooks, typename T>
+__device__ inline int64_t CountBelowTogether(const T* ascending, int64_t count, T value) {
+  const auto look = static_cast<int>(threadIdx.x % kLooks);
+  int64_t low = 0;
+  int64_t high = count;
+  while (__any_sync(kWholeWarp, low < high)) {
+    const auto at = [&](int of_look) { return low + (high - low) * (of_look + 1) / (kLooks + 1); };
+    const bool is_below = low < high && ascending[at(look)] < value;
+    const unsigned all = __ballot_sync(kWholeWarp, is_below) >> (threadIdx.x % 32 / kLooks * kLooks);
+    if (low >= high) continue;
+    const int below = __popc(all & (kWholeWarp >> (32 - kLooks)));
+    const int64_t end = below < kLooks ? at(below) : high;
+    if (below > 0) low = at(below - 1) + 1;
+    high = end;
+  }
+  return low;
+}
+
 // Returns the next free slot, counted by *counter, to each thread that wants one, and -1 to the others. All threads of
 // the warp must call it. One thread increments the counter for all.
 template <typename Counter>
