@@ -142,6 +142,22 @@ def generator() -> list[str]:
     return ["-G", "Ninja"]
 
 
+def forget_other_build(build: Path) -> None:
+    """Remove what CMake keeps in `build` if it was for another place, generator or compiler: it would not change it."""
+    cache = build / "CMakeCache.txt"
+    if not cache.exists():
+        return
+    kept = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
+    wanted = {"CMAKE_HOME_DIRECTORY": str(ROOT), "CMAKE_CACHEFILE_DIR": str(build)}
+    if "-G" not in os.environ.get("CMAKE_ARGS", ""):
+        wanted["CMAKE_GENERATOR"] = [os.environ.get("CMAKE_GENERATOR", "Unix Makefiles"), *generator()][-1]
+    named = shlex.split(os.environ.get("CXX", ""))[:1] or [kept.get("CMAKE_CXX_COMPILER", "")]
+    wanted["CMAKE_CXX_COMPILER"] = shutil.which(named[0]) or "none"
+    if any(kept.get(key) != value for key, value in wanted.items()):
+        cache.unlink()
+        shutil.rmtree(build / "CMakeFiles", ignore_errors=True)
+
+
 def missing_tool() -> str:
     """Which tool of the build is not there, and how to get it; what is needed if all are."""
     wanted = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
@@ -184,6 +200,7 @@ class CMakeBuild(build_ext):
         configure += [*generator(), *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
         targets = os.environ.get("HVD_SPARSE_TARGETS", "").split() or targets
         build.mkdir(parents=True, exist_ok=True)
+        forget_other_build(build)
         # Libraries of another build, for other frameworks or other versions of them.
         if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)

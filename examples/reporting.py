@@ -61,8 +61,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument(
         "--density",
         type=density,
-        help="share of each gradient that is sent (default: 0.01 for gradient_dropping, samomentum and dct, else "
-        "0.001); the dense methods and hard_threshold ignore it",
+        help="share of each gradient that is sent (default: 0.001 for dgc, else 0.01); the dense methods and hard_threshold ignore it",
     )
     group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
     group.add_argument(

@@ -12,8 +12,9 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import tensorflow as tf  # isort: skip  # before mpi4py: else MPI_Finalize calls TensorFlow's copy of hwloc, and crashes
+
 import model_parallel_run
-import tensorflow as tf
 import tensorflow2_device
 
 from hvd_sparse.tensorflow.model_parallel import Pipeline, ThresholdBoundary

@@ -11,11 +11,12 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import tensorflow as tf  # isort: skip  # before mpi4py: else MPI_Finalize calls TensorFlow's copy of hwloc, and crashes
+
 import asynchronous_run
 import char_data
 import numpy as np
 import reporting
-import tensorflow as tf
 import tensorflow2_device
 
 from hvd_sparse.tensorflow.asynchronous import connect

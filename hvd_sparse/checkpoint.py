@@ -1,6 +1,6 @@
 """Checkpoints of a compressor: their layout, the same for both frameworks, and their validation.
 
-{"version": int, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool,
+{"version": int, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool, "averages": bool,
  "memory": {parameter: {buffer: float32[n]}}, "thresholds": {name: float64[numbers]},
  "regions": [(parameters of a message, bounds), ...], "buffers": int}
 
@@ -12,7 +12,9 @@ threshold belongs to one rank's residual; it is computed again for a share of th
 a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 
 Sums are computed in float64 and rounded once, to float32, so that world size and order do not matter. The shares of a
-sum add up to it exactly.
+sum add up to it exactly; or to M / N of it where N ranks saved it, M load it, and "averages" tells that the optimizer
+averages over ranks (op=Average, which older states mean). For what is pending changes the weights by its mean then,
+which is the same on any number of ranks.
 """
 
 import contextlib
@@ -135,15 +137,23 @@ def _permissions(path: str | os.PathLike) -> int:
     return 0o666 & ~mask
 
 
-def share_of(total: np.ndarray, place: int, count: int) -> np.ndarray:
-    """Return the share of rank `place` of `count` in a sum, float32[n]; in float64, the shares add up to it exactly.
+def growth(state: Mapping, ranks: int) -> float:
+    """Return the factor of a summed state's sums on this number of ranks."""
+    return ranks / state["ranks"] if state.get("averages", True) else 1.0
 
-    Each share is a multiple of the last bit of the sum; the first rank's share includes the rounding error.
+
+def share_of(total: np.ndarray, place: int, count: int, factor: float = 1.0) -> np.ndarray:
+    """Return the share of rank `place` of `count` in a sum, float32[n], times a factor.
+
+    In float64, the shares add up to it exactly: each is a multiple of the last bit of the sum, and the first rank's
+    share includes the rounding error.
     """
     total = np.asarray(total, np.float32)
     share = np.empty_like(total)
     for begin in range(0, total.size, SPAN):
-        _fill_share(share[begin : begin + SPAN], total[begin : begin + SPAN], place, count)
+        part = total[begin : begin + SPAN]
+        part = part if factor == 1.0 else (part * np.float64(factor)).astype(np.float32)
+        _fill_share(share[begin : begin + SPAN], part, place, count)
     return share
 
 

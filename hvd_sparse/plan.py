@@ -201,7 +201,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         if method is not plain:
             limit, ranks = break_even(method, plain, network, world_size), largest_world_size(method, plain, network)
             below = f"{limit / 1e9:.3g} Gbit/s" if limit is not None else "any" if step < base else "never"
-            most = "-" if ranks is None else "any" if ranks >= MOST_RANKS else str(ranks)
+            most = "-" if ranks is None or step >= base else "any" if ranks >= MOST_RANKS else str(ranks)
         lines.append(
             f"{method.name:<27}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
             f"{below:>14}{most:>13}"

@@ -26,12 +26,14 @@ class Units:
     """The units of one step.
 
     world_size: N. reduction: s, the factor of sums over ranks; None if it is unknown and nothing depends on it.
-    loss_scale: S, a number, or in a graph a float64 scalar tensor; the methods return the same type.
+    loss_scale: S, a number, or in a graph a float64 scalar tensor; the methods return the same type. averages: whether
+    s is 1 / N for every N.
     """
 
     world_size: int
     reduction: float | None = 1.0
     loss_scale: Any = 1.0
+    averages: bool = True
 
     @property
     def incoming(self):

@@ -95,7 +95,13 @@ HVD_SPARSE_MULTIVERSION void AddLogs(const float* values, int64_t n, double* pro
   }
 }
 
-double MeanLog(const float* values, int64_t n) {
+// The sum of the logarithms of the values above 0, and their number.
+struct Logs {
+  double sum;
+  double positive;
+};
+
+Logs SumLogs(const float* values, int64_t n) {
   double product[kLanes];
   double positive[kLanes] = {};
   int64_t exponent[kLanes] = {};
@@ -109,7 +115,7 @@ double MeanLog(const float* values, int64_t n) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     logs += std::log(product[lane]) + static_cast<double>(exponent[lane]) * 0.69314718055994530942;
   }
-  return logs / Total(positive);
+  return {logs, Total(positive)};
 }
 
 // Copies the magnitudes that reach the threshold `bar`, which are few, to the front of `kept`, and returns their
@@ -154,7 +160,11 @@ double Quantile(const FitMoments& moments, const float* values, int64_t n, doubl
   const double mean = count > 0 ? Total(moments.sum) / count : 0;
   if (!(mean > 0 && mean < HUGE_VAL)) return 0;
   switch (kind) {
-    case Distribution::kGamma: return GammaQuantile(mean, MeanLog(values, n), density);
+    case Distribution::kGamma: {  // it has no zeros: fitted to the values above 0
+      const Logs logs = SumLogs(values, n);
+      const double wanted = density * count / logs.positive;
+      return wanted < 1 ? GammaQuantile(Total(moments.sum) / logs.positive, logs.sum / logs.positive, wanted) : 0;
+    }
     case Distribution::kPareto: return ParetoQuantile(mean, Total(moments.squares) / count - mean * mean, density);
     case Distribution::kExponential: break;
   }

@@ -197,6 +197,11 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
   return Status::Ok();
 }
 
+Status CheckRanks(int64_t ranks) {
+  if (ranks >= 1 && ranks <= kMostRanks) return Status::Ok();
+  return Status::InvalidArgument("ranks must be in [1, 2^23], got " + std::to_string(ranks));
+}
+
 Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const uint8_t* gathered, int64_t size,
                       int64_t* offsets, int64_t* ks) {
   int64_t at = 0;

@@ -53,6 +53,11 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
 // Returns an error that names the rank whose payload is at fault.
 Status FromRank(int64_t rank, Status status);
 
+constexpr int64_t kMostRanks = int64_t{1} << 23;
+
+// Returns an error if a number of ranks is not in [1, kMostRanks].
+Status CheckRanks(int64_t ranks);
+
 // Locates payloads whose number of entries differs between ranks. `gathered` has the concatenated messages of all
 // ranks. A message has a payload of members[0], members[1], ..., whose k may differ from the members' k. Sets
 // offsets[rank * members.size() + member] to the start of each payload, and its k to the number of entries, at least 1.

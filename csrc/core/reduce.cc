@@ -165,6 +165,7 @@ Status AppendSources(const PayloadFormat& format, const uint8_t* gathered, int64
 
 Status ReduceLocated(const std::vector<PayloadFormat>& members, int64_t ranks, const uint8_t* gathered, int64_t size,
                      float scale, const ParallelFor& parallel_for, const std::vector<float*>& outs) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckRanks(ranks));
   const auto count = static_cast<size_t>(ranks) * members.size();
   std::vector<int64_t> offsets(count), ks(count);
   HVD_SPARSE_RETURN_IF_ERROR(LocatePayloads(members, ranks, gathered, size, offsets.data(), ks.data()));

@@ -26,7 +26,7 @@ enum class PayloadCheck : uint32_t {
 // The first failure, ordered by rank and then by check: rank * 256 + check. kNoFailure if all checks passed.
 constexpr uint32_t kNoFailure = 0xffffffffu;
 constexpr uint32_t kChecksEach = 256;
-constexpr int64_t kMostRanks = int64_t{1} << 23;
+static_assert(kMostRanks * kChecksEach - 1 < kNoFailure);
 
 constexpr int kSpan = 8192;  // elements whose sums a thread block forms in shared memory
 

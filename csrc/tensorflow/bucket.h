@@ -202,7 +202,8 @@ class ReduceBucketBase : public Kernel {
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
     TF_RETURN_IF_ERROR(PlanMessage(call, form_, form_.sizes, &layout));
-    if (ranks < 1 || bytes != ranks * layout.bytes) {
+    TF_RETURN_IF_ERROR(call.Report(CheckRanks(ranks)));
+    if (bytes != ranks * layout.bytes) {
       return call.Invalid("gathered must be a message of ", layout.bytes, " bytes of each of ", ranks, " ranks, got ",
                           bytes, " bytes");
     }

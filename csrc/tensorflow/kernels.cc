@@ -147,7 +147,7 @@ class LocatePayloadsKernel : public Kernel {
     int64_t* places = nullptr;
     TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &size));
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
-    if (ranks < 1) return call.Invalid("ranks must be at least 1, got ", ranks);
+    TF_RETURN_IF_ERROR(call.Report(CheckRanks(ranks)));
     const auto members = static_cast<int64_t>(members_.size());
     TF_RETURN_IF_ERROR(call.Output("places", {2, ranks, members}, &places));
     return call.Report(LocatePayloads(members_, ranks, gathered, size, places, places + ranks * members));

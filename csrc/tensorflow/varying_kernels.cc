@@ -157,7 +157,6 @@ class ReduceLocatedBucketKernel : public Kernel {
     TF_RETURN_IF_ERROR(call.Vector("gathered", &gathered, &bytes));
     TF_RETURN_IF_ERROR(call.Number("ranks", &ranks));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
-    if (ranks < 1) return call.Invalid("ranks must be at least 1, got ", ranks);
     TF_RETURN_IF_ERROR(call.Report(MemberFormats(form_, &formats)));
     TF_RETURN_IF_ERROR(call.context()->output_list("sums", &sums));
     std::vector<float*> outs;

@@ -57,7 +57,6 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
   const char* op = "reduce_located_bucket";
   CheckTensor(op, "gathered", gathered, at::kByte);
   CheckCounts(op, "sum", outs.size(), {{"places", places.size()}});
-  TORCH_CHECK_VALUE(ranks >= 1, "hvd_sparse.", op, ": ranks must be >= 1, got ", ranks);
   std::vector<float*> sums(ns.size(), nullptr);
   for (size_t i = 0; i < outs.size(); ++i) {
     const int64_t place = places[i];

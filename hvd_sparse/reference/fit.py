@@ -56,7 +56,7 @@ def fit_tail(values: np.ndarray, k: int, stages: int, distribution: str, seed: i
 def fitted_threshold(values: np.ndarray, density: float, stages: int, distribution: str) -> float:
     """Return the magnitude that about density * n of float32[n] values reach, if they follow the distribution.
 
-    The fit includes zeros. The result is at least the smallest positive float32, so that zeros never reach it.
+    The fit includes zeros, except that of a gamma distribution, in which they cannot occur. The result is at least the smallest positive float32, so that zeros never reach it.
     """
     threshold, later = 0.0, "exponential" if distribution == "exponential" else "pareto"
     for stage, part in enumerate(stage_densities(density, stages)):
@@ -96,8 +96,10 @@ def quantile(moments: Moments, density: float, distribution: str) -> float:
     mean = moments.sum / moments.count if moments.count else 0.0
     if not 0.0 < mean < math.inf:
         return 0.0
-    if distribution == "gamma":
-        return gamma_quantile(mean, moments.logs / moments.positive, density)
+    if distribution == "gamma":  # it has no zeros: fitted to the values above 0
+        wanted = density * moments.count / moments.positive
+        mean, mean_log = moments.sum / moments.positive, moments.logs / moments.positive
+        return gamma_quantile(mean, mean_log, wanted) if wanted < 1.0 else 0.0
     if distribution == "pareto":
         return pareto_quantile(mean, moments.squares / moments.count - mean**2, density)
     return -mean * math.log(density)

@@ -236,13 +236,16 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 within 600 s.
         """
         self._load()
-        return gather_state(self, self._parts.threshold_rows, self._parts.exchange, summed, session)
+        parts = self._parts
+        return gather_state(self, parts.threshold_rows, parts.exchange, summed, parts.averages, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:
         """Continue from `state_dict()`; call it on every rank, between training steps.
 
         Args:
-            state: A result of `state_dict`, here or in PyTorch for the same names. The ranks divide a summed state.
+            state: A result of `state_dict`, here or in PyTorch for the same names. The ranks divide a summed state, so
+                that what is pending changes the weights as it would have: with op=Average their mean is that of the
+                ranks that saved it.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Raises:
@@ -253,6 +256,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """
         self._load()
         restore_state(self, self._parts.threshold_rows, state, self._parts.exchange, session)
+        if self._parts.call is None:
+            self._parts.averages = state.get("averages", True)
         assign_all(self._own_place(), session)
         self._parts.step.reset()
 
@@ -357,7 +362,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             self._parts.log(step)
 
     def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
-        reduction = 1.0 / self._parts.exchange.size() if call.reduction == hvd.Average else 1.0
+        self._parts.averages = call.reduction == hvd.Average
+        reduction = 1.0 / self._parts.exchange.size() if self._parts.averages else 1.0
         return reduction, call.passes, loss_scale_of(call.scaler)
 
 

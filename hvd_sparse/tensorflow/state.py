@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import SPAN, VERSION, check_state, on_host, refused, share_of
+from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.tensorflow.exchange import SUMMING
 
 
-def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, session) -> dict:
+def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, averages: bool, session) -> dict:
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed. rows: of the thresholds."""
     keys = [(name, kind) for name, memory in compressor.feedback.items() for kind in memory.buffers]
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
@@ -31,7 +31,8 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, se
     for (name, kind), value in zip(keys, values, strict=True):
         memory[name][kind] = value
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
-    state = {"version": VERSION, "step": int(step), "summed": summed, **identity_of(compressor.hosts, exchange)}
+    own = {"summed": summed, "averages": averages, **identity_of(compressor.hosts, exchange)}
+    state = {"version": VERSION, "step": int(step), **own}
     regions = [] if summed else state_of(compressor.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
@@ -61,7 +62,8 @@ def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iter
                 value = on_host(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
                 value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
-            yield buffer, share_of(value, place, count) if summed else value.astype(np.float32)
+            factor = growth(state, exchange.size()) if summed else 1.0
+            yield buffer, share_of(value, place, count, factor) if summed else value.astype(np.float32)
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():

@@ -21,6 +21,7 @@ from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
+from hvd_sparse.torch.optimizer_checks import DISCARDED
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
@@ -80,10 +81,12 @@ class SparseCompressor(Compressor):
             if self._check.is_due():
                 self._agree()
             with self._traffic.timed("compress"):
+                step, parameters = self._step, self._parameters
                 if not self._under_way or self._finished:
                     self._begin()
-                step, parameters = self._step, self._parameters
                 name = parameters.find(tensor, step.entries)
+                if not step.entries:
+                    self._optimizer_checks.check_reduction([parameters[name]], DISCARDED)
                 if name in step.entries:  # the step was given up: its optimizer never stepped
                     self._begin()
                 entry = self._entry(name, tensor, not parameters[name].requires_grad)
@@ -192,6 +195,8 @@ class SparseCompressor(Compressor):
 
     def _end(self) -> None:
         self._references.clear()
+        if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
+            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.entries)
         super()._end()
 
     def _units(self) -> Units:
@@ -208,7 +213,7 @@ class SparseCompressor(Compressor):
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
             )
         average = getattr(optimizer, "op", hvd.Average) == hvd.Average
-        return Units(size, 1.0 / size if average else 1.0, self._loss_scale)
+        return Units(size, 1.0 / size if average else 1.0, self._loss_scale, average)
 
     def _note(self, optimizer) -> None:
         """Warn once if several optimizers use this compressor in turn, not if one has replaced another."""
@@ -239,6 +244,8 @@ class SparseCompressor(Compressor):
         units = self._step.units
         scale = reduction_scale(token, units.world_size)
         expected = units.reduction
+        if expected is None and units.world_size > 1:
+            self._averages = scale < 1.0
         if expected is not None and abs(scale - expected) > 1e-5 * expected:
             raise ValueError(reduction_differs(scale, expected))
         return scale

@@ -48,6 +48,7 @@ class Compressor(abc.ABC):
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients, and sums back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
+        self._averages = True  # whether results are means over ranks, as in the last step
         parameters = [self._parameters[name] for name in self._parameters]
         self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
         self._loss_scale = 1.0
@@ -127,14 +128,15 @@ class Compressor(abc.ABC):
         """
         if self._under_way:
             warnings.warn(WITHIN_A_STEP, stacklevel=3)
-        return gather_state(self._step, self._number, self._exchange, summed)
+        return gather_state(self._step, self._number, self._exchange, summed, self._averages)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`; call it on every rank, between optimizer steps.
 
         Args:
-            state: A result of `state_dict`. The ranks divide a summed state.
+            state: A result of `state_dict`. The ranks divide a summed state, so that what is pending changes the
+                weights as it would have: with op=Average their mean is that of the ranks that saved it.
 
         Raises:
             ValueError: On any rank the state belongs to other parameters or another method, lacks buffers that it had
@@ -145,6 +147,7 @@ class Compressor(abc.ABC):
         with self._lock:
             self._drop()
             self._number = restore_state(self._step, state, self._exchange)
+            self._averages = state.get("averages", True)
 
     @torch.inference_mode(False)
     def reset(self) -> None:
@@ -199,6 +202,8 @@ class Compressor(abc.ABC):
         """Begin a step."""
         self._drop()
         units = self._units()
+        if units.reduction is not None:
+            self._averages = units.averages
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.begin_step()
         self._step.begin(self._number, units)

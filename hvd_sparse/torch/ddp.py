@@ -25,6 +25,7 @@ from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.distributed import DistributedCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.exchange import Pending
+from hvd_sparse.torch.optimizer_checks import TWO_PASSES
 from hvd_sparse.units import Units
 
 
@@ -262,7 +263,9 @@ class DDPCompressor(Compressor):
                 self._put(arrived.entries, means, scale)
         self._end()
         if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
-            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._used)
+            used = [self._parameters[name] for name in self._used]
+            self._optimizer_checks.check_reduction(used, TWO_PASSES)
+            self._optimizer_checks.after_reduction(used)
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
         self._arrived, self._arrived_names = [], set()

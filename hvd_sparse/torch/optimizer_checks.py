@@ -28,6 +28,11 @@ TWO_PASSES = (
     "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either: "
     "freeze parameters in a pass that is not to train them"
 )
+DISCARDED = (
+    "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: their discarded rest will be sent later, "
+    "in other steps. Freeze parameters in a pass that is not to train them, as the discriminator's in a GAN's generator "
+    "step: requires_grad_(False)"
+)
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
 
 
@@ -73,14 +78,16 @@ class OptimizerChecks:
         if scaler is not None and scaler.get_scale() != self.scale:
             raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self.scale))
 
-    def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
+    def check_reduction(self, parameters: Iterable[torch.Tensor], message: str) -> None:
         """Warn once if no optimizer has stepped with one of these since its last reduction, though one did before."""
-        reduced = set(map(id, parameters))
-        if not self._has_told and reduced & self._due & self._stepped:
+        if not self._has_told and set(map(id, parameters)) & self._due & self._stepped:
             self._has_told = True
             if self._warns():
-                warnings.warn(TWO_PASSES, stacklevel=4)
-        self._due |= reduced
+                warnings.warn(message, stacklevel=4)
+
+    def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Expect an optimizer to step with these before their next reduction."""
+        self._due |= set(map(id, parameters))
 
     def _own_ids(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return which parameters of this compressor an optimizer has, also in groups that were added later."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import SPAN, VERSION, check_state, on_host, refused, share_of
+from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
@@ -10,7 +10,9 @@ from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.step import Step
 
 
-def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool) -> dict:
+def gather_state(
+    step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool, averages: bool
+) -> dict:
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
     if summed:
         exchange.meet("sum")
@@ -23,7 +25,7 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
-    state = {"version": VERSION, "step": number, "summed": summed, **_identity(step, exchange)}
+    state = {"version": VERSION, "step": number, "summed": summed, "averages": averages, **_identity(step, exchange)}
     count = {} if summed else {"buffers": sum(map(len, memory.values()))}
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions, **count}
 
@@ -52,7 +54,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     exchange.refuse_together(refused(lambda: _check(step, state, exchange)))
     for name, part in step.state_parts(state["summed"]).items():
         if part.feedback is not None:
-            _fill(part, state["memory"][name], state["summed"])
+            _fill(part, state["memory"][name], growth(state, exchange.size()) if state["summed"] else None)
     step.reset()
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())
@@ -61,16 +63,17 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     return state["step"]
 
 
-def _fill(part: StatePart, saved: dict[str, torch.Tensor], summed: bool) -> None:
-    """Set the buffers to this rank's part of the saved ones, or to its share of the sums."""
+def _fill(part: StatePart, saved: dict[str, torch.Tensor], factor: float | None) -> None:
+    """Set the buffers to this rank's part of the saved ones, or to its share of the sums, times a factor."""
     feedback = part.feedback
     size = feedback.parameter.numel()
     for kind in feedback.BUFFERS:
         whole = torch.as_tensor(saved[kind]) if kind in saved else None
         own = None if whole is None else whole.narrow(0, part.begin, size)
         if own is not None and (kind in feedback.buffers or bool(own.any())):
-            share = torch.from_numpy(share_of(on_host(own), part.place, part.count)) if summed else own
-            feedback.buffer(kind).copy_(share)
+            if factor is not None:
+                own = torch.from_numpy(share_of(on_host(own), part.place, part.count, factor))
+            feedback.buffer(kind).copy_(own)
         elif kind in feedback.buffers:
             feedback.buffers[kind].zero_()
 

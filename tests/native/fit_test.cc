@@ -92,6 +92,16 @@ TEST(FitsByTheFormulasOfThePaper) {
   }
 }
 
+TEST(ZerosAreNoPartOfAGammaDistribution) {
+  const Floats values = Draw(1000, 3);
+  Floats with_zeros(4000, 0.0f);
+  for (size_t i = 0; i < values.size(); ++i) with_zeros[3 * i] = values[i];
+  const FitParams gamma{1, Distribution::kGamma};
+  EXPECT_NEAR(FitTail(values.data(), 1000, 0.04, gamma).threshold,
+              FitTail(with_zeros.data(), 4000, 0.01, gamma).threshold, 1e-9, "three quarters are zeros");
+  EXPECT(FitTail(with_zeros.data(), 4000, 0.5, gamma).threshold <= std::ldexp(1.0, -149), "more than there are");
+}
+
 TEST(OddValuesGiveAThresholdAllTheSame) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<Floats> odd{{0},        {0, 0, 0}, {1, 1, 1, 1},       {nan},

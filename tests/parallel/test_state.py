@@ -175,13 +175,17 @@ def test_a_summed_state_is_shared_out(method, scope, monkeypatch):
 
 
 @pytest.mark.skipif(hvd.size() < 2, reason="another number of ranks needs a process set of a part of the job")
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_fewer_ranks_continue_from_a_summed_state(scope):
-    """As after the loss of a worker: the remaining ranks take over its residual. A per-rank state raises an error."""
+def test_fewer_ranks_continue_from_a_summed_state(scope, op):
+    """As after the loss of a worker: the remaining ranks take over its residual. A per-rank state raises an error.
+
+    What is pending changes the weights as much as before: by the sum of residuals, or their mean.
+    """
     parameters = make_parameters()
     compression = MAKERS["gradient_dropping"](parameters.items(), scope)
     for t in range(3):
-        drive(compression, parameters, whole_numbers(SHAPES, t, hvd.rank()))
+        drive(compression, parameters, whole_numbers(SHAPES, t, hvd.rank()), op)
     expected = total(memory_of(compression, parameters, "body.weight"))
     own, summed = compression.state_dict(), compression.state_dict(summed=True)
     left = hvd.add_process_set(list(range(hvd.size() - 1)))
@@ -193,8 +197,12 @@ def test_fewer_ranks_continue_from_a_summed_state(scope):
             with pytest.raises(ValueError, match=f"{hvd.size()} ranks, and there are {left.size()} now"):
                 fewer.load_state_dict(own)
             fewer.load_state_dict(summed)
-            assert torch.equal(total(memory_of(fewer, parameters, "body.weight"), left), expected)
-            drive(fewer, parameters, whole_numbers(SHAPES, 3, hvd.rank()), process_set=left)
+            found = total(memory_of(fewer, parameters, "body.weight"), left)
+            if op == hvd.Average:
+                expected, found = expected / hvd.size(), found / left.size()
+            torch.testing.assert_close(found, expected, rtol=1e-7, atol=0.0)
+            assert fewer.state_dict()["averages"] == (op == hvd.Average)
+            drive(fewer, parameters, whole_numbers(SHAPES, 3, hvd.rank()), op, process_set=left)
     finally:
         assert hvd.remove_process_set(left)
 

@@ -207,6 +207,27 @@ def test_a_compression_that_optimizers_use_in_turn_is_warned_of_once(in_turn):
     assert told == ["several optimizers use one compressor"] * in_turn
 
 
+@pytest.mark.parametrize("loop", ["frozen", "discarded"])
+def test_discarded_gradients_are_warned_of_once(loop):
+    """As of a discriminator in a generator's step: the residual keeps what was not sent of them."""
+    one, other = make_parameters(), {f"other.{name}": value for name, value in make_parameters(seed=2).items()}
+    with alone_as_elastic():
+        first, second = (distributed(parameters, sparse(parameters)) for parameters in (one, other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(4):
+            gradients = draw(SHAPES, t, hvd.rank())
+            step(first, one, gradients)
+            if loop == "discarded":
+                backward(one, gradients)
+            step(second, other, {f"other.{name}": value for name, value in gradients.items()})
+            if loop == "discarded":
+                first.synchronize()
+                first.zero_grad()
+    told = [one for one in caught if "no optimizer has stepped with them" in str(one.message)]
+    assert len(told) == (loop == "discarded" and hvd.rank() == 0)
+
+
 @pytest.mark.parametrize(("beta", "warned"), [(0.9, True), (0.0, False)])
 def test_the_momentum_of_adam_is_warned_of(beta, warned):
     parameters = make_parameters()

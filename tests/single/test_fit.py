@@ -56,6 +56,16 @@ def test_gamma_is_fitted_and_its_tail_bounded():
         assert 0.0003 < np.mean(excess >= found) < 0.003
 
 
+@pytest.mark.parametrize("zeros", [0.3, 0.5, 0.9])
+def test_gamma_is_fitted_to_values_above_zero(zeros):
+    """ReLUs leave zeros, which have no logarithm: counted among the values, they would make the shape meaningless."""
+    generator = np.random.default_rng(3)
+    values = draw(stats.gamma(0.8))
+    values[generator.random(values.size) < zeros] = 0.0
+    assert 0.0003 < reached(values, fit.fitted_threshold(values, 0.001, 1, "gamma")) < 0.003
+    assert fit.fitted_threshold(values, 1.1 - zeros, 1, "gamma") == 2.0**-149  # more than are above zero
+
+
 def test_more_stages_follow_a_heavy_tail():
     """An exponential fitted to a heavy tail at once sends far too much; four stages come nearer."""
     values = draw(stats.genpareto(0.3))

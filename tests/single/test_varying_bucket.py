@@ -278,13 +278,20 @@ def test_wrong_sums_are_named():
         ((SIZES, 3, outs, [-1]), r"places must be in \[0, 5\), got -1"),
         ((SIZES, 3, outs, [1]), "out must have 7 elements, got 1"),
         ((SIZES, 3, outs, []), "places must have 1 entries, one a sum; got 0"),
-        ((SIZES, 0, outs, [0]), "ranks must be >= 1, got 0"),
+        ((SIZES, 0, outs, [0]), r"ranks must be in \[1, 2\^23\], got 0"),
+        ((SIZES, 2**62, outs, [0]), r"ranks must be in \[1, 2\^23\], got 4611686018427387904"),
         ((SIZES, 3, [torch.empty(1, dtype=torch.int64)], [0]), "out must be Float"),
     ):
         with pytest.raises(ValueError, match=f"hvd_sparse.reduce_located_bucket: .*{message}"):
             ops.reduce_located_bucket(gathered, *arguments)
-    with pytest.raises(Invalid, match="ranks must be at least 1, got 0"):
-        tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 0)
+    for ranks in (0, 2**62):
+        message = rf"ranks must be in \[1, 2\^23\], got {ranks}"
+        with pytest.raises(Invalid, match=message):
+            tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, ranks)
+        with pytest.raises(Invalid, match=message):
+            tensorflow_ops.locate_payloads(gathered.numpy(), SIZES, ranks)
+        with pytest.raises(Invalid, match=message):
+            tensorflow_ops.reduce_bucket(gathered.numpy(), [5], ranks, [1])
     with pytest.raises(Invalid, match="channels must have 5 entries, one a member; got 1"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
