@@ -148,12 +148,14 @@ def forget_other_build(build: Path) -> None:
     if not cache.exists():
         return
     kept = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
-    wanted = {"CMAKE_HOME_DIRECTORY": str(ROOT), "CMAKE_CACHEFILE_DIR": str(build)}
+    compiler = kept.get("CMAKE_CXX_COMPILER", "")
+    named = shlex.split(os.environ.get("CXX", ""))[:1] or [compiler]
+    paths = {"CMAKE_HOME_DIRECTORY": ROOT, "CMAKE_CACHEFILE_DIR": build, "CMAKE_CXX_COMPILER": shutil.which(named[0])}
+    fits = all(path and os.path.realpath(kept.get(key, "")) == os.path.realpath(path) for key, path in paths.items())
     if "-G" not in os.environ.get("CMAKE_ARGS", ""):
-        wanted["CMAKE_GENERATOR"] = [os.environ.get("CMAKE_GENERATOR", "Unix Makefiles"), *generator()][-1]
-    named = shlex.split(os.environ.get("CXX", ""))[:1] or [kept.get("CMAKE_CXX_COMPILER", "")]
-    wanted["CMAKE_CXX_COMPILER"] = shutil.which(named[0]) or "none"
-    if any(kept.get(key) != value for key, value in wanted.items()):
+        wanted = [os.environ.get("CMAKE_GENERATOR", "Unix Makefiles"), *generator()][-1]
+        fits = fits and kept.get("CMAKE_GENERATOR") == wanted
+    if not fits:
         cache.unlink()
         shutil.rmtree(build / "CMakeFiles", ignore_errors=True)
 

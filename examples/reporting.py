@@ -61,7 +61,8 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument(
         "--density",
         type=density,
-        help="share of each gradient that is sent (default: 0.001 for dgc, else 0.01); the dense methods and hard_threshold ignore it",
+        help="share of each gradient that is sent (default: 0.001 for dgc, else 0.01); the dense methods and "
+        "hard_threshold ignore it",
     )
     group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
     group.add_argument(
@@ -151,6 +152,8 @@ def has_checkpoint(args, sum_over_ranks):
     """
     if not args.checkpoint:
         return False
+    if not os.path.isdir(os.path.dirname(os.path.abspath(args.checkpoint))):
+        raise SystemExit(f"--checkpoint {args.checkpoint}: its folder is not there. Make it first")
     found = round(sum_over_ranks([float(os.path.exists(args.checkpoint))], "checkpoint")[0])
     if found not in (0, args.size):
         raise SystemExit(
@@ -368,6 +371,12 @@ def print_record(record):
     print(json.dumps(finite(record), allow_nan=False), flush=True)
 
 
+def method_shown(args):
+    """Return the name of the method: with --powersgd, it is PyTorch's, not one of hvd_sparse's."""
+    rank = getattr(args, "powersgd", None)
+    return f"powersgd of rank {rank}" if rank else args.method
+
+
 def print_json(example, args, traffic, **results):
     """Print the run as one line of JSON, with the settings that its method has."""
     used = compression_settings(args, 0) if compresses(args) else {}
@@ -375,7 +384,7 @@ def print_json(example, args, traffic, **results):
     settings |= {name: getattr(args, name) for name in ("seed", "batch_size", "lr")}
     record = {
         "example": example,
-        "method": args.method,
+        "method": method_shown(args),
         **results,
         **traffic.summary(),
         **settings,

@@ -45,7 +45,7 @@ def describe(traffic, tensors, args):
     if args.verbose:
         print(
             f"Model {args.model}, width {args.width}: {traffic.parameters:,} parameters in {tensors} tensors; "
-            f"{args.size} ranks, method {args.method}"
+            f"{args.size} ranks, method {reporting.method_shown(args)}"
         )
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from hvd_sparse import native
+from hvd_sparse.library import require_horovod
 from hvd_sparse.performance_model import (
     FLOAT32,
     MOST_RANKS,
@@ -45,7 +46,7 @@ def rate(text: str) -> float:
     """Return bits per second, from "1gbit" and the like."""
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
-            return positive(text, text[: -len(unit)]) * factor
+            return positive(text, str(float(text[: -len(unit)]) * factor))
     raise argparse.ArgumentTypeError(f"must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
 
 
@@ -123,6 +124,10 @@ def measure_job(framework: str | None) -> tuple[Network, int, int]:
     if framework is None and not found:
         raise SystemExit("hvd_sparse.plan: neither PyTorch nor TensorFlow is installed")
     framework = framework or found[0]
+    try:
+        require_horovod(framework)
+    except ImportError as error:
+        raise SystemExit(f"hvd_sparse.plan: {error}") from None
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     world_size, rank = hvd.size(), hvd.rank()

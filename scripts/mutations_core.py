@@ -53,16 +53,16 @@ CORE = [
     (
         "k - 1 candidates are enough",
         "select.cc",
-        ">= params.k;\n    const bool all",
-        ">= params.k - 1;\n    const bool all",
+        ">= params.k;\n    const bool has_all",
+        ">= params.k - 1;\n    const bool has_all",
         "select",
     ),
     ("NaN before zeros", "select.cc", "{false, true}", "{true, false}", "select"),
     (
         "ties cut by position",
         "candidates.h",
-        "HashOf(entry) <= last_tie_",
-        "static_cast<uint64_t>(entry.index) <= last_tie_",
+        "HashOf(entry) <= largest_tie_",
+        "static_cast<uint64_t>(entry.index) <= largest_tie_",
         "select",
     ),
     (

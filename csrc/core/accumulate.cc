@@ -46,7 +46,7 @@ template <AccumulateRule rule>
 inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict gradient, int64_t begin, float momentum,
                                                        float* __restrict velocity, float* __restrict residual,
                                                        uint32_t bar, int* bad) {
-  const int64_t end = begin + kChunk;
+  const int64_t end = begin + kTested;
   uint32_t most = 0;
   for (int64_t i = begin; i < end; ++i)
     most = std::max(most, MagnitudeBits(AdvanceAt<rule>(gradient, i, momentum, velocity, residual).residual));
@@ -60,14 +60,14 @@ inline __attribute__((always_inline)) bool UpdateChunk(const float* __restrict g
   return most >= bar;
 }
 
-// Updates chunk after chunk until a residual in a chunk reaches the threshold `bar`. Returns the start of this chunk,
-// or n if there is none.
+// Updates chunk after chunk, up to and with the first in which a residual reaches the threshold `bar`. Returns the
+// start of this chunk, or n if there is none: the caller looks at the chunk, and goes on after it.
 template <AccumulateRule rule>
 inline __attribute__((always_inline)) int64_t UpdateUntil(const float* __restrict gradient, int64_t n, float momentum,
                                                           float* __restrict velocity, float* __restrict residual,
                                                           uint32_t bar, int* bad) {
   int64_t i = 0;
-  for (; i + kChunk <= n; i += kChunk) {
+  for (; i + kTested <= n; i += kTested) {
     if (UpdateChunk<rule>(gradient, i, momentum, velocity, residual, bar, bad)) return i;
   }
   return UpdateEach<rule>(gradient, i, n, momentum, velocity, residual, bar, bad) ? i : n;
@@ -144,7 +144,7 @@ bool AccumulateRange(const T* gradient, const AccumulateParams& params, int64_t 
       float* velocity = feedback.velocity == nullptr ? nullptr : feedback.velocity + at;
       const uint32_t bar = sink == nullptr ? kInfinityBits<float> : sink->threshold();
       done += UpdateUntilReached(local + done, size - done, params, {feedback.residual + at, velocity}, bar, &bad);
-      const int64_t stop = std::min(done + kChunk, size);
+      const int64_t stop = std::min(done + kTested, size);
       if (sink != nullptr) sink->Offer(feedback.residual, i + done, i + stop);
       done = stop;
     }

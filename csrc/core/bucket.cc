@@ -85,7 +85,7 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
   const bool guesses = active && bar > 0 && bar < HUGE_VAL;
   const float* residual = part.feedback.residual;
   FitSample sample(n, filter.k, filter.fit);
-  *finite = active || *finite;
+  *finite = active || *finite;  // if active, the loop finds it; else the caller has
   for (int64_t begin = 0; active && begin < n; begin += kFitSpan) {
     const Part span = CutPart(part, begin, begin + kFitSpan);
     bool is_finite = true;
@@ -138,7 +138,8 @@ Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat f
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
   if (filter.fit.stages <= 0) {
-    return filter.k == 0 ? CheckThreshold(filter.threshold) : CheckCount(std::abs(filter.k), format.n);
+    return filter.k == 0 ? CheckThreshold(filter.threshold)
+                         : CheckCount(std::abs(std::max(filter.k, -kMaxElements - 1)), format.n);
   }
   if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
     return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");

@@ -6,10 +6,13 @@ namespace hvd_sparse {
 namespace {
 
 Status CheckForm(const BucketForm& form) {
+  int64_t total = 0;
   for (const int64_t size : form.sizes) {
     if (size < 0 || size > kMaxElements) {
       return Status::InvalidArgument("sizes must be in [0, 2^48], got " + std::to_string(size));
     }
+    total += size;
+    if (total > kMaxElements) return Status::InvalidArgument("the sum of the sizes must be at most 2^48");
   }
   if (form.channels.empty()) return Status::Ok();
   return CheckCounts("member", form.sizes.size(), {{"channels", form.channels.size()}});

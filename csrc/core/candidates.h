@@ -16,7 +16,7 @@
 
 namespace hvd_sparse {
 
-constexpr int64_t kChunk = 64;  // elements that are tested together
+constexpr int64_t kTested = 64;  // elements that are tested together
 
 template <typename T>
 inline bool Reaches(BitsOf<T> magnitude, BitsOf<T> threshold) {  // false for NaN, whose bits are above infinity
@@ -43,7 +43,7 @@ int64_t NumberReaching(const float* data, int64_t n, uint32_t threshold);
 // threshold.
 template <typename T, typename Function>
 inline void ForEachReaching(const T* data, int64_t begin, int64_t end, BitsOf<T> threshold, Function&& function) {
-  uint8_t marks[kChunk];
+  uint8_t marks[kTested];
   MarkReaching(data + begin, end - begin, threshold, marks);
   ForEachKept(marks, end - begin, [&](int64_t i) { function(begin + i); });
 }
@@ -90,7 +90,7 @@ class Candidates {
     }
     const size_t wanted = k_ - above;
     std::nth_element(ties.begin(), ties.begin() + (wanted - 1), ties.end());
-    last_tie_ = ties[wanted - 1];
+    largest_tie_ = ties[wanted - 1];
     entries_.erase(
         std::remove_if(entries_.begin(), entries_.end(), [this](const Entry& entry) { return !Keeps(entry); }),
         entries_.end());
@@ -103,8 +103,10 @@ class Candidates {
  private:
   uint64_t HashOf(const Entry& entry) const { return Hash(seed_, static_cast<uint64_t>(entry.index)); }
 
+  // Returns whether an entry can still be among the first k: of those whose magnitude equals the threshold, only the
+  // ones up to the largest hash of a tie can.
   bool Keeps(const Entry& entry) const {
-    return entry.magnitude > threshold_ || (entry.magnitude == threshold_ && HashOf(entry) <= last_tie_);
+    return entry.magnitude > threshold_ || (entry.magnitude == threshold_ && HashOf(entry) <= largest_tie_);
   }
 
   void OfferOne(M magnitude, int64_t index) {
@@ -122,7 +124,7 @@ class Candidates {
   M threshold_;
   uint64_t seed_;
   int64_t base_ = 0;
-  uint64_t last_tie_ = std::numeric_limits<uint64_t>::max();
+  uint64_t largest_tie_ = std::numeric_limits<uint64_t>::max();
   std::vector<Entry> entries_;
   int64_t passed_ = 0;
 };

@@ -22,8 +22,8 @@ HVD_SPARSE_MULTIVERSION void Subtract(const float* minuend, const float* subtrah
 
 // Skips chunks in which nothing reaches the threshold, like AccumulateTopK.
 HVD_SPARSE_MULTIVERSION void OfferChunks(const float* difference, int64_t n, Candidates<float>* candidates) {
-  for (int64_t i = 0; i < n; i += kChunk) {
-    const int64_t count = std::min(kChunk, n - i);
+  for (int64_t i = 0; i < n; i += kTested) {
+    const int64_t count = std::min(kTested, n - i);
     if (AnyReaches(difference + i, count, candidates->threshold())) candidates->Offer(difference, i, i + count);
   }
 }

@@ -9,7 +9,7 @@
 namespace hvd_sparse {
 
 constexpr double kSmallestFloat = 0x1p-149;         // the smallest float32 above 0
-constexpr int64_t kMaxElements = int64_t{1} << 48;  // larger than any tensor; no size in bytes can overflow
+constexpr int64_t kMaxElements = int64_t{1} << 48;  // of a tensor, or of all in a call: no size in bytes can overflow
 
 // The payload header contains these numbers: never change one. kNone has no size: the payload contains indices only.
 enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kNone = 4, kInt2 = 5, kInt1 = 6 };

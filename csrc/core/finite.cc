@@ -9,7 +9,7 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kChunk = 4096;
+constexpr int64_t kFiniteChunk = 4096;
 
 // Uses integers: compilers vectorise their maximum, but not always that of floating-point numbers.
 template <typename T>
@@ -37,8 +37,8 @@ bool AllFinite(const Array& values, const ParallelFor& parallel_for) {
   std::atomic<bool> finite{true};
   Dispatch(values, [&](const auto* data) {
     parallel_for(0, values.size, kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end && finite.load(std::memory_order_relaxed); i += kChunk) {
-        const int64_t size = std::min(kChunk, end - i);
+      for (int64_t i = begin; i < end && finite.load(std::memory_order_relaxed); i += kFiniteChunk) {
+        const int64_t size = std::min(kFiniteChunk, end - i);
         if (ReachesInfinityOf(data + i, size)) finite.store(false, std::memory_order_relaxed);
       }
     });

@@ -138,7 +138,7 @@ HVD_SPARSE_MULTIVERSION int64_t Keep(const float* values, int64_t n, uint32_t ba
 // (Corollary 1.2).
 double GammaQuantile(double mean, double mean_log, double density) {
   const double s = std::log(mean) - mean_log;
-  if (!(s > 0)) return mean;  // all magnitudes are equal
+  if (!(s > 0)) return mean;  // all of these magnitudes are equal
   const double shape = (3 - s + std::sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
   int sign = 0;
   return std::max(0.0, -mean / shape * (std::log(density) + lgamma_r(shape, &sign)));

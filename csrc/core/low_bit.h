@@ -2,8 +2,8 @@
 //
 // int1 sends an element as its sign; the magnitude is the level of its group. int2 has two levels per group, the
 // smaller one first, and a second bit: it tells magnitudes below the group's mean from larger ones. Levels are computed
-// without zeros; a zero is sent with the smaller level. If all magnitudes of a group are equal, both levels have this
-// magnitude, and all elements use the first.
+// without zeros. A zero gets the level of the magnitudes below the mean, which is zero if there are none. If all
+// magnitudes of a group are equal, both levels have this magnitude, and all elements use the first.
 #pragma once
 
 #include <vector>

@@ -58,9 +58,9 @@ class Sketcher {
         lowest_(std::max(1u, static_cast<uint32_t>(base_) << kMagnitudeShift)) {}
 
   void Add(const float* values, int64_t n) {
-    std::array<uint32_t, kChunk> bins;
-    for (int64_t i = 0; i < n; i += kChunk) {
-      const int64_t size = std::min(kChunk, n - i);
+    std::array<uint32_t, kTested> bins;
+    for (int64_t i = 0; i < n; i += kTested) {
+      const int64_t size = std::min(kTested, n - i);
       FindBins(values + i, size, lowest_, static_cast<uint32_t>(base_), bins.data());
       for (int64_t j = 0; j < size; ++j) ++counts_[static_cast<size_t>(j % 2)][bins[static_cast<size_t>(j)]];
       reached_ += NumberReaching(values + i, size, bar_);
@@ -154,11 +154,11 @@ class Selecting {
     for (const auto& entry : entries) result->indices.push_back(params_.begin + entry.index);
   }
 
-  // Selects the `wanted` largest elements. complete: whether `entries` has the largest of all nonzero elements. If
-  // wanted is 0, the threshold is the largest magnitude.
-  Status TakeLargest(const Entries& entries, int64_t wanted, bool complete, Partitioned* result) const {
+  // Selects the `wanted` largest elements. has_all_nonzero: whether `entries` has the largest of all nonzero elements.
+  // If wanted is 0, nothing is sent, and the threshold is the largest magnitude: the next one starts from it.
+  Status TakeLargest(const Entries& entries, int64_t wanted, bool has_all_nonzero, Partitioned* result) const {
     const int64_t m = std::max<int64_t>(1, wanted);
-    if (complete || static_cast<int64_t>(entries.size()) >= m) {
+    if (has_all_nonzero || static_cast<int64_t>(entries.size()) >= m) {
       const Entries largest = Largest(entries, static_cast<size_t>(m), params_.seed);
       uint32_t smallest = largest.empty() ? 0 : kInfinityBits<float>;
       for (const auto& entry : largest) smallest = std::min(smallest, entry.magnitude);

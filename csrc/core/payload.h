@@ -24,6 +24,8 @@
 
 namespace hvd_sparse {
 
+// k is the room for entries, at least 1, and determines the size. A payload has k entries, or none. Where the number of
+// entries varies, k does, too; with nothing to send, k is 1 and there are no entries.
 struct PayloadFormat {
   int64_t n = 0;
   int64_t k = 0;

@@ -13,15 +13,15 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr int64_t kRowGrain = int64_t{1} << 15;  // smallest number of elements for which another thread pays off
-constexpr int64_t kChunk = int64_t{1} << 15;     // a count of this many elements fits into every BitsOf<T>
+constexpr int64_t kRowGrain = int64_t{1} << 15;    // smallest number of elements for which another thread pays off
+constexpr int64_t kCountChunk = int64_t{1} << 15;  // a count of this many elements fits into every BitsOf<T>
 
 // Counts in an integer of the element's width, so that it vectorises.
 template <typename T>
 inline __attribute__((always_inline)) int64_t CountIn(const T* row, int64_t columns, BitsOf<T> bar) {
   int64_t count = 0;
-  for (int64_t begin = 0; begin < columns; begin += kChunk) {
-    const int64_t end = std::min(columns, begin + kChunk);
+  for (int64_t begin = 0; begin < columns; begin += kCountChunk) {
+    const int64_t end = std::min(columns, begin + kCountChunk);
     BitsOf<T> part = 0;
     for (int64_t c = begin; c < end; ++c) part = static_cast<BitsOf<T>>(part + (MagnitudeBits(row[c]) >= bar));
     count += static_cast<int64_t>(part);

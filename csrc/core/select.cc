@@ -19,8 +19,8 @@ template <typename T>
 inline __attribute__((always_inline)) int64_t SkipChunks(const T* data, int64_t begin, int64_t end,
                                                          BitsOf<T> threshold) {
   int64_t i = begin;
-  for (; i + kChunk <= end; i += kChunk) {
-    if (AnyReaches(data + i, kChunk, threshold)) return i;
+  for (; i + kTested <= end; i += kTested) {
+    if (AnyReaches(data + i, kTested, threshold)) return i;
   }
   return i;
 }
@@ -43,7 +43,7 @@ template <typename T, typename Sink>
 void ScanRange(const T* data, int64_t begin, int64_t end, Sink* sink) {
   for (int64_t i = begin; i < end;) {
     i = Skip(data, i, end, sink->threshold());
-    const int64_t stop = std::min(i + kChunk, end);
+    const int64_t stop = std::min(i + kTested, end);
     sink->Offer(data, i, stop);
     i = stop;
   }
@@ -61,7 +61,8 @@ void FillWithZeros(const T* data, int64_t n, int64_t k, std::vector<int64_t>* in
   std::sort(indices->begin(), indices->end());
 }
 
-// gathered: the elements that reach the hint, if they are known.
+// Takes up to three passes with ever lower bars: the hint's, whose elements the caller may have gathered already, a
+// sampled one, and the exact one. The first that finds k candidates decides, or whose bar no nonzero element misses.
 template <typename T>
 Status SelectTopKOf(const T* data, const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                     std::optional<Candidates<T>> gathered, Selection* selection) {
@@ -70,7 +71,7 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
   const ThresholdParams sampled{std::min(n, params.k + params.k / 4 + 16), ThresholdMethod::kSampled, 0.005,
                                 params.seed};
   const ThresholdParams exact{params.k, ThresholdMethod::kExact, 1.0, params.seed};
-  const ThresholdParams* const attempts[] = {nullptr, &sampled, &exact};
+  const ThresholdParams* const attempts[] = {nullptr, &sampled, &exact};  // null: the hint
   const size_t first = HasHint(params) ? 0 : 1;
   double threshold = params.threshold_hint;
   for (size_t i = first; i < std::size(attempts); ++i) {
@@ -84,8 +85,8 @@ Status SelectTopKOf(const T* data, const Array& values, const SelectParams& para
     Candidates<T>& candidates = *gathered;
     if (i == first) selection->passed = candidates.passed();
     const bool enough = static_cast<int64_t>(candidates.entries().size()) >= params.k;
-    const bool all = CandidateBar<T>(threshold) == 1;  // every element but zeros and NaN was a candidate
-    if (!enough && !all && attempt != &exact) continue;
+    const bool has_all_nonzero = CandidateBar<T>(threshold) == 1;
+    if (!enough && !has_all_nonzero && attempt != &exact) continue;
     candidates.Cut();
     BitsOf<T> smallest = kInfinityBits<T>;
     for (const auto& entry : candidates.entries()) {

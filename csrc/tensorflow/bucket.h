@@ -178,6 +178,8 @@ class ReduceBucketBase : public Kernel {
   explicit ReduceBucketBase(OpKernelConstruction* construction) : Kernel(construction, "reduce_bucket") {
     OP_REQUIRES_OK(construction, GetBucketForm(construction, true, &form_));
     OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_bucket", &form_.sizes));
+    OP_REQUIRES(construction, construction->num_outputs() == static_cast<int>(form_.sizes.size()),
+                absl::InvalidArgumentError("hvd_sparse.reduce_bucket: M must be the number of ns"));
   }
 
  protected:

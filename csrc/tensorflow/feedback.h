@@ -23,6 +23,7 @@ class Buffer {
  public:
   absl::Status Open(const Call& call, const tensorflow::ResourceHandle& handle) {
     TF_RETURN_IF_ERROR(tensorflow::LookupResource(call.context(), handle, &variable_));
+    TF_RETURN_IF_ERROR(call.Claim(variable_.get()));
     lock_.emplace(*variable_->mu());
     return Own(call, variable_->tensor());
   }

@@ -58,6 +58,13 @@ class Call {
     return absl::InvalidArgumentError(absl::StrCat("hvd_sparse.", verb_, ": ", parts...));
   }
 
+  // Refuses a variable that this call has opened already: it would wait for its own lock.
+  absl::Status Claim(const void* variable) const {
+    if (std::count(claimed_.begin(), claimed_.end(), variable) > 0) return Invalid("a variable is given twice");
+    claimed_.push_back(variable);
+    return absl::OkStatus();
+  }
+
   absl::Status Report(const Status& status) const { return status.ok() ? absl::OkStatus() : Invalid(status.message); }
 
   template <typename T>
@@ -177,6 +184,7 @@ class Call {
   OpKernelContext* context_;
   const char* verb_;
   CopyBytes copy_;
+  mutable std::vector<const void*> claimed_;  // variables that are open
 };
 
 class Kernel : public tensorflow::OpKernel {
@@ -201,6 +209,7 @@ class Kernel : public tensorflow::OpKernel {
  private:
   const char* verb_;
   CopyBytes copy_;
+  mutable std::vector<const void*> claimed_;  // variables that are open
 };
 
 // The base class of kernels that read or write payloads.

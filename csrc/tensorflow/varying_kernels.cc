@@ -145,6 +145,8 @@ class ReduceLocatedBucketKernel : public Kernel {
       : Kernel(construction, "reduce_located_bucket") {
     OP_REQUIRES_OK(construction, GetBucketForm(construction, false, &form_));
     OP_REQUIRES_OK(construction, GetSizes(construction, "reduce_located_bucket", &form_.sizes));
+    OP_REQUIRES(construction, construction->num_outputs() == static_cast<int>(form_.sizes.size()),
+                absl::InvalidArgumentError("hvd_sparse.reduce_located_bucket: M must be the number of ns"));
   }
 
  protected:

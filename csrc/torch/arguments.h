@@ -35,12 +35,12 @@ inline void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const Ra
   });
 }
 
-// Registers an op so that its calling thread keeps denormals, too: m.impl(name, &Keeping<&Op>::Call).
+// Registers an op so that its calling thread keeps denormals, too: m.impl(name, &WithDenormals<&Op>::Call).
 template <auto op>
-struct Keeping;
+struct WithDenormals;
 
 template <typename Result, typename... Arguments, Result (*op)(Arguments...)>
-struct Keeping<op> {
+struct WithDenormals<op> {
   static Result Call(Arguments... arguments) {
     const KeepDenormals keep;
     return op(std::forward<Arguments>(arguments)...);

@@ -110,7 +110,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate_bucket", &hvd_sparse::Keeping<&hvd_sparse::AccumulateBucketOp>::Call);
-  m.impl("clear_bucket", &hvd_sparse::Keeping<&hvd_sparse::ClearBucketOp>::Call);
-  m.impl("reduce_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceBucketOp>::Call);
+  m.impl("accumulate_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulateBucketOp>::Call);
+  m.impl("clear_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ClearBucketOp>::Call);
+  m.impl("reduce_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceBucketOp>::Call);
 }

@@ -195,15 +195,15 @@ TORCH_LIBRARY(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate", &hvd_sparse::Keeping<&hvd_sparse::AccumulateOp>::Call);
-  m.impl("select_threshold", &hvd_sparse::Keeping<&hvd_sparse::SelectThresholdOp>::Call);
-  m.impl("select_top_k", &hvd_sparse::Keeping<&hvd_sparse::SelectTopKOp>::Call);
-  m.impl("filter_threshold", &hvd_sparse::Keeping<&hvd_sparse::FilterThresholdOp>::Call);
-  m.impl("all_finite", &hvd_sparse::Keeping<&hvd_sparse::AllFiniteOp>::Call);
-  m.impl("pack", &hvd_sparse::Keeping<&hvd_sparse::PackOp>::Call);
-  m.impl("unpack", &hvd_sparse::Keeping<&hvd_sparse::UnpackOp>::Call);
-  m.impl("reduce_payloads", &hvd_sparse::Keeping<&hvd_sparse::ReducePayloadsOp>::Call);
-  m.impl("locate_payloads", &hvd_sparse::Keeping<&hvd_sparse::LocatePayloadsOp>::Call);
-  m.impl("reduce_located", &hvd_sparse::Keeping<&hvd_sparse::ReduceLocatedOp>::Call);
-  m.impl("quantize", &hvd_sparse::Keeping<&hvd_sparse::QuantizeOp>::Call);
+  m.impl("accumulate", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulateOp>::Call);
+  m.impl("select_threshold", &hvd_sparse::WithDenormals<&hvd_sparse::SelectThresholdOp>::Call);
+  m.impl("select_top_k", &hvd_sparse::WithDenormals<&hvd_sparse::SelectTopKOp>::Call);
+  m.impl("filter_threshold", &hvd_sparse::WithDenormals<&hvd_sparse::FilterThresholdOp>::Call);
+  m.impl("all_finite", &hvd_sparse::WithDenormals<&hvd_sparse::AllFiniteOp>::Call);
+  m.impl("pack", &hvd_sparse::WithDenormals<&hvd_sparse::PackOp>::Call);
+  m.impl("unpack", &hvd_sparse::WithDenormals<&hvd_sparse::UnpackOp>::Call);
+  m.impl("reduce_payloads", &hvd_sparse::WithDenormals<&hvd_sparse::ReducePayloadsOp>::Call);
+  m.impl("locate_payloads", &hvd_sparse::WithDenormals<&hvd_sparse::LocatePayloadsOp>::Call);
+  m.impl("reduce_located", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceLocatedOp>::Call);
+  m.impl("quantize", &hvd_sparse::WithDenormals<&hvd_sparse::QuantizeOp>::Call);
 }

@@ -66,6 +66,8 @@ void ReduceLocatedBucketOp(const Tensor& gathered, IntArrayRef ns, int64_t ranks
     const int64_t n = ns[static_cast<size_t>(place)];
     TORCH_CHECK_VALUE(outs[i].numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ",
                       outs[i].numel());
+    TORCH_CHECK_VALUE(sums[static_cast<size_t>(place)] == nullptr, "hvd_sparse.", op, ": place ", place,
+                      " must be given once");
     sums[static_cast<size_t>(place)] = static_cast<float*>(outs[i].data_ptr());
   }
   Raise(op, ReduceLocated(FormatsOf(op, ns, channels, coding, value_dtype), ranks, gathered.const_data_ptr<uint8_t>(),
@@ -126,8 +128,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("filter_bucket", &hvd_sparse::Keeping<&hvd_sparse::FilterBucketOp>::Call);
-  m.impl("accumulate_partition", &hvd_sparse::Keeping<&hvd_sparse::AccumulatePartitionOp>::Call);
-  m.impl("fit_thresholds", &hvd_sparse::Keeping<&hvd_sparse::FitThresholdsOp>::Call);
-  m.impl("reduce_located_bucket", &hvd_sparse::Keeping<&hvd_sparse::ReduceLocatedBucketOp>::Call);
+  m.impl("filter_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::FilterBucketOp>::Call);
+  m.impl("accumulate_partition", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulatePartitionOp>::Call);
+  m.impl("fit_thresholds", &hvd_sparse::WithDenormals<&hvd_sparse::FitThresholdsOp>::Call);
+  m.impl("reduce_located_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceLocatedBucketOp>::Call);
 }

@@ -56,7 +56,8 @@ def fit_tail(values: np.ndarray, k: int, stages: int, distribution: str, seed: i
 def fitted_threshold(values: np.ndarray, density: float, stages: int, distribution: str) -> float:
     """Return the magnitude that about density * n of float32[n] values reach, if they follow the distribution.
 
-    The fit includes zeros, except that of a gamma distribution, in which they cannot occur. The result is at least the smallest positive float32, so that zeros never reach it.
+    The fit includes zeros, except that of a gamma distribution, in which they cannot occur. The result is at least the
+    smallest positive float32, so that zeros never reach it.
     """
     threshold, later = 0.0, "exponential" if distribution == "exponential" else "pareto"
     for stage, part in enumerate(stage_densities(density, stages)):

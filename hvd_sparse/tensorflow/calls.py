@@ -81,12 +81,12 @@ def find_call(tensor) -> Call | None:
             elif name.endswith("allreduce_grads") and _holds(local(frame, "grads"), tensor) and known:
                 lists = list(local(frame, "grads")), list(local(frame, "vars") or [])
                 in_order = not isinstance(local(frame, "groups"), list)
-        elif hasattr(owner, "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
+        elif _has(owner, "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
             helper = owner
-        elif hasattr(owner, "get_unscaled_gradients") or (optimizer is not None and isinstance(owner, SCALER_V1)):
+        elif optimizer is not None and (isinstance(owner, SCALER_V1) or _has(owner, "get_unscaled_gradients")):
             scaler = owner  # around Horovod's optimizer
-        elif optimizer is None and hasattr(owner, "apply_gradients"):
-            optimizer = owner
+        elif optimizer is None and _has(owner, "apply_gradients") and _has(owner, "_allreduce_grads"):
+            optimizer = owner  # Horovod's: a trainer's own class may have the first of these methods
         elif applier is None:
             with contextlib.suppress(Exception):  # a property of the user's, perhaps, which is not ready
                 applier = owner.optimizer
@@ -97,6 +97,13 @@ def find_call(tensor) -> Call | None:
     reduction, process_set = known["reduction"], known["process_set"]
     applier = applier if optimizer is None and scaler is None else None
     return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None, applier)
+
+
+def _has(owner, name: str) -> bool:
+    """Return whether an object has an attribute; no, if looking for it raises an error, as an object of a user may."""
+    with contextlib.suppress(Exception):
+        return hasattr(owner, name)
+    return False
 
 
 def loss_scale_of(scaler) -> tf.Tensor | None:
@@ -171,8 +178,9 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
     is_scaled: whether the compressor's loss_scale was set.
     """
     applier = getattr(call.applier, "inner_optimizer", call.applier)  # of a loss scaler
-    outer, inner = _momentum_of(call.optimizer or applier), algorithm.local_momentum
-    if inner > 0.0 and outer > 0.0 and exchange.rank() == 0:
+    inner = algorithm.local_momentum
+    outer = _momentum_of(call.optimizer or applier) if inner > 0.0 else 0.0
+    if outer > 0.0 and exchange.rank() == 0:
         warnings.warn(two_momenta(outer, algorithm.name, inner), stacklevel=5)
     has_no_effect = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
     scales = hasattr(call.applier, "dynamic_growth_steps") or getattr(call.applier, "loss_scale_factor", None)
@@ -191,9 +199,12 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
 def _momentum_of(optimizer) -> float:
     """Return the momentum, or beta1, of Horovod's optimizer around one of Keras or TensorFlow 1; 0 without one."""
     if hasattr(optimizer, "get_config"):
-        with tf.init_scope():  # a hyperparameter may be a variable
-            config = optimizer.get_config()
+        config = {}
+        with tf.init_scope(), contextlib.suppress(Exception):  # a hyperparameter may be a variable; a schedule of the
+            config = optimizer.get_config()  # user's need not have a configuration
         found = config.get("momentum", config.get("beta_1"))
+        if not config:
+            found = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", None))
     else:
         inner = getattr(optimizer, "_optimizer", None)
         found = getattr(inner, "_momentum", getattr(inner, "_beta1", None))

@@ -249,9 +249,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Raises:
-            ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
-                buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
-                job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
+            ValueError: On any rank the state belongs to other variables or a method with other buffers, has NaN or
+                infinity in a buffer, or is not summed and the world size has changed. Raised on every rank (except in
+                an elastic job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
             RuntimeError: Inside a `tf.function`, the graph is finalized, or another rank did not call within 600 s.
         """
         self._load()

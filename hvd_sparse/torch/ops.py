@@ -4,7 +4,7 @@ What a function computes is specified by the one of the same name in `hvd_sparse
 functions do the same for several tensors in one call. Bad arguments and damaged payloads raise ValueError. Values may
 be float32, float64, float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any
 integer that fits 64 bits. `segments`, int64[segments, 2], lists the groups of elements that share the quantization
-levels of low-bit values, see `hvd_sparse.wire`; None: all elements are one group. Autograd does not see changes in place.
+levels of low-bit values, see `hvd_sparse.wire`; None: all elements are one group. Autograd sees no change in place.
 
 All tensors of a call are on one device, and so are the results; only `segments` is always on the CPU. docs/cuda.md
 lists the differences on CUDA devices: above all, damage is recorded (`take_decode_status`) instead of raised.

@@ -29,8 +29,8 @@ TWO_PASSES = (
     "freeze parameters in a pass that is not to train them"
 )
 DISCARDED = (
-    "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: their discarded rest will be sent later, "
-    "in other steps. Freeze parameters in a pass that is not to train them, as the discriminator's in a GAN's generator "
+    "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: what is left of them will be sent in "
+    "later steps. Freeze parameters in a pass that is not to train them, as the discriminator's in a GAN's generator "
     "step: requires_grad_(False)"
 )
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()

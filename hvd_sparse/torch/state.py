@@ -10,9 +10,7 @@ from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.step import Step
 
 
-def gather_state(
-    step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool, averages: bool
-) -> dict:
+def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool, averages: bool) -> dict:
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
     if summed:
         exchange.meet("sum")

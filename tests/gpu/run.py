@@ -74,7 +74,7 @@ def main() -> int:
     else:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             ends = list(pool.map(lambda test: run_under(arguments.under, *test), tests))
-    print(", ".join(f"{ends.count(end)} {word}" for end, word in (("ok", "passed"), ("FAILED", "failed"), ("skipped", "skipped"))))
+    print(f"{ends.count('ok')} passed, {ends.count('FAILED')} failed, {ends.count('skipped')} skipped")
     return ends.count("FAILED")
 
 

@@ -113,6 +113,11 @@ TEST(WhatDoesNotFitIsRefused) {
   ExpectRefused(form, {5, 2, 70}, {0}, "k must be in [1, n = 1], got 2");  // of a member that is missing, too
   ExpectRefused({{5, -1}, {}, true, kCode}, {1}, {}, "sizes must be in [0, 2^48], got -1");
   ExpectRefused({{5, int64_t{1} << 49}, {}, true, kCode}, {1}, {}, "sizes must be in [0, 2^48]");
+  for (const bool is_joint : {false, true}) {
+    const int64_t most = int64_t{1} << 48;
+    const std::vector<int64_t> ks(is_joint ? 1 : 2, 1);
+    ExpectRefused({{most, most}, {}, is_joint, kCode}, ks, {}, "the sum of the sizes must be at most 2^48");
+  }
   std::vector<PayloadFormat> formats;
   EXPECT_STATUS(StatusKind::kInvalidArgument, MemberFormats({kSizes, {1}, false, kLowBit}, &formats), "channels");
 }

@@ -213,3 +213,42 @@ def test_local_layers_of_horovod_keep_their_own_gradients(named):
             out = sum(step[i].numpy().astype(np.float64) for step in steps)
             np.testing.assert_allclose(out + left, 3 * dense[i].numpy().astype(np.float64), rtol=1e-5, atol=1e-4)
     assert compression.stats()["steps"] == 3
+
+
+class Schedule(tf.keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate without a configuration, as many a tutorial has it."""
+
+    def __call__(self, step):
+        return 0.1
+
+
+class Trainer(dict):
+    """Its methods have names of an optimizer's, and missing attributes raise another error than usual."""
+
+    __getattr__ = dict.__getitem__
+
+    def apply_gradients(self, gradients):
+        self.optimizer.apply_gradients(gradients)
+
+    def get_unscaled_gradients(self, gradients):
+        return gradients
+
+    def step(self, variables, compression):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable**2) for variable in variables])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        self.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+def test_a_trainer_that_resembles_an_optimizer():
+    variables = [tf.Variable(tf.ones([30, 20]), name="weight")]
+    compression = Compression.dgc(variables, density=0.05, momentum=0.9, min_numel=50)
+    trainer = Trainer(optimizer=tf.keras.optimizers.SGD(Schedule(), momentum=0.9))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.step(variables, compression)
+    told = [str(one.message) for one in caught if "momentum (or beta1) 0.9" in str(one.message)]
+    assert len(told) == (hvd.rank() == 0)
+    assert_ranks_agree({"weight": variables[0].numpy()})
+    assert 0 < np.count_nonzero(variables[0].numpy() != 1.0) < 600

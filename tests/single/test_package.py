@@ -75,6 +75,36 @@ def test_a_build_in_place_removes_libraries_of_frameworks_that_it_leaves_out(mon
     assert [path.name for path in libraries.iterdir()] == ["libhvd_sparse_numpy.so"]
 
 
+def test_what_another_build_left_is_forgotten(monkeypatch, tmp_path):
+    """CMake would keep the compiler, and refuse another generator or place."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    forget = runpy.run_path(str(ROOT / "setup.py"))["forget_other_build"]
+    for name in ("CXX", "CMAKE_ARGS", "CMAKE_GENERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    compilers = {name: tmp_path / name for name in ("c++", "clang++", "make")}
+    for path in compilers.values():
+        path.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cache = tmp_path / "CMakeCache.txt"
+
+    def stays(**changes) -> bool:
+        kept = {"HOME_DIRECTORY": ROOT, "CACHEFILE_DIR": tmp_path, "CXX_COMPILER": compilers["c++"]}
+        kept = {**kept, "GENERATOR": "Unix Makefiles", **changes}
+        cache.write_text("".join(f"CMAKE_{key}:INTERNAL={value}\n" for key, value in kept.items()))
+        (tmp_path / "CMakeFiles").mkdir(exist_ok=True)
+        forget(tmp_path)
+        assert (tmp_path / "CMakeFiles").exists() == cache.exists()
+        return cache.exists()
+
+    assert stays()
+    assert not stays(HOME_DIRECTORY="/elsewhere") and not stays(CACHEFILE_DIR="/elsewhere")
+    assert not stays(CXX_COMPILER="CMAKE_CXX_COMPILER-NOTFOUND") and not stays(GENERATOR="Ninja")
+    monkeypatch.setenv("CXX", "clang++ -O2")
+    assert not stays() and stays(CXX_COMPILER=compilers["clang++"])
+    monkeypatch.setenv("CMAKE_GENERATOR", "Ninja")
+    assert not stays(CXX_COMPILER=compilers["clang++"])
+
+
 def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     wanted = runpy.run_path(str(ROOT / "setup.py"))["framework_wanted"]

@@ -141,3 +141,11 @@ def zeros(*shape, dtype=tf.float32):
 def test_refusals(call, message):
     with pytest.raises(Invalid, match=message):
         call()
+
+
+def test_a_variable_that_is_given_twice_is_refused():
+    """It would wait for its own lock, for ever."""
+    variable = tf.Variable(tf.zeros([8]))
+    with pytest.raises(Invalid, match="a variable is given twice"):
+        ops.accumulate(tf.ones([8]), variable, variable, momentum=0.9)
+    assert not variable.numpy().any()

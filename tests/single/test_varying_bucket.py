@@ -276,6 +276,7 @@ def test_wrong_sums_are_named():
     for arguments, message in (
         ((SIZES, 3, outs, [5]), r"places must be in \[0, 5\), got 5"),
         ((SIZES, 3, outs, [-1]), r"places must be in \[0, 5\), got -1"),
+        ((SIZES, 3, 2 * outs, [0, 0]), "place 0 must be given once"),
         ((SIZES, 3, outs, [1]), "out must have 7 elements, got 1"),
         ((SIZES, 3, outs, []), "places must have 1 entries, one a sum; got 0"),
         ((SIZES, 0, outs, [0]), r"ranks must be in \[1, 2\^23\], got 0"),
@@ -292,6 +293,11 @@ def test_wrong_sums_are_named():
             tensorflow_ops.locate_payloads(gathered.numpy(), SIZES, ranks)
         with pytest.raises(Invalid, match=message):
             tensorflow_ops.reduce_bucket(gathered.numpy(), [5], ranks, [1])
+    numbers = {"ranks": tf.constant(3, tf.int64), "scale": 1.0, "coding": "run_length", "value_dtype": "float32"}
+    for name, more in (("reduce_located_bucket", {}), ("reduce_bucket", {"ks": [1], "joint": False})):
+        call = getattr(tensorflow_ops._ops, f"hvd_sparse_{name}")
+        with pytest.raises(Invalid, match=f"hvd_sparse.{name}: M must be the number of ns"):
+            call(gathered=gathered.numpy(), ns=[5], channels=[], M=2, **numbers, **more)
     with pytest.raises(Invalid, match="channels must have 5 entries, one a member; got 1"):
         tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
