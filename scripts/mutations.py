@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from mutations_core import CORE
+from mutations_cuda import CUDA
 
 
 class Mutation(NamedTuple):
@@ -285,4 +286,5 @@ PYTHON = [
 ]
 
 MUTATIONS = [Mutation(name, f"csrc/core/{file}", old, new, f"native {test}") for name, file, old, new, test in CORE]
+MUTATIONS += [Mutation(name, f"csrc/cuda/{file}", old, new, f"native {test}") for name, file, old, new, test in CUDA]
 MUTATIONS += [Mutation(*fault) for fault in PYTHON]
