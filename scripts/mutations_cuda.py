@@ -28,8 +28,8 @@ CUDA = [
     (
         "a search together stops early",
         "warp.cuh",
-        "if (below > 0) low = at(below - 1) + 1;",
-        "if (below > 1) low = at(below - 1) + 1;",
+        "? at(below) : high;",
+        "? at(below > 0 ? below - 1 : 0) : high;",
         "kernel_payload",
     ),
     (
