@@ -41,10 +41,9 @@ struct SelectWork {
 
   SelectState* states;
   std::vector<Candidates> candidates;
-  int64_t total;   // sum of all k
-  uint64_t* kept;  // [total]: the selected indices of all selections, tagged; in the upper half, if there is room for
-                   // it, with the value in the lower half: to gather values by index would be slow
-  bool carries_values;
+  int64_t total;        // sum of all k
+  uint64_t* kept;       // [total]: the selected indices of all selections, tagged
+  bool carries_values;  // they are the upper half, and the lower half is the value: gathering values would be slow
   uint64_t* sorted;
   int bits;  // width of an index; the bits above are the number of the selection
   BitRange sort_range;
