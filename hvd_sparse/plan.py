@@ -102,18 +102,18 @@ def own_work(n: int, density: float) -> tuple[float, float]:
     residual, velocity, total = (np.zeros(size, np.float32) for _ in range(3))
     hint, compress, decode = ThresholdHint(), [], []
     for _ in range(ROUNDS):
-        start = time.perf_counter()
+        start = time.thread_time()  # one thread does it all, and other programs' work should not count
         indices, values, info, _ = native.accumulate_top_k(
             gradient, residual, velocity, k=k, threshold_hint=hint.value(k), momentum=0.9
         )
         payload = native.pack(indices, values, size, k)
         residual[indices] = velocity[indices] = 0.0
-        compress.append(time.perf_counter() - start)
+        compress.append(time.thread_time() - start)
         hint.update(k, info[0], int(info[1]))
-        start = time.perf_counter()
+        start = time.thread_time()
         indices, values = native.unpack(payload, size, k)
         total[indices] += values
-        decode.append(time.perf_counter() - start)
+        decode.append(time.thread_time() - start)
     scale = n / size
     return scale * float(np.median(compress[1:])), scale * float(np.median(decode[1:]))
 

@@ -270,6 +270,13 @@ PYTHON = [
         "torch test_state fewer_ranks",
     ),
     (
+        "a rank that resets alone waits for the others",
+        "hvd_sparse/torch/configuration_check.py",
+        "        if self._agreed_in is not None:  # not its truth",
+        "        if self._agreed_in:  # its truth",
+        "torch test_refused alone_between",
+    ),
+    (
         "discarded gradients are not noticed",
         "hvd_sparse/torch/compression.py",
         "            self._optimizer_checks.after_reduction(",

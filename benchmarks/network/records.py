@@ -25,5 +25,6 @@ def without_limit(run: dict, runs: list[dict]) -> dict | None:
 
 
 def save(path: Path, runs: list[dict]) -> None:
-    """Write all runs."""
+    """Write all runs, in a folder that need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")

@@ -32,8 +32,9 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         # In an object that TensorFlow does not look into: a checkpoint of error feedback must not restore the weights.
         self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
-        self.may_wait = self.size >= algorithm.min_numel and not is_always_dense(algorithm.schedule)
-        waits = self.size >= algorithm.min_numel or self.retained > 0.0 or self.may_be_cut()
+        is_large = self.size >= max(algorithm.min_numel, 1)
+        self.may_wait = is_large and not is_always_dense(algorithm.schedule)
+        waits = is_large or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
             for kind in self.BUFFERS

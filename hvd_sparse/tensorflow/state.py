@@ -82,7 +82,7 @@ def identity_of(hosts, exchange) -> dict[str, int | None]:
 
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
     """Return the sum over all ranks of float32[n], computed in float64 and rounded once."""
-    spans = [buffer[begin : begin + SPAN] for begin in range(0, buffer.shape[0], SPAN)]
+    spans = [buffer[begin : begin + SPAN] for begin in range(0, max(1, buffer.shape[0]), SPAN)]
     sums = [
         tf.cast(exchange.allreduce(f"{name}.{number}", tf.cast(span, tf.float64)), tf.float32)
         for number, span in enumerate(spans)

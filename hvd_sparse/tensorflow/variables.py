@@ -178,6 +178,6 @@ def checked(variable) -> tf.Variable:
         raise TypeError(
             f"{variable.name}: gradients must be float32, float64, float16 or bfloat16, got {variable.dtype.name}"
         )
-    if not variable.shape.is_fully_defined() or 0 in variable.shape:
-        raise ValueError(f"{variable.name} must have a known shape without zeros, got {variable.shape}")
+    if not variable.shape.is_fully_defined():
+        raise ValueError(f"{variable.name} must have a known shape, got {variable.shape}")
     return variable

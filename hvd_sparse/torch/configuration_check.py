@@ -72,4 +72,6 @@ class ConfigurationCheck:
 
     def forget(self) -> None:
         """Make the ranks compare settings again before the next step."""
-        self._forgotten_in, self._agreed_in = self._agreed_in or self._forgotten_in, None
+        if self._agreed_in is not None:  # not its truth: Horovod's is an empty dictionary between steps
+            self._forgotten_in = self._agreed_in
+        self._agreed_in = None

@@ -184,8 +184,9 @@ def test_a_rank_alone_between_two_steps_meets_the_others(call):
     shapes = {"weight": (600,)}
     parameters = make_parameters(shapes)
     compression = Compression.gradient_dropping(parameters.items(), min_numel=100)
+    optimizer = distributed(parameters, compression)
     for t in range(2):
-        drive(compression, parameters, draw(shapes, t, hvd.rank()))
+        step(optimizer, parameters, draw(shapes, t, hvd.rank()))
     state = compression.state_dict()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"1 of {hvd.size()} ranks called load_state_dict\(\), reset\(\)"):

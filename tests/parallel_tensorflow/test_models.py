@@ -215,6 +215,19 @@ def test_local_layers_of_horovod_keep_their_own_gradients(named):
     assert compression.stats()["steps"] == 3
 
 
+@pytest.mark.parametrize("method", ["dgc", "gradient_dropping", "micro"])
+def test_variables_without_elements_are_reduced_like_others(method):
+    variables = [tf.Variable(tf.ones(shape)) for shape in ([0, 7], [30, 20], [0])]
+    compression = getattr(Compression, method)(variables, density=0.05, min_numel=0)
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable**2) for variable in variables])
+        reduced = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+    assert [gradient.shape.as_list() for gradient in reduced] == [[0, 7], [30, 20], [0]]
+    assert 0 < np.count_nonzero(reduced[1].numpy()) < 100
+    compression.load_state_dict(compression.state_dict(summed=True))
+
+
 class Schedule(tf.keras.optimizers.schedules.LearningRateSchedule):
     """A learning rate without a configuration, as many a tutorial has it."""
 

@@ -207,10 +207,10 @@ def test_different_variables_in_several_calls_are_warned_of_once():
 @several
 def test_a_model_of_which_a_variable_is_wrong_leaves_nothing_behind():
     class Model:
-        trainable_variables = (tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([0])))
+        trainable_variables = (tf.Variable(tf.zeros([3])), tf.Variable([1.0], shape=[None]))
 
     compression = Compression.gradient_dropping(Model())
-    with pytest.raises(ValueError, match="must have a known shape without zeros"):
+    with pytest.raises(ValueError, match="must have a known shape"):
         compression.state_dict()
 
 
@@ -278,7 +278,6 @@ NOT_VARIABLES = {
     "tensors": (lambda: [tf.zeros([3])], TypeError, "variables must be tf.Variable, got EagerTensor"),
     "integers": (lambda: [tf.Variable([1, 2], name="counter")], TypeError, "counter.*must be float32.*int32"),
     "complex": (lambda: [tf.Variable([1j], name="wave")], TypeError, "wave.*must be float32.*complex128"),
-    "empty": (lambda: [tf.Variable(tf.zeros([0, 3]), name="void")], ValueError, "void.*shape without zeros"),
     "open": (lambda: [tf.Variable([1.0], shape=[None], name="open")], ValueError, "open.*known shape"),
 }
 
