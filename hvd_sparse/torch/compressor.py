@@ -149,6 +149,7 @@ class Compressor(abc.ABC):
         with self._lock:
             self._refuse_within_a_step("load_state_dict()")
             self._drop()
+            self._optimizer_checks.forget_reductions()
             self._number = restore_state(self._step, state, self._exchange)
             self._averages = state.get("averages", True)
 
@@ -157,6 +158,7 @@ class Compressor(abc.ABC):
         """Clear residuals, step number and pending work, on every rank; check settings again. Keep the loss scale."""
         with self._lock:
             self._drop()
+            self._optimizer_checks.forget_reductions()
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():
                     buffer.zero_()

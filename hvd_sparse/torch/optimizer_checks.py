@@ -89,6 +89,10 @@ class OptimizerChecks:
         """Expect an optimizer to step with these before their next reduction."""
         self._due |= set(map(id, parameters))
 
+    def forget_reductions(self) -> None:
+        """Expect no step of an optimizer: what was reduced has been given up."""
+        self._due.clear()
+
     def _own_ids(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return which parameters of this compressor an optimizer has, also in groups that were added later."""
         count, own = self._known.get(optimizer, (0, set()))

@@ -207,23 +207,26 @@ def test_a_compression_that_optimizers_use_in_turn_is_warned_of_once(in_turn):
     assert told == ["several optimizers use one compressor"] * in_turn
 
 
-@pytest.mark.parametrize("loop", ["frozen", "discarded"])
+@pytest.mark.parametrize("loop", ["frozen", "discarded", "reset"])
 def test_discarded_gradients_are_warned_of_once(loop):
     """As of a discriminator in a generator's step: the residual keeps what was not sent of them."""
     one, other = make_parameters(), {f"other.{name}": value for name, value in make_parameters(seed=2).items()}
     with alone_as_elastic():
-        first, second = (distributed(parameters, sparse(parameters)) for parameters in (one, other))
+        first_compression = sparse(one)
+        first, second = distributed(one, first_compression), distributed(other, sparse(other))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(4):
             gradients = draw(SHAPES, t, hvd.rank())
             step(first, one, gradients)
-            if loop == "discarded":
+            if loop != "frozen":
                 backward(one, gradients)
             step(second, other, {f"other.{name}": value for name, value in gradients.items()})
-            if loop == "discarded":
+            if loop != "frozen":
                 first.synchronize()
                 first.zero_grad()
+            if loop == "reset":
+                first_compression.reset()
     told = [one for one in caught if "no optimizer has stepped with them" in str(one.message)]
     assert len(told) == (loop == "discarded" and hvd.rank() == 0)
 

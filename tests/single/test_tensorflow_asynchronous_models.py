@@ -240,7 +240,7 @@ def test_variables_of_keras_3_alone():
         (lambda: [tf.Variable(1.0, trainable=False)], ValueError, "got none"),
         (lambda: tf.Variable(1.0), TypeError, "got a single one; pass"),
         (lambda: [tf.Variable([1], name="counts")], TypeError, "counts:0: gradients must be .* got int32"),
-        (lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")], ValueError, "empty:0 must have a known shape"),
+        (lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")], ValueError, r"parameters, with elements; got .*empty"),
         (lambda: [np.zeros(3)], TypeError, "must be tf.Variable, got ndarray"),
         (lambda: 3, TypeError, "must be a list of tf.Variable, got int"),
     ],
