@@ -280,7 +280,7 @@ def test_wrong_arguments_of_joint_members_touch_nothing():
         (lambda: ops.clear_bucket(packed(6), [2], False, [zeros(5)]), "clear_bucket: payload"),
         (lambda: ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have 1 entries"),
         (lambda: ops.reduce_bucket(packed(), [5], 2, [2]), "reduce_bucket: gathered must be a message of .* 2 ranks"),
-        (lambda: ops.reduce_bucket(packed(), [5], 0, [2]), "gathered must be a message of .* 0 ranks"),
+        (lambda: ops.reduce_bucket(packed(), [5], 0, [2]), r"ranks must be in \[1, 2\^23\], got 0"),
         (lambda: ops.reduce_bucket(packed(), [5], -1, [2]), "gathered must be a message of .* -1 ranks"),
         (lambda: ops.reduce_bucket(packed()[None], [5], 1, [2]), "gathered must have one dimension"),
         (lambda: ops.reduce_bucket(packed(), [5], [1], [2]), "ranks must be a scalar"),
