@@ -53,7 +53,7 @@ class Compressor(abc.ABC):
         self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
         self._loss_scale = 1.0
         self._log: Log | None = None
-        self._under_way = self._is_ending = self._finished = self._overflowed = False
+        self._under_way = self._finished = self._overflowed = False
         self._check = ConfigurationCheck(self._exchange)
         if self._crosses and collectives.is_first() and not collectives.is_alone():
             warnings.warn(crossing(algorithm, self._parameters.device, collectives), stacklevel=6)
@@ -124,11 +124,9 @@ class Compressor(abc.ABC):
             A dictionary of copies, for `torch.save`; `hvd_sparse.checkpoint` has its layout.
 
         Raises:
-            RuntimeError: With `summed`: a rank is in a step, or did not call within 600 s.
+            RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
         """
-        if summed:
-            self._refuse_within_a_step("state_dict(summed=True)")
-        elif self._under_way:
+        if self._under_way:
             warnings.warn(WITHIN_A_STEP, stacklevel=3)
         return gather_state(self._step, self._number, self._exchange, summed, self._averages)
 
@@ -144,10 +142,9 @@ class Compressor(abc.ABC):
             ValueError: On any rank the state belongs to other parameters or a method with other buffers, lacks buffers
                 that it had when it was saved, has NaN or infinity in a buffer, or is not summed and the world size has
                 changed. Raised on every rank (except in an elastic job), before anything has changed.
-            RuntimeError: A rank is in a step, or did not call within 600 s.
+            RuntimeError: Another rank is in a step, or did not call within 600 s.
         """
         with self._lock:
-            self._refuse_within_a_step("load_state_dict()")
             self._drop()
             self._optimizer_checks.forget_reductions()
             self._number = restore_state(self._step, state, self._exchange)
@@ -212,23 +209,14 @@ class Compressor(abc.ABC):
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.begin_step()
         self._step.begin(self._number, units)
-        self._under_way, self._is_ending, self._finished = True, False, False
+        self._under_way, self._finished = True, False
 
     @abc.abstractmethod
     def _units(self) -> Units:
         """Return the units of the step that begins."""
 
-    def _refuse_within_a_step(self, call: str) -> None:
-        """Raise RuntimeError if gradients have been compressed whose step has not ended: their collectives are open."""
-        if self._under_way and not self._is_ending:
-            raise RuntimeError(
-                f"hvd_sparse: {call} between backward and optimizer.step(): call it after optimizer.step(), or first "
-                "compression.reset(), which gives the step up"
-            )
-
     @torch.no_grad()
     def _finish(self) -> None:
-        self._is_ending = True
         with self._traffic.timed("compress"):
             self._step.finish()
         with self._traffic.timed("exchange"):

@@ -20,7 +20,6 @@ class CompressionStateHandler(StateHandler):
 
     def restore(self) -> None:
         """Go back to the copy. Ranks and shards may have other numbers since: it is this process's own state."""
-        self.value._drop()  # a step that has failed
         exchange = self.value._exchange
         own = {key: value for key, value in self._saved.items() if key != "shard"}
         self.value.load_state_dict({**own, "ranks": exchange.size(), "rank": exchange.rank()})

@@ -100,15 +100,8 @@ def test_a_state_within_a_step_is_warned_of():
         compression.state_dict()
     backward(parameters, draw(SHAPES, 1, hvd.rank()))
     with pytest.warns(UserWarning, match=r"state_dict\(\) between backward and optimizer\.step\(\)"):
-        state = compression.state_dict()
-    for name, call in (
-        ("state_dict.summed=True.", lambda: compression.state_dict(summed=True)),
-        ("load_state_dict..", lambda: compression.load_state_dict(state)),
-    ):
-        with pytest.raises(RuntimeError, match=f"{name} between backward and optimizer.step.*reset"):
-            call()
+        compression.state_dict()
     optimizer.step()
-    compression.load_state_dict(state)
 
 
 @pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
