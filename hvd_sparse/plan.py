@@ -46,7 +46,7 @@ def rate(text: str) -> float:
     """Return bits per second, from "1gbit" and the like."""
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
-            return positive(text, str(float(text[: -len(unit)]) * factor))
+            return positive(text, float(text[: -len(unit)]) * factor)
     raise argparse.ArgumentTypeError(f"must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
 
 
@@ -58,9 +58,9 @@ def count(text: str) -> int:
     return int(number)
 
 
-def positive(text: str, number: str | None = None) -> float:
-    """Return a number above 0, from a text or a part of it."""
-    value = float(text if number is None else number)
+def positive(text: str, number: float | None = None) -> float:
+    """Return the number that a text stands for: `number`, or else the text itself. It must be above 0."""
+    value = float(text) if number is None else number
     if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0, and finite; got {text!r}")
     return value

@@ -19,7 +19,7 @@ CUDA = [
         "kernel_select",
     ),
     (
-        "a value that travels with its index loses its sign",
+        "a value that is sorted with its index loses its sign",
         "gather.cuh",
         "signed_key >> 63 << (8 * sizeof(T) - 1)",
         "signed_key >> 63 << (8 * sizeof(T) - 2)",
