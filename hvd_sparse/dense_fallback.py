@@ -150,19 +150,10 @@ class DenseFallback:
             values = 2 * VALUE_BYTES * k  # an all-reduce
         else:
             values = self.world_size * payload_size(k, k, "dense", algorithm.values)
-        return values + self._index_bytes(n, k)
+        return values + algorithm.index_bytes(n, k, self.world_size)
 
     def _payload(self, tensors: Sequence[Tensor], density: float) -> int:
         """Return the bytes of one rank's payload of tensors with a joint selection."""
         algorithm, n = self.algorithm, sum(tensor.numel for tensor in tensors)
         segments = segments_of([tensor.shape for tensor in tensors], algorithm)
         return payload_size(n, top_k_count(n, density), algorithm.coding, algorithm.values, segments)
-
-    def _index_bytes(self, n: int, k: int) -> int:
-        """Return the bytes of all ranks' messages with k shared indices."""
-        coding = self.algorithm.coding
-        if self.algorithm.selection == "random":
-            return 0
-        if self.algorithm.selection == "leader":
-            return payload_size(n, k, coding, "none") + (self.world_size - 1) * payload_size(n, 1, coding, "none")
-        return self.world_size * payload_size(n, max(1, k // self.world_size), coding, "none")

@@ -205,6 +205,13 @@ class Algorithm(abc.ABC):
         """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather."""
         return False
 
+    def index_bytes(self, n: int, k: int, world_size: int) -> int:
+        """Return the bytes of all ranks' messages with the k indices of n elements that the ranks share.
+
+        The dense fallback adds them to the bytes of the values. 0: each rank computes the indices itself.
+        """
+        return 0
+
     @property
     def replaces_optimizer(self) -> bool:
         """Whether ranks apply a momentum, weight decay or clip_norm, which the optimizer then must not."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, checked_hosts, documented
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule
+from hvd_sparse.wire import payload_size
 
 CONTROLLERS = ("histogram", "scaling")
 EXCHANGES = ("gather", "hierarchical")  # indices are shared: a reduce-scatter would save nothing
@@ -152,6 +153,11 @@ class CyclicLocalTopK(SharedIndices):
     name: ClassVar[str] = "cltk"
     selection = "leader"
 
+    def index_bytes(self, n: int, k: int, world_size: int) -> int:
+        """Return the bytes of the leader's indices, and of the others' empty messages."""
+        leader, other = (payload_size(n, count, self.coding, "none") for count in (k, 1))
+        return leader + (world_size - 1) * other
+
 
 @dataclass(frozen=True, kw_only=True)
 class MiCRO(SharedIndices):
@@ -165,6 +171,10 @@ class MiCRO(SharedIndices):
     def __post_init__(self):
         super().__post_init__()
         check_choice("controller", self.controller, CONTROLLERS)
+
+    def index_bytes(self, n: int, k: int, world_size: int) -> int:
+        """Return the bytes of the indices of every rank, each of its own partition."""
+        return world_size * payload_size(n, max(1, k // world_size), self.coding, "none")
 
 
 @dataclass(frozen=True, kw_only=True)

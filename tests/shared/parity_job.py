@@ -81,19 +81,21 @@ def listen(exchange, read):
     return heard
 
 
-def train_torch(method, settings, initial):
+def train_torch(method, settings, initial, device="cpu"):
+    """Train with Horovod and PyTorch on a device; return the payloads, and the parameters."""
     import horovod.torch as hvd
     import torch
 
     from hvd_sparse.torch import Compression
 
-    parameters = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in initial.items()}
+    parameters = {name: torch.nn.Parameter(torch.tensor(value, device=device)) for name, value in initial.items()}
     compression = getattr(Compression, method)(list(parameters.items()), **settings)
 
     def read(payload, heard):
-        heard.append(payload.numpy().tobytes())
+        heard.append(payload.numpy(force=True).tobytes())
         return payload
 
+    assert compression._step.device.type == device, compression._step.device
     heard = listen(compression._exchange, read)
     compression.loss_scale = LOSS_SCALE
     optimizer = torch.optim.SGD(parameters.values(), lr=LR)
@@ -101,12 +103,12 @@ def train_torch(method, settings, initial):
     for step in range(STEPS):
         optimizer.zero_grad()
         terms = gradients_of(step, hvd.rank()).items()
-        sum((parameters[name] * torch.tensor(gradient)).sum() for name, gradient in terms).backward()
+        sum((parameters[name] * torch.tensor(gradient, device=device)).sum() for name, gradient in terms).backward()
         optimizer.synchronize()
         with torch.no_grad():  # SGD rounds once, TensorFlow twice; with weight decay, the difference would be sent
             for parameter in parameters.values():
                 parameter -= LR / LOSS_SCALE * parameter.grad
-    return heard, {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+    return heard, {name: parameter.numpy(force=True) for name, parameter in parameters.items()}
 
 
 def train_ddp(method, settings, initial, device="cpu"):

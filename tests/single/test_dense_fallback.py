@@ -1,11 +1,13 @@
 """The rule that sends tensors dense if payloads cost more bytes, compared with bytes counted by hand."""
 
+import dataclasses
 import math
 import tracemalloc
 
 import pytest
 
 from hvd_sparse.algorithms import Settings
+from hvd_sparse.algorithms.base import AtDensity
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.schedule import Constant, Schedule, WarmUp
 from hvd_sparse.wire import payload_size
@@ -74,6 +76,26 @@ def test_shared_indices_do_not_grow_with_ranks(method, most):
     values = 8 * N * 0.97
     told = rule(8, method, density=0.97).explain(0, 0.97)
     assert told["payload_bytes"] >= math.floor(values * 7 / 8)
+
+
+def test_a_selection_of_the_users_own_is_charged_the_indices_that_it_names():
+    """None if it says nothing, as in random_k: docs/adding-a-method.md has such a method."""
+
+    class Block(AtDensity):
+        name = "random_block"
+        selection = "block"
+
+    class Told(Block):
+        def index_bytes(self, n, k, world_size):
+            return n + k + world_size
+
+    settings = {field.name: getattr(Settings.random_k(None), field.name) for field in dataclasses.fields(Block)}
+    costs = [
+        DenseFallback(kind(**settings), {"w": Tensor((1000, 1000), 4)}, 8).explain(0, 0.01)["payload_bytes"]
+        for kind in (Block, Told)
+    ]
+    values = 2 * 4 * 10_000
+    assert costs == [values * 7 // 8, (values + N + 10_000 + 8) * 7 // 8]
 
 
 def test_values_of_another_type_count_as_they_are_sent():

@@ -1,0 +1,62 @@
+"""Ranks that share a GPU under Horovod, launched by horovodrun over gloo.
+
+A Horovod that was built with HOROVOD_GPU=CUDA alone copies CUDA tensors to the CPU itself: two ranks can share the GPU.
+With HOROVOD_GPU_OPERATIONS=NCCL, one rank takes all of it: NCCL refuses a second one.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu_helpers import SMALL, need
+
+HERE = Path(__file__).resolve().parent
+LIMIT_SECONDS = 240
+
+
+def ranks_of_horovod():
+    """Return how many ranks can share a GPU. Leave the test out if Horovod is not there, or not for CUDA."""
+    need(importlib.util.find_spec("horovod") is not None, "Horovod is not installed")
+    import horovod.torch as hvd
+
+    need(hvd.cuda_built(), "Horovod was built without CUDA: build it with HOROVOD_GPU=CUDA")
+    return 1 if hvd.nccl_built() else 2
+
+
+def run_job(what):
+    """Run horovod_job.py; return the result of each rank."""
+    ranks = ranks_of_horovod()
+    paths = [str(HERE), str(HERE.parent / "shared"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launcher, sys.executable, str(HERE / "horovod_job.py"), what, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_payloads_and_parameters_under_horovod_are_those_of_the_cpu():
+    for result in run_job("parity"):
+        assert result["cases"] > 5
+        assert result["wrong"] == []
+
+
+def test_eventful_steps_under_horovod_are_those_of_the_cpu():
+    for result in run_job("events"):
+        assert result["cases"] > 10
+        assert result["wrong"] == []
+
+
+def test_a_thousand_steps_of_a_real_model_under_horovod():
+    need(not SMALL, "it has no small form")
+    for result in run_job("train"):
+        print(result)
+        for method, found in result.items():
+            assert found["ranks_agree"], method
+            assert found["device"] == "cuda", method
+            assert found["accuracy"] > 90, (method, found)
