@@ -3,9 +3,9 @@
 #   horovod.sh torch | tensorflow   for one framework: half the time, all that `make train` needs
 #   horovod.sh all                  for both; continues the build of one
 # Into an environment of your own, with an MPI and CMake: VENV=/path/to/environment MPI=system scripts/horovod.sh torch
-# Three edits make the unmodified release compile against today's frameworks; none changes what it does:
+# Three edits of build files make the release compile against today's frameworks; they change nothing else that it does:
 #   C++14 -> C++17                torch >= 2.1 needs it; Horovod made the same change after 0.28.1
-#   without xla_mpi_ops.cc        TensorFlow moved the XLA headers it includes; it serves HOROVOD_ENABLE_XLA_OPS alone
+#   without xla_mpi_ops.cc        TensorFlow moved the XLA headers it includes; without it HOROVOD_ENABLE_XLA_OPS has no effect
 #   run path relative to itself   the cached wheel then works in any virtual environment
 . "$(dirname "$0")/step.sh"
 
