@@ -20,7 +20,7 @@ mean, which stays the same.
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -44,18 +44,23 @@ def check_state(
     thresholds: the count of numbers of each threshold. identity: this process's "ranks", "rank" and "shard".
     """
     if not isinstance(state, dict) or state.get("version") != VERSION:
-        raise ValueError(f"this is no state of version {VERSION} from state_dict()")
+        found = f"version {state.get('version')}" if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"the state must be what state_dict() returned, of version {VERSION}, got {found}")
     missing = [key for key in ("step", "ranks", "summed", "memory", "thresholds") if key not in state]
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
     checked_integer("the state's step", state["step"], 0)
-    if set(state["memory"]) != set(sizes):
-        names = sorted(set(state["memory"]) ^ set(sizes))
-        raise ValueError(f"the state belongs to other parameters; only one side has {', '.join(names[:5])}")
+    saved_names, names = set(state["memory"]), set(sizes)
+    if saved_names != names:
+        sides = (("the state", saved_names - names), ("this compressor", names - saved_names))
+        only = "; ".join(f"only {side} has {', '.join(sorted(some)[:5])}" for side, some in sides if some)
+        raise ValueError(f"the state belongs to other parameters: {only}")
     for name, size in sizes.items():
         for kind, saved in state["memory"][name].items():
             if kind not in kinds[name]:
-                raise ValueError(f"the state belongs to another method: {name} has a {kind} there")
+                raise ValueError(
+                    f"the state belongs to another method: it has a {kind} for {name}, which this method does not keep"
+                )
             if tuple(getattr(saved, "shape", ())) != (size,):
                 raise ValueError(f"{name}: the state's {kind} must have {size} elements")
             if not np.isfinite(on_host(saved)).all():
@@ -89,6 +94,30 @@ def check_state(
                 f"the state is that of {key} {state[key]}, and this is {key} {identity[key]}: every rank loads what it "
                 "saved itself, or all ranks load one state_dict(summed=True)"
             )
+
+
+def with_names(state, names: Iterable[str]):
+    """Return a state under these names if its own differ from them only in the first parts of their paths.
+
+    In Keras 3, the variables of a new Sequential model are "sequential/dense/kernel", and "dense/kernel" once the model
+    has been saved and loaded. Any other state is returned as it is.
+    """
+    memory = state.get("memory") if isinstance(state, dict) else None
+    own = list(names)
+    if not isinstance(memory, Mapping) or set(memory) == set(own):
+        return state
+    found = {saved: [name for name in own if _is_end_of(saved, name) or _is_end_of(name, saved)] for saved in memory}
+    new = {saved: matching[0] for saved, matching in found.items() if len(matching) == 1}
+    if not len(memory) == len(own) == len(set(new.values())):
+        return state
+    thresholds = {new.get(name, name): numbers for name, numbers in state.get("thresholds", {}).items()}
+    renamed = {"memory": {new[name]: buffers for name, buffers in memory.items()}, "thresholds": thresholds}
+    regions = [([new[name] for name in joint], bounds) for joint, bounds in state.get("regions", [])]
+    return {**state, **renamed, "regions": regions}
+
+
+def _is_end_of(part: str, path: str) -> bool:
+    return path == part or path.endswith(f"/{part}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of
+from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of, with_names
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.tensorflow.exchange import SUMMING
 
@@ -41,6 +41,7 @@ def restore_state(compressor, rows: Mapping[str, int], state: dict, exchange, se
     """Restore the buffers and the step. The state is checked on all ranks before any change."""
     check_open(session)
     feedback = compressor.feedback
+    state = with_names(state, feedback)
     thresholds = dict.fromkeys(rows, len(compressor.thresholds))
     check = refused(lambda: _check(compressor, thresholds, state, exchange))
     exchange.refuse_together(check, session)

@@ -255,7 +255,7 @@ def test_a_state_that_lacks_a_part_is_refused_clearly(key):
 def test_each_rank_of_an_elastic_job_refuses_its_own_state(monkeypatch):
     compression = MAKERS["gradient_dropping"](make_parameters().items(), "tensor")
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(ValueError, match=r"^this is no state of version"):  # not "rank 0: this is"
+    with pytest.raises(ValueError, match=r"^the state must be what state_dict"):  # not "rank 0: the"
         compression.load_state_dict({**compression.state_dict(), "version": 99})
 
 

@@ -317,7 +317,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing():
 def test_each_rank_of_an_elastic_job_refuses_its_own_state(monkeypatch):
     reduce = fresh("gradient_dropping", "tensor")
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(ValueError, match=r"^this is no state of version"):  # not "rank 0: this is"
+    with pytest.raises(ValueError, match=r"^the state must be what state_dict"):  # not "rank 0: the"
         reduce.compression.load_state_dict({**reduce.compression.state_dict(), "version": 99})
 
 
