@@ -60,4 +60,11 @@ CUDA = [
         "ForOutputs(share, [](float*) {});",
         "kernel_payload",
     ),
+    (
+        "the blocks of several tensors are left out of the workspace's size",
+        "batch.h",
+        "if (batch.count == 1) return BatchOf(batch.one, sizes[0]);",
+        "if (batch.many == nullptr) return BatchOf(batch.one, sizes[0]);",
+        "kernel_bucket",
+    ),
 ]

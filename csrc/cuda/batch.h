@@ -55,7 +55,7 @@ class Tables {
   // Returns the same jobs with other numbers of blocks, for kernels that have more or less to do.
   template <typename Job>
   Batch<Job> Divide(Batch<Job> batch, const std::vector<unsigned>& sizes) {
-    if (batch.many == nullptr) return BatchOf(batch.one, sizes[0]);
+    if (batch.count == 1) return BatchOf(batch.one, sizes[0]);
     std::vector<unsigned> starts{0};
     for (const unsigned size : sizes) starts.push_back(starts.back() + size);
     batch.blocks = starts.back();

@@ -19,6 +19,7 @@ from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closu
 from hvd_sparse.torch.codecs.base import Entry
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
+from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED
@@ -173,6 +174,8 @@ class SparseCompressor(Compressor):
         counts = {name: other.passed._version for name, other in self._step.entries.items()}
         torch.autograd.graph.increment_version(entry.passed)
         sharing = [one for name, one in self._step.entries.items() if one.passed._version != counts[name]]
+        if any(is_cuda(one.passed.device) and not one.carries_token for one in sharing):
+            return False  # Horovod's own copy of the sum back to the GPU counts, if it was built without NCCL
         if counts[entry.name] > max(one.version for one in sharing):
             return True
         for one in sharing:

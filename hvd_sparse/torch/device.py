@@ -20,7 +20,7 @@ from hvd_sparse.torch.exchange import Exchange
 LEAST_CAPABILITY = (8, 0)
 
 
-def is_asynchronous(device: torch.device) -> bool:
+def is_cuda(device: torch.device) -> bool:
     """Return whether operators on this device return before they are done."""
     return device.type == "cuda"
 
@@ -39,7 +39,7 @@ def why_not(device: torch.device, collectives: Collectives) -> str:
 
 def device_of(parameters: torch.device, collectives: Collectives) -> torch.device:
     """Return the device on which gradients are compressed, given the parameters' device."""
-    return torch.device("cpu") if is_asynchronous(parameters) and why_not(parameters, collectives) else parameters
+    return torch.device("cpu") if is_cuda(parameters) and why_not(parameters, collectives) else parameters
 
 
 def crossing(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> str:

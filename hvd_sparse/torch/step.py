@@ -20,7 +20,7 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
-from hvd_sparse.torch.device import device_of, is_asynchronous, refuse_damage
+from hvd_sparse.torch.device import device_of, is_cuda, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
@@ -108,7 +108,7 @@ class Step:
     def reset(self) -> None:
         """Reset what persists across steps: thresholds, timings of the dense fallback, the record of damage."""
         self._began, self._plan_key = 0.0, None
-        if is_asynchronous(self.device):
+        if is_cuda(self.device):
             ops.take_decode_status(torch.empty(0, device=self.device))
         if self._fallback is not None:
             self._fallback.reset()
@@ -390,7 +390,7 @@ class Step:
         flags, self.codec.finite = self.codec.finite, []
         bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
         numbers = [*step_and_scale(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
-        if is_asynchronous(self.device) and not self._votes:  # nothing is decoded between the votes of a step
+        if is_cuda(self.device) and not self._votes:  # nothing is decoded between the votes of a step
             self.damage = ops.take_decode_status(torch.empty(0, device=self.device))
         self._votes.append(start_vote(self.exchange, name, bad, self.damage[0], numbers, self.device))
         self._collectives.append(self._votes[-1])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hvd_sparse.announcement import STEP_MODULUS
-from hvd_sparse.torch.device import is_asynchronous
+from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.units import Units, loss_scales_differ
 
@@ -27,7 +27,7 @@ def start_vote(
     bad, damaged: the number of gradients that were not finite, and of damaged payloads, on this rank. numbers: those of
     `step_and_scale`, and any further ones.
     """
-    if not is_asynchronous(device):
+    if not is_cuda(device):
         vote = torch.tensor([int(bad), int(damaged), *numbers], dtype=torch.float64)
     else:
         vote = torch.zeros(2 + len(numbers), dtype=torch.float64, device=device)

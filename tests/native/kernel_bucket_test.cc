@@ -1,4 +1,5 @@
 // Several selections in one launch, and several tensors in one selection, with kernels run on the host.
+#include "../../csrc/cuda/accumulate.h"
 #include "device/buckets.h"
 
 namespace hvd_sparse {
@@ -29,6 +30,32 @@ TEST(AwkwardGradients) {
   for (const Kind kind : kKinds) {
     for (const bool active : {true, false}) {
       Check({AllShapes(), Coding::kAuto, DType::kFloat32, AccumulateRule::kMomentum, 2.0, false, active, kind});
+    }
+  }
+}
+
+TEST(TensorsWithoutASelection) {
+  constexpr int64_t kBeyond = 64;
+  for (const Kind kind : {Kind::kNormal, Kind::kNan}) {
+    const Setting setting{AllShapes(), Coding::kRunLength, DType::kFloat32, AccumulateRule::kMomentum, 0.0, false, true,
+                          kind};
+    const Gradients gradients(setting, 11);
+    Side expected(setting);
+    Side found(setting);
+    const Outcome core = RunCore(setting, gradients, expected);
+    std::vector<Part> parts;
+    size_t member = 0;
+    for (size_t s = 0; s < setting.shapes.size(); ++s) {
+      for (const Part& part : PartsOf(setting, gradients, found, s, &member)) parts.push_back(part);
+    }
+    const int64_t size = accumulate_workspace_size(parts);
+    Scratch workspace(size + kBeyond);
+    const auto finite = std::make_unique<bool[]>(member);
+    EXPECT_EQ(cudaSuccess, accumulate_launch(parts, finite.get(), workspace.data(), nullptr), "accumulate");
+    ExpectSameFeedback(setting, expected, found);
+    for (size_t i = 0; i < member; ++i) EXPECT_EQ(core.finite[i], finite[i], i);
+    for (int64_t i = size; i < size + kBeyond; ++i) {
+      EXPECT_EQ(0xa5, static_cast<const uint8_t*>(workspace.data())[i], "beyond the workspace");
     }
   }
 }

@@ -1,13 +1,16 @@
 """A step of parameters on a simulated CUDA device: residuals and sums equal the CPU's, bit for bit."""
 
+import contextlib
+
 import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 from gradients import draw
-from helpers import drive, make_parameters, memory_of
+from helpers import assert_alive, distributed, drive, make_parameters, memory_of, step
 
-from hvd_sparse.torch import Compression, device, ops, step, vote
+from hvd_sparse.torch import Compression, compression, device, ops, vote
+from hvd_sparse.torch import step as step_module
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
@@ -36,8 +39,8 @@ def decoder(monkeypatch):
 
 
 def as_on_a_device(monkeypatch):
-    for module in (device, step, vote):
-        monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
+    for module in (device, step_module, vote):
+        monkeypatch.setattr(module, "is_cuda", lambda device: True)
 
 
 def trained(values, spoilt_step, **settings):
@@ -70,6 +73,25 @@ def test_it_does_what_it_does_on_the_cpu(monkeypatch, values, spoilt_step, scope
     # Horovod's own all-reduce sends small tensors. From three ranks on, its order of additions varies.
     rounding = 0.0 if hvd.size() <= 2 or min_numel == 0 else 1e-5
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+def test_a_copy_back_to_the_device_is_no_change_of_a_gradient(monkeypatch):
+    """A Horovod without NCCL adds dense gradients on the CPU and copies the sums back, which PyTorch counts."""
+
+    def copy_back(tensor, **options):
+        torch.autograd.graph.increment_version(tensor)
+        return hvd.allreduce_async_(tensor, **options)
+
+    monkeypatch.setattr("horovod.torch.optimizer.allreduce_async_", copy_back)
+    for on_device in (False, True):
+        monkeypatch.setattr(compression, "is_cuda", lambda device, answer=on_device: answer)
+        parameters = make_parameters(SHAPES)
+        compressor = Compression.gradient_dropping(parameters.items(), density=1.0)
+        optimizer = distributed(parameters, compressor)
+        refused = pytest.raises(RuntimeError, match="the gradient of big was changed")
+        with contextlib.nullcontext() if on_device else refused:
+            step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+    assert_alive()
 
 
 # Methods in which the host waits for the device, and their settings. micro, cltk and random_k have the same code on all

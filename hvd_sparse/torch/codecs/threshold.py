@@ -83,7 +83,7 @@ class Threshold(BucketCodec):
         ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
 
     def _filter(self, entries: Mapping[str, Entry]) -> Filtered:
-        if device.is_asynchronous(self.device):
+        if device.is_cuda(self.device):
             return self._filter_on_device(entries)
         gradients = [entry.gradient for entry in entries.values()]
         feedback, units = [self.feedback[name] for name in entries], self.now.units
@@ -171,7 +171,7 @@ class Threshold(BucketCodec):
         """Sum the payloads of all ranks for the members at these positions."""
         sizes, form = [self.parameters[name].numel() for name in names], self._form()
         channels, ranks = self._channels(names), self.now.world_size
-        if not device.is_asynchronous(self.device):
+        if not device.is_cuda(self.device):
             ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, channels=channels)
             return
         found = ops.locate_payloads(gathered, sizes, ranks, **form, channels=channels)
