@@ -36,7 +36,7 @@ step() {
 }
 
 wheel_cache() {
-    python - "$CACHE" "$MPI" "$(mpirun --version)" "${HOROVOD_GPU_OPERATIONS:-}" "$@" <<'PY'
+    python - "$CACHE" "$MPI" "$(mpirun --version)" "${HOROVOD_GPU_OPERATIONS:-${HOROVOD_GPU:-}}" "$@" <<'PY'
 import re, sys, sysconfig
 from importlib.metadata import packages_distributions, version
 cache, mpi, mpirun, gpu, *packages = sys.argv[1:]
