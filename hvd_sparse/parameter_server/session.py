@@ -204,6 +204,9 @@ class Session:
     def _updated(self, names: set[str]) -> None:
         """Handle changed parameters. Frameworks that must copy parameters override this method."""
 
+    def share_buffers(self) -> None:
+        """Send this worker's buffers into the average. Frameworks that have buffers override this method."""
+
     def _share(self, buffers: np.ndarray) -> None:
         """Send this worker's buffers, float32[n], to the first server, which averages the workers' buffers."""
         self._connected().share(buffers)
@@ -225,7 +228,8 @@ class Session:
     def save(self, path: str) -> None:
         """Write the servers' parameters, the averaged buffers and the settings to a file for `connect(restore=)`.
 
-        Call it on a worker; or, for the final model, on the only rank that serves, after `serve`, also if it raised.
+        A worker sends its own buffers into the average first. Call it on a worker; or, for the final model, on the only
+        rank that serves, after `serve`, also if it raised.
 
         Args:
             path: Path of the file, in NumPy's .npz format. If the write is interrupted, it has the old or new model.
@@ -233,6 +237,8 @@ class Session:
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
+        if self._connection is not None:
+            self.share_buffers()
         parameters, buffers = self._state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
         settings = {"method": self.method.describe(), "statistics": None if self._has_served else self.stats()}
@@ -256,9 +262,10 @@ class Session:
         return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
-        """Leave the run, after the last answer. A second call does nothing.
+        """Leave the run, after the last answer, with this worker's buffers sent. A second call does nothing.
 
-        While an exception is raised, servers receive it as the reason, and no answer is awaited. A server that has not
+        While an exception is raised, but for the `SystemExit` of a `sys.exit()` without an error, servers receive it as
+        the reason, and no answer is awaited. A server that has not
         called `serve` tells the workers that it will not.
 
         Raises:
@@ -267,7 +274,8 @@ class Session:
             RuntimeError: The server on this rank has stopped.
         """
         error = sys.exc_info()[1]
-        self._close(error if error is not self._before else None)
+        is_end = isinstance(error, SystemExit) and not error.code  # sys.exit() or sys.exit(0)
+        self._close(error if error is not self._before and not is_end else None)
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # the error that ends the interpreter
@@ -281,6 +289,7 @@ class Session:
         if self._connection is not None and not error:
             try:
                 self.synchronize()
+                self.share_buffers()
             except Exception as caught:
                 error = last = caught
         connection, self._connection = self._connection, None

@@ -89,6 +89,20 @@ def test_buffers_are_shared_now_and_then(keras):
         np.testing.assert_array_equal(session._state()[1], expected)
 
 
+def test_what_is_saved_has_the_present_buffers(keras, tmp_path):
+    model = make_model(keras)
+    with asynchronous.connect(model, ASGD, **OPTIONS) as session:
+        train(model, session.optimizer(0.01), 3)
+        session.save(str(tmp_path / "saved.npz"))
+        present = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
+        np.testing.assert_array_equal(np.load(tmp_path / "saved.npz")["buffers"], present)
+        train(model, session.optimizer(0.01), 1)
+        server = session._local.servers[0]
+    last = np.concatenate([buffer.numpy() for buffer in session.buffers.values()])
+    assert np.abs(last - present).max() > 0
+    np.testing.assert_array_equal(server.state()[1]["buffers"], last)
+
+
 def test_buffers_are_restored(keras, tmp_path):
     """Into workers too, or these would pull the average back to where they begin."""
     model, other = make_model(keras), make_model(keras)

@@ -1,5 +1,8 @@
 """PyTorch's session and optimizer on one co-located rank: parameters, gradients and options of every kind."""
 
+import contextlib
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
 from hvd_sparse.parameter_server import Simulation
+from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.torch.asynchronous import DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync
 
 
@@ -240,6 +244,32 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     fresh.load_state_dict(state)
     model.eval(), fresh.eval()
     assert torch.equal(model(torch.ones(1, 6)), fresh(torch.ones(1, 6)))
+
+
+def test_what_is_saved_has_the_present_buffers(join, tmp_path):
+    """Also between the tenth steps, in which buffers are sent; and the last ones are there once a worker has left."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+    session = join(model)
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 3)
+    session.save(str(tmp_path / "saved.npz"))
+    present = torch.cat([model[1].running_mean, model[1].running_var])
+    assert present[:9].abs().max() > 0.01
+    assert np.load(tmp_path / "saved.npz")["buffers"].tolist() == present.tolist()
+    learn(model, optimizer, 3)
+    server = session._local.servers[0]
+    session.close()
+    last = torch.cat([model[1].running_mean, model[1].running_var])
+    assert server.state()[1]["buffers"].tolist() == last.tolist() != present.tolist()
+
+
+@pytest.mark.parametrize(("code", "reason"), [(None, ""), (0, ""), (3, "SystemExit: 3"), ("why", "SystemExit: why")])
+def test_leaving_by_sys_exit_is_an_error_if_its_code_is_one(join, code, reason):
+    session = join(network())
+    server = session._local.servers[0]
+    with contextlib.suppress(SystemExit), session:
+        sys.exit(code)
+    assert departures([server]) == {0: reason}
 
 
 class Cached(nn.Module):
