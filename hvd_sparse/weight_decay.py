@@ -1,5 +1,6 @@
 """Weight decay: one number for all parameters, or one per parameter."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 
 from hvd_sparse.checks import check_number
@@ -39,6 +40,18 @@ def check_weight_decay(given: WeightDecay) -> None:
             check_decay(f"weight_decay[{name!r}]", value)
     elif not callable(given):
         check_decay("weight_decay", given)
+    elif not _takes_two(given):
+        raise TypeError(f"weight_decay must be a function of name and parameter, got {given!r}, which does not take both")
+
+
+def _takes_two(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind("name", None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function whose signature is unknown
+        pass
+    return True
 
 
 def check_decay(what: str, value) -> None:

@@ -153,12 +153,30 @@ class SparseCompressor(Compressor):
                 "hvd_sparse: Horovod does not reduce gradients that a closure computes in optimizer.step(closure): "
                 "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
             )
+        if optimizer is not None:
+            self._refuse_unreduced(optimizer)
         for entry in self._step.entries.values():
             if self._is_replaced(entry) or (entry.passed._version != entry.version and self._has_changed(entry)):
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
                     f"after it had been taken: the change would be lost. {REDUCE_FIRST}"
                 )
+
+    def _refuse_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if an optimizer trains a parameter whose gradients Horovod does not reduce."""
+        missing = [name for name in self._parameters if name not in self._step.entries]
+        reduced = set(map(id, getattr(optimizer, "_requires_update", ())))
+        if not missing or not reduced:
+            return
+        own = (one for group in optimizer.param_groups for one in group["params"])
+        trained = {id(one) for one in own if one.requires_grad and one.grad is not None}
+        alone = [name for name in missing if id(self._parameters[name]) in trained - reduced]
+        if alone:
+            raise RuntimeError(
+                f"hvd_sparse: Horovod does not reduce the gradient of {alone[0]}, and each rank would train it alone: "
+                "it was added by add_param_group, or thawed, after hvd.DistributedOptimizer was built. Build that with "
+                "all parameters, while all of them train, and freeze some afterwards"
+            )
 
     def _is_replaced(self, entry: Entry) -> bool:
         """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""

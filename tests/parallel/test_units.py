@@ -186,6 +186,7 @@ def test_weight_decay_of_each_parameter(method, scope):
         ({"head.weight": -0.1}, ValueError, r"weight_decay\['head.weight'\] must be at least 0, got -0.1"),
         (lambda name, parameter: None, TypeError, "weight_decay returns for 'body.weight'.*None"),
         (lambda name, parameter: float("nan"), ValueError, "weight_decay returns for 'body.weight'.*nan"),
+        (lambda name: 0.1, TypeError, "weight_decay must be a function of name and parameter, got .*lambda"),
         ("0.1", TypeError, "weight_decay must be a number at least 0.*'0.1'"),
     ],
 )
