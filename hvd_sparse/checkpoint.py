@@ -50,11 +50,7 @@ def check_state(
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
     checked_integer("the state's step", state["step"], 0)
-    saved_names, names = set(state["memory"]), set(sizes)
-    if saved_names != names:
-        sides = (("the state", saved_names - names), ("this compressor", names - saved_names))
-        only = "; ".join(f"only {side} has {', '.join(sorted(some)[:5])}" for side, some in sides if some)
-        raise ValueError(f"the state belongs to other parameters: {only}")
+    _check_names(set(state["memory"]), set(sizes))
     for name, size in sizes.items():
         for kind, saved in state["memory"][name].items():
             if kind not in kinds[name]:
@@ -94,6 +90,13 @@ def check_state(
                 f"the state is that of {key} {state[key]}, and this is {key} {identity[key]}: every rank loads what it "
                 "saved itself, or all ranks load one state_dict(summed=True)"
             )
+
+
+def _check_names(saved: set[str], own: set[str]) -> None:
+    sides = (("the state", saved - own), ("this compressor", own - saved))
+    only = [f"only {side} has {', '.join(sorted(names)[:5])}" for side, names in sides if names]
+    if only:
+        raise ValueError(f"the state belongs to other parameters: {'; '.join(only)}")
 
 
 def with_names(state, names: Iterable[str]):

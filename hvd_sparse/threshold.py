@@ -24,6 +24,21 @@ LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
 
 
+def lowered(margin):
+    """Return a hint's margin, a number or a tensor, after fewer than k elements reached the hint."""
+    return 1.0 - 2.0 * (1.0 - margin)
+
+
+def raised(margin):
+    """Return a hint's margin, a number or a tensor, after more than `most_passed(k)` elements reached the hint."""
+    return 1.0 - 0.9 * (1.0 - margin)
+
+
+def most_passed(k):
+    """Return how many elements may reach the hint of k elements before it is raised; of a number or a tensor."""
+    return k + k // 4 + 16
+
+
 @dataclass
 class ThresholdHint:
     """The last step's threshold, slightly lowered, as a guess for this step, so that one pass over the data suffices.
@@ -47,9 +62,9 @@ class ThresholdHint:
         """Update the hint from a selection: its threshold, and the number of elements that reached the hint."""
         if self.value(k) > 0.0:
             if passed < k:
-                self.margin = max(LOWEST_MARGIN, 1.0 - 2.0 * (1.0 - self.margin))
-            elif passed > k + k // 4 + 16:
-                self.margin = min(HIGHEST_MARGIN, 1.0 - 0.9 * (1.0 - self.margin))
+                self.margin = max(LOWEST_MARGIN, lowered(self.margin))
+            elif passed > most_passed(k):
+                self.margin = min(HIGHEST_MARGIN, raised(self.margin))
         self.threshold = threshold
         self.k = k
 

@@ -41,7 +41,7 @@ def check_weight_decay(given: WeightDecay) -> None:
     elif not callable(given):
         check_decay("weight_decay", given)
     elif not _takes_two(given):
-        raise TypeError(f"weight_decay must be a function of name and parameter, got {given!r}, which does not take both")
+        raise TypeError(f"weight_decay must be a function of name and parameter, got {given!r} of other arguments")
 
 
 def _takes_two(function: Callable) -> bool:

@@ -209,7 +209,6 @@ class Kernel : public tensorflow::OpKernel {
  private:
   const char* verb_;
   CopyBytes copy_;
-  mutable std::vector<const void*> claimed_;  // variables that are open
 };
 
 // The base class of kernels that read or write payloads.

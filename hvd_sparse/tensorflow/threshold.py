@@ -1,7 +1,7 @@
 """The thresholds of all selections of a step, as vectors in tf.Variables.
 
-The update rules are those of `hvd_sparse.threshold`, on tensors: a graph cannot call Python objects, and a few
-operations on vectors cost less than operations on many scalars.
+The update rules are those of `hvd_sparse.threshold`, as operations on vectors: these cost less than calls of Python
+(`tf.numpy_function`), which only what changes rarely makes here.
 """
 
 import math
@@ -14,7 +14,17 @@ import hvd_sparse.threshold
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.stages import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
-from hvd_sparse.threshold import HIGHEST_MARGIN, LOWEST_MARGIN, SMALLEST, ThresholdHint, Turns, threshold_scale
+from hvd_sparse.threshold import (
+    HIGHEST_MARGIN,
+    LOWEST_MARGIN,
+    SMALLEST,
+    ThresholdHint,
+    Turns,
+    lowered,
+    most_passed,
+    raised,
+    threshold_scale,
+)
 
 NEVER = np.finfo(np.float64).max  # no float32 reaches it; tf.debugging.enable_check_numerics() refuses infinity
 Plan = dict[str, tf.Tensor]  # arguments of `ops.filter_bucket`: thresholds, ks, and stages if any
@@ -42,10 +52,8 @@ class ThresholdHints:
         k = tf.cast(counts, tf.float64)
         found, passed = tf.unstack(infos, axis=1)
         used = _hints(threshold, margin, known, k) > 0.0
-        lower = tf.maximum(1.0 - 2.0 * (1.0 - margin), LOWEST_MARGIN)
-        higher = tf.minimum(1.0 - 0.9 * (1.0 - margin), HIGHEST_MARGIN)
-        crowded = passed > k + tf.floor(k / 4.0) + 16.0
-        learnt = tf.where(passed < k, lower, tf.where(crowded, higher, margin))
+        lower, higher = tf.maximum(lowered(margin), LOWEST_MARGIN), tf.minimum(raised(margin), HIGHEST_MARGIN)
+        learnt = tf.where(passed < k, lower, tf.where(passed > most_passed(k), higher, margin))
         rows = self._rows(names)
         changes = ((self._threshold, found), (self._margin, tf.where(used, learnt, margin)), (self._k, k))
         return [variable.scatter_update(tf.IndexedSlices(new, rows)) for variable, new in changes]

@@ -22,8 +22,8 @@ from hvd_sparse.torch import fakes
 torch.ops.load_library(find_library("torch"))
 _ops = torch.ops.hvd_sparse
 
-# The names of the checks that `take_decode_status` numbers from 1.
-FAILED_CHECKS = ("magic", "version", "coding", "value dtype", "reserved", "n", "entries", "checksum", "positions")
+_CHECKS = "magic, version, coding, value dtype, reserved field, element count n, entries, checksum, positions"
+FAILED_CHECKS = tuple(_CHECKS.split(", "))  # as `take_decode_status` numbers them, from 1
 
 
 def _signed(seed: int) -> int:

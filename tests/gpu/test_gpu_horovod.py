@@ -32,7 +32,8 @@ def run_job(what):
     ranks = ranks_of_horovod()
     paths = [str(HERE), str(HERE.parent / "shared"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
+    options = ["-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
+    launcher = [sys.executable, "-m", "horovod.runner.launch", *options]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launcher, sys.executable, str(HERE / "horovod_job.py"), what, folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
