@@ -1,7 +1,8 @@
-"""`hvd_sparse --check-build`: list what was built, like `horovodrun --check-build`."""
+"""`hvd_sparse --check-build`: list what was built, like `horovodrun --check-build`. `hvd_sparse plan`: see plan.py."""
 
 import argparse
 import importlib.util
+import sys
 
 from hvd_sparse import __version__
 from hvd_sparse.library import FRAMEWORKS, find_library, has_cuda, is_built
@@ -35,7 +36,14 @@ def check_build() -> str:
 
 def main() -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="hvd_sparse", description="Sparse gradient compression for Horovod")
+    if sys.argv[1:2] == ["plan"]:
+        importlib.import_module("hvd_sparse.plan").main(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(
+        prog="hvd_sparse",
+        description="Sparse gradient compression for Horovod",
+        epilog="hvd_sparse plan --help: predict the step times of your model on your network",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--check-build", action="store_true", help="show what was built")
     if parser.parse_args().check_build:

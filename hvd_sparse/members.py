@@ -54,9 +54,14 @@ class Members:
     def check_everyone(self) -> None:
         """Raise ValueError unless these are all ranks, for as long as the job runs."""
         if is_elastic():
-            raise ValueError('exchange="hierarchical" does not work in elastic jobs: take "gather" or "reduce_scatter"')
+            raise ValueError(
+                'hvd_sparse: exchange="hierarchical" does not work in elastic jobs: take "gather" or "reduce_scatter"'
+            )
         if self.process_set is not self._hvd.global_process_set:
-            raise ValueError(f'exchange="hierarchical" works on all ranks, got process_set of {self.process_set.ranks}')
+            raise ValueError(
+                f'hvd_sparse: exchange="hierarchical" needs all ranks of the job: leave out process_set, got ranks '
+                f"{self.process_set.ranks}"
+            )
 
     def check_process_set(self, theirs) -> None:
         """Raise ValueError unless an optimizer's process set is this one."""
@@ -75,15 +80,15 @@ def is_elastic() -> bool:
 def not_compressed(gradient: str, algorithm) -> str:
     """Return the warning for a gradient that Horovod does not pass to a compressor whose settings change training."""
     return (
-        f"Horovod reduces {gradient} without its compressor: it is not compressed, and the momentum, weight_decay and "
-        f"clip_norm of Compression.{algorithm.name} are not applied to it. sparse_as_dense=True of Horovod's optimizer "
-        "or tape compresses it"
+        f"hvd_sparse: Horovod reduces {gradient} without its compressor: it is not compressed, and the momentum, "
+        f"weight_decay and clip_norm of Compression.{algorithm.name} are not applied to it. sparse_as_dense=True of "
+        "Horovod's optimizer or tape compresses it"
     )
 
 
 def two_momenta(outer: float, name: str, inner: float) -> str:
     """Return the warning for an optimizer with a momentum around a compressor with one."""
     return (
-        f"the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: both are "
-        "applied. Set the optimizer's to 0: momentum must be applied before the selection, by the compressor"
+        f"hvd_sparse: the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: "
+        "both are applied. Set the optimizer's to 0: momentum must be applied before the selection, by the compressor"
     )

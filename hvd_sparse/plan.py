@@ -1,7 +1,7 @@
-"""`python -m hvd_sparse.plan`: predict each method's step time on a network, and recommend one.
+"""`hvd_sparse plan`: predict each method's step time on a network, and recommend one.
 
-    python -m hvd_sparse.plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
-    horovodrun -np 8 -H host1:4,host2:4 python -m hvd_sparse.plan --measure --parameters 25.6e6 --compute-ms 180
+    hvd_sparse plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
+    horovodrun -np 8 -H host1:4,host2:4 hvd_sparse plan --measure --parameters 25.6e6 --compute-ms 180
 
 With --measure, bandwidth, latency and world size are those of the running job. The time of a rank to select, encode and
 decode is measured on this machine, with one thread. The table is a prediction: see hvd_sparse.performance_model.
@@ -69,9 +69,9 @@ def positive(text: str, number: float | None = None) -> float:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m hvd_sparse.plan",
+        prog="hvd_sparse plan",
         description="Predict the step time of each method on a network, and recommend one.",
-        epilog="horovodrun ... python -m hvd_sparse.plan --measure measures the network of that job.",
+        epilog="horovodrun ... hvd_sparse plan --measure measures the network of that job.",
     )
     parser.add_argument("--parameters", type=count, required=True, help="elements of the model, such as 25.6e6")
     parser.add_argument("--compute-ms", type=positive, required=True, help="forward, backward, optimizer of one rank")
@@ -122,17 +122,17 @@ def measure_job(framework: str | None) -> tuple[Network, int, int]:
     """Return the network of the running job (the same on all ranks), its world size, and this rank."""
     found = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
     if framework is None and not found:
-        raise SystemExit("hvd_sparse.plan: neither PyTorch nor TensorFlow is installed")
+        raise SystemExit("hvd_sparse plan: neither PyTorch nor TensorFlow is installed")
     framework = framework or found[0]
     try:
         require_horovod(framework)
     except ImportError as error:
-        raise SystemExit(f"hvd_sparse.plan: {error}") from None
+        raise SystemExit(f"hvd_sparse plan: {error}") from None
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     world_size, rank = hvd.size(), hvd.rank()
     if world_size == 1:
-        raise SystemExit("hvd_sparse.plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
+        raise SystemExit("hvd_sparse plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
     network = measure_network(hvd, importlib.import_module(framework))
     hvd.shutdown()
     return network, world_size, rank

@@ -37,10 +37,9 @@ SHARED_ARGUMENTS = {
         and loss scale. A number; {name: number}, 0 for other parameters; or a function of name and parameter that
         returns a number.
     clip_norm: Bound on the L2 norm of each tensor's reduced gradient (`clip_scope="model"`: of the whole gradient),
-        without the loss scale. Each of N ranks clips its own gradient, before the momentum, to a norm of clip_norm *
-        sqrt(N) with `op=Average` and clip_norm / sqrt(N) with `op=Sum`. If the ranks' gradients are independent, the
-        reduced gradient then keeps to about the bound (Deep Gradient Compression, section 3.2 and Appendix C). None:
-        no clipping.
+        without the loss scale. The mean of N independent gradients is about sqrt(N) shorter than each of them, so each
+        rank clips its own, before the momentum, at clip_norm * sqrt(N) with `op=Average` and clip_norm / sqrt(N) with
+        `op=Sum` (Deep Gradient Compression, section 3.2 and Appendix C). None: no clipping.
     clip_scope: "tensor" clips each tensor by its norm, "model" all tensors by the norm of the rank's whole gradient,
         and needs `scope="model"`.""",
     "EXCHANGE": """\
@@ -52,7 +51,7 @@ SHARED_ARGUMENTS = {
         it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: on five
         ranks and more, in large models.
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
-        all-reduce of at most k float32: residuals stay smaller, about twice as much is received.
+        all-reduce of at most k float32. Residuals stay smaller; a rank receives about twice as many bytes as without.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one
         number per host. None: from the host names.
     between_hosts: With `exchange="hierarchical"`, the exchange of the parts between hosts: "gather", "reduce_scatter",

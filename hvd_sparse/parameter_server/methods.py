@@ -192,7 +192,9 @@ class ASGD(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("density", self.density, "1: use GradientDroppingAsync for less", lambda value: value == 1.0)
+        if self.density != 1.0:
+            dense = f"density must be 1.0 in {self.name}, which is dense"
+            raise ValueError(f"{dense}, got {self.density!r}: use GradientDroppingAsync for less")
         if not is_always_dense(self.schedule):
             raise ValueError(
                 f"warmup must be None in {self.name}, which is dense, got {self.warmup!r}: use GradientDroppingAsync"

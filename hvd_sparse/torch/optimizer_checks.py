@@ -23,10 +23,9 @@ OLD_SCALE = (
     "compression.loss_scale = scaler.get_scale()"
 )
 TWO_PASSES = (
-    "hvd_sparse: two backward passes without an optimizer step between them: each counts as a step of the compressor, "
-    "the second compresses the first one's reduced gradient again, and momentum grows without bound. Accumulate in "
-    "model.no_sync(): only the last pass before optimizer.step() is outside. Do not discard reduced gradients either: "
-    "freeze parameters in a pass that is not to train them"
+    "hvd_sparse: two backward passes without an optimizer step between them: the second compresses gradients that were "
+    "reduced already, and momentum grows without bound. To accumulate, run all but the last pass in model.no_sync(). "
+    "If the first pass was not to train these parameters, freeze them in it"
 )
 DISCARDED = (
     "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: what is left of them will be sent in "

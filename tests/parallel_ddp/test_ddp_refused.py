@@ -156,7 +156,7 @@ def test_a_part_of_the_ranks(first, exchange):
         assert_ranks_agree(trainer.model, group)
         assert bool(trainer.buffer("head.weight").any()) and trainer.compression.stats()["steps"] == 6
         if ranks < everyone:
-            with pytest.raises(ValueError, match=f"works on all ranks, got a process group of {ranks} of the"):
+            with pytest.raises(ValueError, match=f"needs all ranks of the job, got a process group of {ranks} of the"):
                 Compression.dgc(trainer.model.named(), exchange="hierarchical", process_set=group)
     assert_alive()
 

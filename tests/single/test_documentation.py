@@ -66,6 +66,10 @@ def test_commands_exist(page, command):
         assert (ROOT / words.pop(0)).exists()
     if words[0] == "torchrun":  # it starts a script without python before it
         words.insert(next(place for place, word in enumerate(words) if word.endswith(".py")), "python")
+    if "hvd_sparse" in words and "python" not in words:
+        place = words.index("hvd_sparse")
+        is_plan = words[place + 1] == "plan"
+        words[place : place + 1 + is_plan] = ["python", "-m", "hvd_sparse.plan" if is_plan else "hvd_sparse"]
     if words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
     elif words[0].startswith("scripts/"):

@@ -1,4 +1,4 @@
-"""`python -m hvd_sparse.plan`: its arguments, its table equals the model's, and the recommended call works."""
+"""`hvd_sparse plan`: its arguments, its table equals the model's, and the recommended call works."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import launch, mpirun
 
-from hvd_sparse import plan
+from hvd_sparse import __main__, plan
 from hvd_sparse.performance_model import Network
 from hvd_sparse.torch import Compression
 
@@ -50,6 +50,14 @@ def test_the_table_is_what_the_model_says(own_work, capsys):
     assert table["fp16"][0] == pytest.approx(10 + 24 + 0.3 - 5, abs=0.05)
     assert table["DGC 0.001"][0] == pytest.approx(10 + 2 + 4 * 0.5, abs=0.05), "6 kB from each rank are hidden"
     assert table["DGC 0.001"][1] == pytest.approx(dense / 14, abs=0.01)
+
+
+def test_the_command_is_the_module(own_work, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hvd_sparse", "plan", *FLAGS])
+    __main__.main()
+    printed = capsys.readouterr().out
+    plan.main(FLAGS)
+    assert printed == capsys.readouterr().out
 
 
 def test_the_recommended_call_can_be_pasted(own_work, capsys):

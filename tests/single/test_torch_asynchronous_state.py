@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
-from hvd_sparse.schedule import WarmUp
+from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.torch.asynchronous import ASGD, DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync, connect
 
 METHODS = [DGS(**SMALL, warmup=25), DGCAsync(**SMALL), GradientDroppingAsync(**SMALL), DCTAsync(**SMALL)]
@@ -135,7 +135,8 @@ BAD_ARGUMENTS = [
     (lambda join: DCTAsync(drain=0), ValueError, "drain must be"),
     (lambda join: DCTAsync(band=1.0), ValueError, "band must be above 1"),
     (lambda join: DCTAsync(scope="model"), ValueError, "scope must be one of"),
-    (lambda join: ASGD(density=0.5), ValueError, "density must be 1: use GradientDroppingAsync for less"),
+    (lambda join: ASGD(density=0.5), ValueError, r"density must be 1.0 in asgd, which is dense, got 0\.5: use Gradi"),
+    (lambda join: ASGD(density=Constant(1.0)), ValueError, r"density must be 1.0 in asgd, .*, got Constant"),
     (lambda join: ASGD(warmup=WarmUp(0.01, 100)), ValueError, "warmup must be None in asgd, which is dense"),
     (lambda join: ASGD(warmup=10), ValueError, "warmup must be None in asgd, which is dense, got 10"),
     (lambda join: MSGD(warmup=10), ValueError, "warmup must be None in msgd, which is dense, got 10"),

@@ -194,8 +194,8 @@ class DistributedCollectives(Collectives):
         """Raise ValueError unless the process group contains all ranks."""
         if self._group is not None and self.size() != dist.get_world_size():
             raise ValueError(
-                f'exchange="hierarchical" works on all ranks, got a process group of {self.size()} of the '
-                f"{dist.get_world_size()} ranks that there are"
+                'hvd_sparse: exchange="hierarchical" needs all ranks of the job, got a process group of '
+                f"{self.size()} of the {dist.get_world_size()} ranks that there are"
             )
 
     def everywhere(self, name: str, own: Hashable) -> list[Any]:
