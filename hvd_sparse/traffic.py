@@ -32,13 +32,13 @@ class Traffic:
         for name, count in counts.items():
             self._step[name] += count
 
-    def count_gradients(self, entries: Collection, token_bytes: int) -> None:
+    def count_gradients(self, arrivals: Collection, token_bytes: int) -> None:
         """Count the gradients of a step, the bytes that Horovod alone would have sent for them, and their tokens."""
-        gradients = [entry.gradient for entry in entries]
+        gradients = [arrival.gradient for arrival in arrivals]
         self.count(
             elements=sum(gradient.numel() for gradient in gradients),
             dense_bytes=sum(gradient.nbytes for gradient in gradients),
-            payload_bytes=sum(entry.carries_token for entry in entries) * token_bytes,
+            payload_bytes=sum(arrival.carries_token for arrival in arrivals) * token_bytes,
         )
 
     def timed(self, name: str) -> "Timed":
@@ -73,7 +73,7 @@ class PartOfStep(Traffic):
         """Add to the counters of the whole step."""
         self._whole.count(**counts)
 
-    def count_gradients(self, entries: Collection, token_bytes: int) -> None:
+    def count_gradients(self, arrivals: Collection, token_bytes: int) -> None:
         """Count nothing: the whole step counts its gradients."""
 
     def timed(self, name: str) -> "Timed":

@@ -18,7 +18,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import frames, local
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
-from hvd_sparse.tensorflow.codecs.base import Entry, Round
+from hvd_sparse.tensorflow.codecs.base import Arrival, Round
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.variables import Variables
 from hvd_sparse.units import REDUCTIONS
@@ -126,8 +126,8 @@ def _holds(gradients, tensor) -> bool:
 class Traced:
     """A gradient between its compress and its decompress, during tracing."""
 
-    def __init__(self, entry: Entry, step: Round):
-        self.entry = entry
+    def __init__(self, arrival: Arrival, step: Round):
+        self.arrival = arrival
         self.step = step
 
 
@@ -143,10 +143,10 @@ class TracedCall:
         return any(position in self._left for position in self._call.positions(tensor))
 
     def take(self, tensor: tf.Tensor) -> Traced:
-        """Return the entry of a gradient; raise ValueError if it could belong to several variables."""
+        """Return what was traced of a gradient; raise ValueError if it could belong to several variables."""
         positions = [position for position in self._call.positions(tensor) if position in self._left]
         if len(positions) > 1 and not self._call.in_order:
-            names = ", ".join(self._left[position].entry.name for position in positions)
+            names = ", ".join(self._left[position].arrival.name for position in positions)
             raise ValueError(
                 f"hvd_sparse: one gradient tensor could belong to each of {names}: use groups=None or a number"
             )

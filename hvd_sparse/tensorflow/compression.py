@@ -151,14 +151,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 return tensor, None
             call = self._begin(found)
         traced = call.take(tensor)
-        return traced.entry.carried, traced
+        return traced.arrival.carried, traced
 
     @untraced
     def decompress(self, tensor: tf.Tensor, ctx: Traced | None) -> tf.Tensor:
         """Return the reduced gradient, of the variable's shape and the gradient's type."""
         if ctx is None:
             return tensor
-        return self._parts.step.result(ctx.entry, ctx.step, tensor)
+        return self._parts.step.result(ctx.arrival, ctx.step, tensor)
 
     def stats(self, session=None) -> dict:
         """Return this rank's traffic, and the norm of its residuals.
@@ -352,8 +352,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         with outer.as_default(), tf.control_dependencies(None):
             suffix = f".{number}" if number else ""
             log = self._report if parts.logs else None
-            entries, step = parts.step.build(gradients, self._factors(call), suffix, description, log)
-        parts.call = TracedCall(call, {position: Traced(entries[name], step) for position, name in positions.items()})
+            arrivals, step = parts.step.build(gradients, self._factors(call), suffix, description, log)
+        parts.call = TracedCall(call, {position: Traced(arrivals[name], step) for position, name in positions.items()})
         return parts.call
 
     def _report(self, step: int) -> None:

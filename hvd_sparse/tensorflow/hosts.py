@@ -17,7 +17,7 @@ from hvd_sparse.half import HALF
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy, shard_shape
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, once, round_to_half
+from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once, round_to_half
 from hvd_sparse.tensorflow.error_feedback import clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, in_time
 from hvd_sparse.units import Units
@@ -89,19 +89,19 @@ class Hosts:
         """Return the `Round` for the codec of a column, whose world size is the number of hosts."""
         return dataclasses.replace(now, units=Units(self.count, now.units.reduction, now.units.loss_scale))
 
-    def add(self, entries: Sequence[Entry], algorithm: Algorithm, now: Round) -> None:
+    def add(self, arrivals: Sequence[Arrival], algorithm: Algorithm, now: Round) -> None:
         """Replace each sharded gradient with this rank's shard of its sum over the host's ranks."""
-        entries = [entry for entry in entries if entry.name in self.cuts]
-        if not entries:
+        arrivals = [arrival for arrival in arrivals if arrival.name in self.cuts]
+        if not arrivals:
             return
         incoming = tf.cast(now.units.incoming, tf.float32)
         parts: list[list[tf.Tensor]] = [[] for _ in range(self.host_size)]
-        for entry in entries:
-            whole = tf.reshape(tf.cast(entry.gradient, tf.float32), [-1])
+        for arrival in arrivals:
+            whole = tf.reshape(tf.cast(arrival.gradient, tf.float32), [-1])
             if algorithm.clips is not None:
-                factor = entry.factor if algorithm.clips == "model" else clip_factor(algorithm, now.units, [whole])
+                factor = arrival.factor if algorithm.clips == "model" else clip_factor(algorithm, now.units, [whole])
                 whole *= factor / incoming
-            for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[entry.name])), strict=True):
+            for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[arrival.name])), strict=True):
                 part.append(piece)
         sizes = [sum(int(piece.shape[0]) for piece in part) for part in parts]
         own = sizes[self.shard_number]
@@ -113,46 +113,48 @@ class Hosts:
             total += row
         sent_bytes = 4 * (sum(sizes) - own)
         now.counted.add(payload_bytes=sent_bytes, surplus_bytes=4 * (self.host_size - 1) * own - sent_bytes)
-        for entry, shard in zip(entries, tf.split(total, [self._length(entry.name) for entry in entries]), strict=True):
-            entry.dtype, entry.gradient, entry.factor = entry.gradient.dtype, shard, incoming
+        for arrival, shard in zip(
+            arrivals, tf.split(total, [self._length(arrival.name) for arrival in arrivals]), strict=True
+        ):
+            arrival.dtype, arrival.gradient, arrival.factor = arrival.gradient.dtype, shard, incoming
 
-    def deliver(self, entries: Sequence[Entry], now: Round) -> None:
-        """All-gather the shards of the results within the host, and set the entries' `decode`."""
-        entries = [entry for entry in entries if entry.name in self.cuts]
-        if not entries:
+    def deliver(self, arrivals: Sequence[Arrival], now: Round) -> None:
+        """All-gather the shards of the results within the host, and set the arrivals' `decode`."""
+        arrivals = [arrival for arrival in arrivals if arrival.name in self.cuts]
+        if not arrivals:
             return
-        own = tf.concat([self._result(entry, now) for entry in entries], 0)
+        own = tf.concat([self._result(arrival, now) for arrival in arrivals], 0)
         every = own
         if self.host_size > 1:
             every = self.host.gather_floats(f"result{now.suffix}", own)
             now.counted.add(payload_bytes=4 * own.shape[0])
             now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
-        lengths = [np.diff(self.cuts[entry.name]) for entry in entries]
-        parts = tf.split(every, np.stack(lengths, axis=1).reshape(-1))  # shard by shard, entry by entry
-        for number, entry in enumerate(entries):
-            whole = tf.concat(parts[number :: len(entries)], 0)
-            entry.decode = lambda whole=whole: whole
+        lengths = [np.diff(self.cuts[arrival.name]) for arrival in arrivals]
+        parts = tf.split(every, np.stack(lengths, axis=1).reshape(-1))  # shard by shard, gradient by gradient
+        for number, arrival in enumerate(arrivals):
+            whole = tf.concat(parts[number :: len(arrivals)], 0)
+            arrival.decode = lambda whole=whole: whole
 
-    def _result(self, entry: Entry, now: Round) -> tf.Tensor:
+    def _result(self, arrival: Arrival, now: Round) -> tf.Tensor:
         """Return this rank's shard of the reduced gradient, from payloads or from a dense all-reduce."""
-        decoded = entry.decode()
+        decoded = arrival.decode()
         if now.is_dense is None:
             return decoded
-        scale, buffers = tf.cast(now.units.reduction, tf.float32), entry.taken[1]
-        name, sent = f"dense.{entry.name}{now.suffix}", once(now.present, tf.reshape(entry.taken[0], [-1]))
+        scale, buffers = tf.cast(now.units.reduction, tf.float32), arrival.taken[1]
+        name, sent = f"dense.{arrival.name}{now.suffix}", once(now.present, tf.reshape(arrival.taken[0], [-1]))
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             """Return the sum over hosts, and the next residual, with this rank's part of what a 16-bit type loses."""
             total = self.column.allreduce(name, sent) * scale
-            if entry.dtype.name not in HALF:
+            if arrival.dtype.name not in HALF:
                 return total, buffers["residual"]
-            rounded, excess = round_to_half(total, entry.dtype, self.column.rank(), self.inner(now).units)
+            rounded, excess = round_to_half(total, arrival.dtype, self.column.rank(), self.inner(now).units)
             return rounded, buffers["residual"] + excess
 
         result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))
-        sent = tf.cast(now.is_dense, tf.int64) * self._length(entry.name)
+        sent = tf.cast(now.is_dense, tf.int64) * self._length(arrival.name)
         now.counted.add(payload_bytes=4 * sent, sent=sent)
-        return tf.ensure_shape(result, [self._length(entry.name)])
+        return tf.ensure_shape(result, [self._length(arrival.name)])
 
     def _length(self, name: str) -> int:
         begin, end = self.bounds(name)

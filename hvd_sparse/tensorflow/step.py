@@ -30,7 +30,7 @@ from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
-from hvd_sparse.tensorflow.codecs.base import Entry, Round, once
+from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
@@ -102,8 +102,8 @@ class Step:
         suffix: str,
         lines: list[str],
         log: Callable[[int], None] | None,
-    ) -> tuple[dict[str, Entry], Round]:
-        """Build a step for these gradients in the current graph; return an entry for each, and their shared `Round`.
+    ) -> tuple[dict[str, Arrival], Round]:
+        """Build a step for these gradients in the current graph; return an `Arrival` for each, and their `Round`.
 
         factors: the factor for sums over ranks; the number of backward passes, summed in each gradient, by which
         Horovod divides the result to average them; the loss scale of the scaler, or None. suffix: distinguishes
@@ -111,30 +111,30 @@ class Step:
         step with the number of steps so far.
         """
         always_dense = self.fallback().always if self.hosts is None else ()
-        entries = [
-            Entry(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
+        arrivals = [
+            Arrival(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
             for name, gradient in gradients.items()
         ]
         now = self._begin(*factors, suffix, [*lines, *gradients])
-        self._scale(entries, now.units)
+        self._scale(arrivals, now.units)
         inner = now
         if self.hosts is not None:
             inner = self.hosts.inner(now)
-            self.hosts.add(entries, self.algorithm, now)
-        sparse = [entry for entry in entries if entry.is_sparse]
+            self.hosts.add(arrivals, self.algorithm, now)
+        sparse = [arrival for arrival in arrivals if arrival.is_sparse]
         buckets = self.codec.encode(sparse, inner) if sparse else []
-        self._vote(now, entries, inner.units)
+        self._vote(now, arrivals, inner.units)
         inner.overflow, inner.ignores_payloads, inner.agrees = now.overflow, now.ignores_payloads, now.agrees
         sent = self.codec.learn(buckets, inner) if sparse else []
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
         if self.hosts is not None:
-            self.hosts.deliver(entries, now)
-        for entry in entries:
-            self._carry(entry, now)
-            size, dtype = entry.shape.num_elements(), entry.dtype or entry.gradient.dtype
+            self.hosts.deliver(arrivals, now)
+        for arrival in arrivals:
+            self._carry(arrival, now)
+            size, dtype = arrival.shape.num_elements(), arrival.dtype or arrival.gradient.dtype
             now.counted.add(dense_bytes=size * dtype.size, elements=size)
-        counts, small = tf.logical_not(now.overflow), [entry for entry in entries if not entry.is_sparse]
+        counts, small = tf.logical_not(now.overflow), [arrival for arrival in arrivals if not arrival.is_sparse]
         done = [*sent, *now.noted, *self._commit(small, counts, [])]
         if now.is_dense is not None:
             done += self._commit(sparse, tf.logical_and(counts, now.is_dense), sent)
@@ -147,11 +147,11 @@ class Step:
             # A TensorFlow 1 graph runs only the operations on which the results depend.
             with tf.control_dependencies(done):
                 now.overflow = tf.identity(now.overflow)
-        return {entry.name: entry for entry in entries}, now
+        return {arrival.name: arrival for arrival in arrivals}, now
 
-    def result(self, entry: Entry, now: Round, reduced: tf.Tensor) -> tf.Tensor:
+    def result(self, arrival: Arrival, now: Round, reduced: tf.Tensor) -> tf.Tensor:
         """Return a reduced gradient in its own type and shape, given the tensor that Horovod reduced."""
-        shape, dtype = entry.shape, entry.dtype or entry.gradient.dtype
+        shape, dtype = arrival.shape, arrival.dtype or arrival.gradient.dtype
 
         def dense() -> tf.Tensor:
             """Return the dense tensor that Horovod reduced; NaN everywhere after an overflow."""
@@ -161,9 +161,9 @@ class Step:
         def decoded() -> tf.Tensor:
             """Return the sum of the payloads."""
             token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
-            return tf.cast(ops.take_sum(entry.decode(), token, expected, now.overflow, shape), dtype)
+            return tf.cast(ops.take_sum(arrival.decode(), token, expected, now.overflow, shape), dtype)
 
-        if not entry.is_sparse:
+        if not arrival.is_sparse:
             return dense()
         is_payload = now.is_dense is None or self.hosts is not None
         return decoded() if is_payload else tf.cond(now.is_dense, dense, decoded)
@@ -243,8 +243,8 @@ class Step:
         own = [number for _, numbers in self.marks for number in numbers]
         return tf.cast(tf.reduce_any(tf.not_equal(restored, own)), tf.float64)
 
-    def _vote(self, now: Round, entries: list[Entry], inner: Units) -> None:
-        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(entries, now, inner))], 0)
+    def _vote(self, now: Round, arrivals: list[Arrival], inner: Units) -> None:
+        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(arrivals, now, inner))], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         # The step number keeps the vote from being a constant, which TensorFlow would send only once.
         measured = [] if now.seconds is None else [now.seconds]
@@ -280,72 +280,72 @@ class Step:
         due, known, squares = tf.unstack(sums[shard])
         return (due > 0.0) | tf.not_equal(tf.square(known), squares * ranks)
 
-    def _take(self, entries: list[Entry], now: Round, inner: Units) -> list[tf.Tensor]:
-        """Set `taken` of the entries that are sent dense in this step; return whether each is finite everywhere.
+    def _take(self, arrivals: list[Arrival], now: Round, inner: Units) -> list[tf.Tensor]:
+        """Set `taken` of the gradients that are sent dense in this step; return whether each is finite everywhere.
 
-        inner: the units of entries that are sent as payloads in other steps.
+        inner: the units of gradients that are sent as payloads in other steps.
         """
         finite = []
-        for entry in entries:
-            if not entry.is_sparse:
-                *entry.taken, is_finite = self._take_all(entry, now.units)
+        for arrival in arrivals:
+            if not arrival.is_sparse:
+                *arrival.taken, is_finite = self._take_all(arrival, now.units)
                 finite.append(is_finite)
-        sparse = [entry for entry in entries if entry.is_sparse]
+        sparse = [arrival for arrival in arrivals if arrival.is_sparse]
         if now.is_dense is None or not sparse:
             return finite
 
         def dense() -> list:
-            """Return the dense tensors of all sparse entries."""
-            return [self._take_all(entry, inner) for entry in sparse]
+            """Return the dense tensors of all sparse gradients."""
+            return [self._take_all(arrival, inner) for arrival in sparse]
 
         def token() -> list:
             """Return tokens, and no changes of buffers."""
             nothing, yes = tf.zeros([0]), tf.constant(True)
-            tokens = [tf.cast(now.token, entry.feedback.dense_dtype(entry.gradient)) for entry in sparse]
+            tokens = [tf.cast(now.token, arrival.feedback.dense_dtype(arrival.gradient)) for arrival in sparse]
             return [
-                (sent, dict.fromkeys(entry.feedback.buffers, nothing), yes)
-                for sent, entry in zip(tokens, sparse, strict=True)
+                (sent, dict.fromkeys(arrival.feedback.buffers, nothing), yes)
+                for sent, arrival in zip(tokens, sparse, strict=True)
             ]
 
-        # One tf.cond for all entries: a step of payloads does not compute the dense tensors.
-        for entry, (*taken, is_finite) in zip(sparse, tf.cond(now.is_dense, dense, token), strict=True):
-            entry.taken = taken
+        # One tf.cond for all gradients: a step of payloads does not compute the dense tensors.
+        for arrival, (*taken, is_finite) in zip(sparse, tf.cond(now.is_dense, dense, token), strict=True):
+            arrival.taken = taken
             finite.append(is_finite)
         return finite
 
-    def _take_all(self, entry: Entry, units: Units) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
-        """Return an entry's dense tensor, the next content of its buffers, and whether the tensor is finite."""
+    def _take_all(self, arrival: Arrival, units: Units) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
+        """Return a gradient's dense tensor, the next content of its buffers, and whether the tensor is finite."""
         averages = units.reduction * units.world_size <= 1.0
-        most = largest_sent(units.world_size, averages) if entry.gradient.dtype == tf.float16 else math.inf
-        return entry.feedback.take_all(entry.gradient, entry.factor, units, most)
+        most = largest_sent(units.world_size, averages) if arrival.gradient.dtype == tf.float16 else math.inf
+        return arrival.feedback.take_all(arrival.gradient, arrival.factor, units, most)
 
-    def _scale(self, entries: list[Entry], units: Units) -> None:
-        """Set each entry's factor, from the gradient to units of the error feedback, including clipping."""
-        gradients = [entry.gradient for entry in entries]
+    def _scale(self, arrivals: list[Arrival], units: Units) -> None:
+        """Set each gradient's factor, from the gradient to units of the error feedback, including clipping."""
+        gradients = [arrival.gradient for arrival in arrivals]
         if self.algorithm.clips == "tensor":
             factors = [clip_factor(self.algorithm, units, [gradient]) for gradient in gradients]
         elif self.algorithm.clips == "model":
-            factors = [clip_factor(self.algorithm, units, gradients)] * len(entries)
+            factors = [clip_factor(self.algorithm, units, gradients)] * len(arrivals)
         else:
-            factors = [tf.cast(units.incoming, tf.float32)] * len(entries)
-        for entry, factor in zip(entries, factors, strict=True):
-            entry.factor = factor
+            factors = [tf.cast(units.incoming, tf.float32)] * len(arrivals)
+        for arrival, factor in zip(arrivals, factors, strict=True):
+            arrival.factor = factor
 
-    def _carry(self, entry: Entry, now: Round) -> None:
+    def _carry(self, arrival: Arrival, now: Round) -> None:
         """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""
-        if entry.is_sparse and (now.is_dense is None or self.hosts is not None):
-            entry.carried = now.token
+        if arrival.is_sparse and (now.is_dense is None or self.hosts is not None):
+            arrival.carried = now.token
             now.counted.add(payload_bytes=8)
             return
-        sent, size = entry.taken[0], tf.constant(entry.feedback.size, tf.int64)
-        entry.carried = once(now.present, tf.reshape(sent, [-1]) if entry.is_sparse else sent)
+        sent, size = arrival.taken[0], tf.constant(arrival.feedback.size, tf.int64)
+        arrival.carried = once(now.present, tf.reshape(sent, [-1]) if arrival.is_sparse else sent)
         # Not tf.size: TensorFlow's graph optimizer assumes the shape of one branch for both.
-        elements = tf.where(now.is_dense, size, tf.constant(TOKEN_ELEMENTS, tf.int64)) if entry.is_sparse else size
+        elements = tf.where(now.is_dense, size, tf.constant(TOKEN_ELEMENTS, tf.int64)) if arrival.is_sparse else size
         now.counted.add(payload_bytes=elements * sent.dtype.size)
-        now.counted.add(sent=tf.where(now.is_dense, size, tf.zeros_like(size)) if entry.is_sparse else size)
+        now.counted.add(sent=tf.where(now.is_dense, size, tf.zeros_like(size)) if arrival.is_sparse else size)
 
-    def _commit(self, entries: list[Entry], counts: tf.Tensor, before: list[tf.Operation]) -> list[tf.Tensor]:
-        """Update the error feedback of dense entries if `counts` is true; return tensors that depend on the update.
+    def _commit(self, arrivals: list[Arrival], counts: tf.Tensor, before: list[tf.Operation]) -> list[tf.Tensor]:
+        """Update the error feedback of dense gradients if `counts` is true; return tensors that depend on the update.
 
         before: other operations that change the buffers, as a TensorFlow 1 graph does not order operations by itself.
         """
@@ -353,10 +353,12 @@ class Step:
         def change() -> tf.Tensor:
             """Update all buffers."""
             changes = [
-                entry.feedback.buffers[kind].assign(new) for entry in entries for kind, new in entry.taken[1].items()
+                arrival.feedback.buffers[kind].assign(new)
+                for arrival in arrivals
+                for kind, new in arrival.taken[1].items()
             ]
             with tf.control_dependencies(changes):
                 return tf.constant(True)
 
-        with tf.control_dependencies([*before, *(entry.taken[0] for entry in entries)]):
-            return [tf.cond(counts, change, lambda: tf.constant(False))] if entries else []
+        with tf.control_dependencies([*before, *(arrival.taken[0] for arrival in arrivals)]):
+            return [tf.cond(counts, change, lambda: tf.constant(False))] if arrivals else []

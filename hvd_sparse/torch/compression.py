@@ -16,7 +16,7 @@ from horovod.torch.elastic.state import get_handler_registry
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.members import not_compressed
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
-from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.device import is_cuda
@@ -73,7 +73,7 @@ class SparseCompressor(Compressor):
                 stacklevel=5,
             )
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Entry]:
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
         """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""
         if torch.is_grad_enabled():  # not in a hook of autograd, where this is called for nearly every gradient
             with torch.no_grad():
@@ -85,26 +85,26 @@ class SparseCompressor(Compressor):
                 step, parameters = self._step, self._parameters
                 if not self._under_way or self._finished:
                     self._begin()
-                name = parameters.find(tensor, step.entries)
-                if not step.entries:
+                name = parameters.find(tensor, step.arrivals)
+                if not step.arrivals:
                     self._optimizer_checks.check_reduction([parameters[name]], DISCARDED)
-                if name in step.entries:  # the step was given up: its optimizer never stepped
+                if name in step.arrivals:  # the step was given up: its optimizer never stepped
                     self._begin()
-                entry = self._entry(name, tensor, not parameters[name].requires_grad)
-                carried = step.add(entry)
-                entry.version = tensor._version
-                if not entry.carries_token:
+                arrival = self._entry(name, tensor, not parameters[name].requires_grad)
+                carried = step.add(arrival)
+                arrival.version = tensor._version
+                if not arrival.carries_token:
                     self._references.append(extra_reference(carried))
                 self._open.add(name)
-                return carried, entry
+                return carried, arrival
 
-    def decompress(self, tensor: torch.Tensor, ctx: Entry | None) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, ctx: Arrival | None) -> torch.Tensor:
         """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
         if ctx is None:
             self._warn_of_sparse()
             return tensor
         with self._lock:
-            if self._step.entries.get(ctx.name) is not ctx:
+            if self._step.arrivals.get(ctx.name) is not ctx:
                 raise RuntimeError(
                     f"hvd_sparse: the gradient of {ctx.name} was compressed before reset() or load_state_dict(); call "
                     "these between optimizer steps"
@@ -155,16 +155,18 @@ class SparseCompressor(Compressor):
             )
         if optimizer is not None:
             self._refuse_unreduced(optimizer)
-        for entry in self._step.entries.values():
-            if self._is_replaced(entry) or (entry.passed._version != entry.version and self._has_changed(entry)):
+        for arrival in self._step.arrivals.values():
+            if self._is_replaced(arrival) or (
+                arrival.passed._version != arrival.version and self._has_changed(arrival)
+            ):
                 raise RuntimeError(
-                    f"hvd_sparse: the gradient of {entry.name} was changed between backward() and optimizer.step(), "
+                    f"hvd_sparse: the gradient of {arrival.name} was changed between backward() and optimizer.step(), "
                     f"after it had been taken: the change would be lost. {REDUCE_FIRST}"
                 )
 
     def _refuse_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if an optimizer trains a parameter whose gradients Horovod does not reduce."""
-        missing = [name for name in self._parameters if name not in self._step.entries]
+        missing = [name for name in self._parameters if name not in self._step.arrivals]
         reduced = set(map(id, getattr(optimizer, "_requires_update", ())))
         if not missing or not reduced:
             return
@@ -178,23 +180,23 @@ class SparseCompressor(Compressor):
                 "all parameters, while all of them train, and freeze some afterwards"
             )
 
-    def _is_replaced(self, entry: Entry) -> bool:
+    def _is_replaced(self, arrival: Arrival) -> bool:
         """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""
-        now = self._parameters[entry.name].grad
-        return now is not entry.passed and not (now is not None and now.is_sparse)
+        now = self._parameters[arrival.name].grad
+        return now is not arrival.passed and not (now is not None and now.is_sparse)
 
-    def _has_changed(self, entry: Entry) -> bool:
+    def _has_changed(self, arrival: Arrival) -> bool:
         """Return whether a gradient whose count of changes differs has changed since the last one was compressed.
 
         Gradients that are parts of one tensor, as after `torch.cat`, share a count, which then rises until the last of
         them has arrived. One more change shows which gradients share it.
         """
-        counts = {name: other.passed._version for name, other in self._step.entries.items()}
-        torch.autograd.graph.increment_version(entry.passed)
-        sharing = [one for name, one in self._step.entries.items() if one.passed._version != counts[name]]
+        counts = {name: other.passed._version for name, other in self._step.arrivals.items()}
+        torch.autograd.graph.increment_version(arrival.passed)
+        sharing = [one for name, one in self._step.arrivals.items() if one.passed._version != counts[name]]
         if any(is_cuda(one.passed.device) and not one.carries_token for one in sharing):
             return False  # Horovod's own copy of the sum back to the GPU counts, if it was built without NCCL
-        if counts[entry.name] > max(one.version for one in sharing):
+        if counts[arrival.name] > max(one.version for one in sharing):
             return True
         for one in sharing:
             one.version = one.passed._version
@@ -217,7 +219,7 @@ class SparseCompressor(Compressor):
     def _end(self) -> None:
         self._references.clear()
         if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
-            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.entries)
+            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)
         super()._end()
 
     def _units(self) -> Units:
@@ -249,12 +251,12 @@ class SparseCompressor(Compressor):
             self._optimizers.add(optimizer)
             self._last_optimizer = weakref.ref(optimizer)
 
-    def _result(self, carried: torch.Tensor, entry: Entry) -> torch.Tensor:
-        gradient = entry.gradient
+    def _result(self, carried: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        gradient = arrival.gradient
         if self._overflowed:
             return torch.full_like(gradient, float("nan"))
-        scale = self._reduction(carried) if entry.carries_token else 1.0
-        result = self._step.result(entry, carried, scale)
+        scale = self._reduction(carried) if arrival.carries_token else 1.0
+        result = self._step.result(arrival, carried, scale)
         if result is gradient:
             return gradient
         result = result.to(gradient.dtype).view(gradient.shape)

@@ -10,7 +10,7 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED
-from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.configuration_check import ConfigurationCheck
 from hvd_sparse.torch.device import crossing
@@ -194,11 +194,11 @@ class Compressor(abc.ABC):
         )
         return [*self.algorithm.describe(), where, *self._parameters.describe(), *self._step.describe()]
 
-    def _entry(self, name: str, gradient: torch.Tensor, frozen: bool) -> Entry:
+    def _entry(self, name: str, gradient: torch.Tensor, frozen: bool) -> Arrival:
         """Return a gradient as the step takes it: on the device where it works."""
         if not self._crosses:
-            return Entry(name, gradient, frozen)
-        return Entry(name, gradient.to(self._step.device), frozen, origin=gradient)
+            return Arrival(name, gradient, frozen)
+        return Arrival(name, gradient.to(self._step.device), frozen, origin=gradient)
 
     def _begin(self) -> None:
         """Begin a step."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
-from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.distributed import DistributedCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.exchange import Pending
@@ -29,13 +29,13 @@ from hvd_sparse.torch.optimizer_checks import TWO_PASSES
 from hvd_sparse.units import Units
 
 
-class Arrived(NamedTuple):
+class ArrivedBucket(NamedTuple):
     """A DDP bucket whose gradients have been added to the step."""
 
     buffer: torch.Tensor
     future: Future[torch.Tensor]
-    entries: list[Entry]
-    sizes: list[int]  # elements of the tensors sent dense, in the order of the entries that carry no token
+    arrivals: list[Arrival]
+    sizes: list[int]  # elements of the tensors sent dense, in the order of the arrivals that carry no token
     pending: Pending | None  # the all-reduce of these tensors, concatenated
 
 
@@ -73,7 +73,7 @@ class DDPCompressor(Compressor):
         self._names = {id(self._parameters[name]): name for name in self._parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None  # it keeps the hook, and so this compressor
         self._trained = 0  # number of parameters that the model trains
-        self._arrived: list[Arrived] = []
+        self._arrived: list[ArrivedBucket] = []
         self._arrived_names: set[str] = set()
         self._used: set[str] = set()  # parameters with a gradient since the last step
 
@@ -224,15 +224,15 @@ class DDPCompressor(Compressor):
         gradients = list(map(_in_order, bucket.gradients(), bucket.parameters()))
         # If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
         unused = {name for name in names if name not in self._used} if self._leaves_out() else ()
-        entries, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
+        arrivals, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
         for name, gradient in zip(names, gradients, strict=True):
-            entry = self._entry(name, gradient, name in unused)
-            carried = self._step.add(entry)
-            entries.append(entry)
-            if not entry.carries_token:
+            arrival = self._entry(name, gradient, name in unused)
+            carried = self._step.add(arrival)
+            arrivals.append(arrival)
+            if not arrival.carries_token:
                 sums.append(carried.reshape(-1))
         pending = self._start_sum(f"ddp.{len(self._arrived)}", buffer, sums) if sums else None
-        self._arrived.append(Arrived(buffer, future, entries, [one.numel() for one in sums], pending))
+        self._arrived.append(ArrivedBucket(buffer, future, arrivals, [one.numel() for one in sums], pending))
         self._arrived_names.update(names)
         return future
 
@@ -260,7 +260,7 @@ class DDPCompressor(Compressor):
                 if arrived.pending is not None:
                     total = total if total.dtype == torch.float16 else total.mul_(scale)
                     means = list(total.split(arrived.sizes))
-                self._put(arrived.entries, means, scale)
+                self._put(arrived.arrivals, means, scale)
         self._end()
         if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
             used = [self._parameters[name] for name in self._used]
@@ -271,13 +271,13 @@ class DDPCompressor(Compressor):
         self._arrived, self._arrived_names = [], set()
         self._used.clear()
 
-    def _put(self, entries: list[Entry], means: list[torch.Tensor], scale: float) -> None:
+    def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float) -> None:
         """Write the reduced gradients to the bucket. means: the means of the tensors sent dense, in their order."""
         dense = iter(means)
-        for entry in entries:
-            carried = entry.gradient if entry.carries_token else next(dense)
-            place = entry.gradient if entry.origin is None else entry.origin
-            result = self._step.result(entry, carried, scale)
+        for arrival in arrivals:
+            carried = arrival.gradient if arrival.carries_token else next(dense)
+            place = arrival.gradient if arrival.origin is None else arrival.origin
+            result = self._step.result(arrival, carried, scale)
             if result.data_ptr() != place.data_ptr():
                 place.copy_(result.view(place.shape))
 

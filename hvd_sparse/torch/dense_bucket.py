@@ -7,7 +7,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.half import largest_sent
-from hvd_sparse.torch.codecs.base import Entry
+from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.error_feedback import Dense, ErrorFeedback, make_error_feedback
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.units import Units
@@ -18,8 +18,8 @@ MOST_TOGETHER = 1 << 14  # elements of a small tensor; a larger one is sent at o
 class DenseBucket:
     """The dense tensors that share one all-reduce of this package."""
 
-    def __init__(self, entries: Sequence[Entry], pending: Pending):
-        self._sizes = {entry.name: entry.gradient.numel() for entry in entries}
+    def __init__(self, arrivals: Sequence[Arrival], pending: Pending):
+        self._sizes = {arrival.name: arrival.gradient.numel() for arrival in arrivals}
         self.pending = pending
         self._sums: dict[str, torch.Tensor] | None = None
 
@@ -68,23 +68,24 @@ class SmallTensors:
         whole = Joined([one.parameter for one in self._members], self._device)
         self._all = make_error_feedback(self._algorithm, whole, self._device, max(decays, default=0.0))
 
-    def take_all(self, entries: Sequence[Entry], units: Units) -> Dense | None:
+    def take_all(self, arrivals: Sequence[Arrival], units: Units) -> Dense | None:
         """Return the concatenated dense tensors to send; None if the caller has to accumulate them one by one.
 
         This is so if some are not small (their buffers may be slices of others), frozen or not float32, or if their
-        factors or weight decays differ. The first entry's `commit` updates the error feedback of all.
+        factors or weight decays differ. The first arrival's `commit` updates the error feedback of all.
         """
-        names, first = [entry.name for entry in entries], entries[0]
+        names, first = [arrival.name for arrival in arrivals], arrivals[0]
         if not self.names.issuperset(names):
             return None
         if names != self._names:
             self._plan(names)
         if not self._decay_alike or any(
-            entry.frozen or entry.factor != first.factor or entry.gradient.dtype != torch.float32 for entry in entries
+            arrival.frozen or arrival.factor != first.factor or arrival.gradient.dtype != torch.float32
+            for arrival in arrivals
         ):
             return None
         self._join()  # a checkpoint may have been loaded
-        gradients = torch.cat([entry.gradient.reshape(-1) for entry in entries])
+        gradients = torch.cat([arrival.gradient.reshape(-1) for arrival in arrivals])
         dense = self._all.take_all(gradients, first.factor, units)
         self._join()  # the first step has allocated buffers
         first.commit = dense.commit
@@ -103,12 +104,12 @@ class SmallTensors:
                     own.adopt(kind, part)
 
 
-def take_dense(entry: Entry, feedback: ErrorFeedback, units: Units) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the dense tensor to send, and flags whether it is finite; set the entry's `commit`."""
-    gradient = entry.gradient
-    if entry.frozen:
+def take_dense(arrival: Arrival, feedback: ErrorFeedback, units: Units) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the dense tensor to send, and flags whether it is finite; set the arrival's `commit`."""
+    gradient = arrival.gradient
+    if arrival.frozen:
         return gradient.new_zeros(gradient.numel(), dtype=feedback.dense_dtype(gradient)), []
     averages = units.reduction is not None and units.reduction * units.world_size <= 1.0
     most = largest_sent(units.world_size, averages) if gradient.dtype == torch.float16 else math.inf
-    sent, finite, entry.commit = feedback.take_all(gradient, entry.factor, units, most)
+    sent, finite, arrival.commit = feedback.take_all(gradient, arrival.factor, units, most)
     return sent, [finite]

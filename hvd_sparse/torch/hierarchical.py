@@ -15,7 +15,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.hierarchy import between_hosts, find_hierarchy
-from hvd_sparse.torch.codecs.base import Entry, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
@@ -44,7 +44,7 @@ class HierarchicalStep:
         self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
-        self.entries: dict[str, Entry] = {}
+        self.arrivals: dict[str, Arrival] = {}
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
         self._clips_model = algorithm.clips == "model"
@@ -172,7 +172,7 @@ class HierarchicalStep:
 
     def drop(self) -> None:
         """Give up the step under way."""
-        self.entries = {}
+        self.arrivals = {}
         if self.inner is not None:
             self.inner.drop()
 
@@ -192,10 +192,10 @@ class HierarchicalStep:
         self._missing = {title: set(names) for title, names in self._planned.items()}
         self._title_of = {name: title for title, names in self._planned.items() for name in names}
 
-    def add(self, entry: Entry) -> torch.Tensor:
+    def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
-        name = entry.name
-        self.entries[name] = entry
+        name = arrival.name
+        self.arrivals[name] = arrival
         if name in self.cuts:
             if name in self._title_of:
                 self._missing[self._title_of[name]].discard(name)
@@ -203,8 +203,8 @@ class HierarchicalStep:
             return self._tokens.take()
         if self._clips_model:
             return self._tokens.take()
-        entry.carries_token = False
-        return self._take_dense(entry)
+        arrival.carries_token = False
+        return self._take_dense(arrival)
 
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
@@ -212,7 +212,7 @@ class HierarchicalStep:
             self._presence.check(self.units.world_size)
         if self._clips_model:
             self._start_together()
-        unplanned = [name for name in self.entries if name in self.cuts and name not in self._title_of]
+        unplanned = [name for name in self.arrivals if name in self.cuts and name not in self._title_of]
         late = plan_buckets({name: 4 * self.parameters[name].numel() for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
             self._start(title, names)
@@ -223,7 +223,7 @@ class HierarchicalStep:
             self._pass_on(self._shards_of(names, total, counts))
         if self.inner is not None:
             self.inner.finish()
-        self.traffic.count_gradients(self.entries.values(), self.exchange.collectives.token_bytes)
+        self.traffic.count_gradients(self.arrivals.values(), self.exchange.collectives.token_bytes)
 
     def overflowed(self) -> bool:
         """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for all ranks."""
@@ -240,21 +240,21 @@ class HierarchicalStep:
             raise failure
         return overflow
 
-    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the reduced gradient, float32[n] or in the entry's own shape and dtype."""
-        if entry.name in self.cuts:
+    def result(self, arrival: Arrival, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the reduced gradient, float32[n] or in the gradient's own shape and dtype."""
+        if arrival.name in self.cuts:
             if self._sums is None:
                 self._sums = self._deliver(scale)
-            out = sum_buffer(entry.gradient)
-            for shard, (part, at) in enumerate(self._sums[entry.name]):
-                begin, end = self.cuts[entry.name][shard : shard + 2].tolist()
+            out = sum_buffer(arrival.gradient)
+            for shard, (part, at) in enumerate(self._sums[arrival.name]):
+                begin, end = self.cuts[arrival.name][shard : shard + 2].tolist()
                 part.put(out.view(-1)[begin:end], at)
             return out
         if self._together is not None:
             with self.traffic.timed("exchange"):
-                carried = self._together.sum_of(entry.name, scale)
-        if entry.commit is not None:
-            entry.commit()
+                carried = self._together.sum_of(arrival.name, scale)
+        if arrival.commit is not None:
+            arrival.commit()
         return carried
 
     def end(self) -> None:
@@ -265,43 +265,43 @@ class HierarchicalStep:
         self._tokens.end()
         if self.inner is not None:
             self.inner.end()
-        self.expected = tuple(sorted(self.entries))
+        self.expected = tuple(sorted(self.arrivals))
         self._drop_tensors()
 
     def _drop_tensors(self) -> None:
         """Drop the tensors of a step."""
-        self.entries, self._finite, self._groups, self._within = {}, [], {}, {}
+        self.arrivals, self._finite, self._groups, self._within = {}, [], {}, {}
         self._sums, self._together = None, None
 
     # Small tensors
 
-    def _take_dense(self, entry: Entry) -> torch.Tensor:
-        """Return the tensor that a small entry sends, clipped, and set the entry's `commit`."""
-        if not entry.frozen:
-            entry.factor = self._clip(entry) * self.units.incoming
-        sent, finite = take_dense(entry, self.small[entry.name], self.units)
+    def _take_dense(self, arrival: Arrival) -> torch.Tensor:
+        """Return the tensor that is sent for a small gradient, clipped; set its `commit`."""
+        if not arrival.frozen:
+            arrival.factor = self._clip(arrival) * self.units.incoming
+        sent, finite = take_dense(arrival, self.small[arrival.name], self.units)
         self._finite += finite
-        self.traffic.count(payload_bytes=sent.nbytes, sent=entry.gradient.numel())
+        self.traffic.count(payload_bytes=sent.nbytes, sent=arrival.gradient.numel())
         return sent
 
     def _start_together(self) -> None:
         """Compute the factor that clips the whole gradient, and start one all-reduce of all small tensors."""
-        entries = [self.entries[name] for name in sorted(self.entries)]
-        gradients = [entry.gradient for entry in entries if not entry.frozen]
+        arrivals = [self.arrivals[name] for name in sorted(self.arrivals)]
+        gradients = [arrival.gradient for arrival in arrivals if not arrival.frozen]
         self._whole_ratio = clip_ratio(self.algorithm, self.units, gradients)
-        small = [entry for entry in entries if entry.name not in self.cuts]
+        small = [arrival for arrival in arrivals if arrival.name not in self.cuts]
         if small:
-            whole = torch.cat([self._take_dense(entry).reshape(-1) for entry in small])
+            whole = torch.cat([self._take_dense(arrival).reshape(-1) for arrival in small])
             self._together = DenseBucket(small, self.exchange.allreduce("dense", whole))
             self._collectives.append(self._together.pending)
 
     # Within a host
 
-    def _clip(self, entry: Entry) -> float:
+    def _clip(self, arrival: Arrival) -> float:
         """Return the factor that clips a gradient by its own norm or by the norm of this rank's whole gradient."""
         if self.algorithm.clips is None:
             return 1.0
-        return self._whole_ratio if self._clips_model else clip_ratio(self.algorithm, self.units, [entry.gradient])
+        return self._whole_ratio if self._clips_model else clip_ratio(self.algorithm, self.units, [arrival.gradient])
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
@@ -317,49 +317,49 @@ class HierarchicalStep:
         """Start summing gradients over the host's ranks."""
         if title in self._groups:
             return
-        tensors = [self._outgoing(name, self.entries.get(name)) for name in names]
+        tensors = [self._outgoing(name, self.arrivals.get(name)) for name in names]
         pending = self._host.scatter(title, tensors, [self.cuts[name].tolist() for name in names])
         self._groups[title] = names, pending
         self._collectives.append(pending)
 
     def _count_in_host(self) -> dict[str, list[float]]:
         """Return, for each large tensor, how many of the host's ranks have a gradient, and on how many it trains."""
-        entries = [self.entries.get(name) for name in self.cuts]
-        own = [[entry is not None, entry is not None and not entry.frozen] for entry in entries]
+        arrivals = [self.arrivals.get(name) for name in self.cuts]
+        own = [[arrival is not None, arrival is not None and not arrival.frozen] for arrival in arrivals]
         pending = self._host.total("flags", torch.tensor(own, dtype=torch.float64))
         with self.traffic.timed("exchange"):
             return dict(zip(self.cuts, pending.wait().tolist(), strict=True))
 
-    def _outgoing(self, name: str, entry: Entry | None) -> torch.Tensor:
+    def _outgoing(self, name: str, arrival: Arrival | None) -> torch.Tensor:
         """Return a gradient for the sum within the host, float32[n], clipped; zeros if there is none."""
-        if entry is None or entry.frozen:
+        if arrival is None or arrival.frozen:
             return torch.zeros(self.parameters[name].numel(), dtype=torch.float32)
-        factor = self._clip(entry)
-        whole = entry.gradient.detach().reshape(-1).to(torch.float32)
+        factor = self._clip(arrival)
+        whole = arrival.gradient.detach().reshape(-1).to(torch.float32)
         return whole if factor == 1.0 else whole * factor
 
-    def _shards_of(self, names: list[str], total: torch.Tensor, counts: dict[str, list[float]]) -> dict[str, Entry]:
-        """Return the entries of this rank's shards, from a message's sum; none for tensors without a gradient."""
-        entries, at = {}, 0
+    def _shards_of(self, names: list[str], total: torch.Tensor, counts: dict[str, list[float]]) -> dict[str, Arrival]:
+        """Return the gradients of this rank's shards, from a message's sum; none for tensors without a gradient."""
+        arrivals, at = {}, 0
         if self.shard is None:
-            return entries
+            return arrivals
         for name in names:
             begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
             came, trains = counts[name]
             if came > 0:
-                entries[name] = Entry(name, total[at : at + end - begin], frozen=trains == 0)
+                arrivals[name] = Arrival(name, total[at : at + end - begin], frozen=trains == 0)
             at += end - begin
-        return entries
+        return arrivals
 
-    def _pass_on(self, entries: dict[str, Entry]) -> None:
+    def _pass_on(self, arrivals: dict[str, Arrival]) -> None:
         """Compress shards and start exchanging them with other hosts, while further sums are under way."""
-        for name, entry in entries.items():
-            carried = self.inner.add(entry)
+        for name, arrival in arrivals.items():
+            carried = self.inner.add(arrival)
             pending = None
-            if not entry.carries_token:
+            if not arrival.carries_token:
                 pending = self.inner.exchange.allreduce(f"dense.{name}", carried)
                 self._collectives.append(pending)
-            self._within[name] = entry, pending
+            self._within[name] = arrival, pending
 
     def _deliver(self, scale: float) -> dict[str, list[tuple[Part, int]]]:
         """Return, for each tensor, its shards: the gathered part of each, and the tensor's start in this part."""
@@ -386,11 +386,11 @@ class HierarchicalStep:
         if name not in self._within:
             begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
             return torch.zeros(end - begin, dtype=torch.float32)
-        entry, pending = self._within[name]
+        arrival, pending = self._within[name]
         reduced = None
         if pending is not None:
             with self.traffic.timed("exchange"):
                 reduced = pending.wait().mul_(scale)
-        total = self.inner.result(entry, reduced, scale).view(-1)
+        total = self.inner.result(arrival, reduced, scale).view(-1)
         dtype, inner = self.parameters[name].dtype, self.inner
         return inner.feedback[name].keep_excess(total, dtype, inner.rank, inner.units, scale).float()

@@ -18,7 +18,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.dense_fallback import DenseFallback, Tensor
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Round
+from hvd_sparse.torch.codecs.base import Arrival, Bucket, Round
 from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
 from hvd_sparse.torch.device import device_of, is_cuda, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
@@ -65,7 +65,7 @@ class Step:
         # What `begin` sets anew for each step:
         self.number = self.rank = 0
         self.units: Units
-        self.entries: dict[str, Entry] = {}
+        self.arrivals: dict[str, Arrival] = {}
         self._awaited: set[str] = set()  # expected tensors that have not been added
         self._is_sealed = False  # whether no tensor can be added to the planned buckets any more
         self._dense: frozenset[str] = frozenset()  # tensors sent dense
@@ -135,7 +135,7 @@ class Step:
 
     def drop(self) -> None:
         """Give up the step under way."""
-        self.entries = {}
+        self.arrivals = {}
         self.codec.drop()
 
     def begin(self, number: int, units: Units) -> None:
@@ -173,14 +173,14 @@ class Step:
         self._collectives = [self._presence.pending]
         self.traffic.count(payload_bytes=self._presence.bytes)
 
-    def add(self, entry: Entry) -> torch.Tensor:
+    def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
-        name = entry.name
-        self.entries[name] = entry
+        name = arrival.name
+        self.arrivals[name] = arrival
         if name in self._reduced_by_backend:
-            entry.carries_token = False
-            self._scale(entry)
-            carried = self._take_dense(entry)
+            arrival.carries_token = False
+            self._scale(arrival)
+            carried = self._take_dense(arrival)
             self.traffic.count(payload_bytes=carried.nbytes)
         else:
             carried = self._tokens.take()
@@ -199,17 +199,18 @@ class Step:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
         self._frozen_everywhere = self._find_frozen_everywhere()
         known = {*self.expected, *self._frozen_everywhere}
-        if not self._is_sealed and self.expected and self.codec.is_joint and (self._awaited or {*self.entries} - known):
-            # A tensor is missing or new: all share a late bucket.
+        has_changed = bool(self._awaited or {*self.arrivals} - known)  # a tensor is missing or new
+        if has_changed and self.expected and self.codec.is_joint and not self._is_sealed:
+            # All share a late bucket.
             self._bucket_of, known = {}, set(self._frozen_everywhere)
             self._is_sealed = True
         if not self._is_sealed:
             self._seal()
-        late = [self.entries[name] for name in sorted(self.entries) if name not in known]
+        late = [self.arrivals[name] for name in sorted(self.arrivals) if name not in known]
         if late:
             self._start_late(late)
         self._release(wait=True)
-        self.traffic.count_gradients(self.entries.values(), self.exchange.collectives.token_bytes)
+        self.traffic.count_gradients(self.arrivals.values(), self.exchange.collectives.token_bytes)
 
     def end(self) -> None:
         """End a complete step; the next step expects the same tensors.
@@ -221,8 +222,8 @@ class Step:
         self._collectives, self._late = [], []
         self._tokens.end()
         self.codec.end()
-        self.expected = tuple(name for name in sorted(self.entries) if name not in self._frozen_everywhere)
-        self._frozen_before, self.entries, self._bucket_of = self._frozen_everywhere, {}, {}
+        self.expected = tuple(name for name in sorted(self.arrivals) if name not in self._frozen_everywhere)
+        self._frozen_before, self.arrivals, self._bucket_of = self._frozen_everywhere, {}, {}
         for bucket in self._plan:
             bucket.begin_step()
 
@@ -239,44 +240,44 @@ class Step:
             self._fallback.note(self.number, seconds[0] / self.units.world_size)
         return overflow
 
-    def result(self, entry: Entry, carried: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the reduced gradient, float32[n] or in the entry's own shape and dtype.
+    def result(self, arrival: Arrival, carried: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the reduced gradient, float32[n] or in the gradient's own shape and dtype.
 
         carried: the tensor that Horovod reduced. scale: the factor for sums over ranks.
         """
-        bucket = self._bucket_of.get(entry.name)
-        if not entry.carries_token:
+        bucket = self._bucket_of.get(arrival.name)
+        if not arrival.carries_token:
             result = carried
         elif isinstance(bucket, DenseBucket):
             with self.traffic.timed("exchange"):
-                result = bucket.sum_of(entry.name, scale)
+                result = bucket.sum_of(arrival.name, scale)
         elif bucket is not None:
-            return self._sum_of(bucket, entry, scale)
+            return self._sum_of(bucket, arrival, scale)
         else:  # frozen on all ranks
-            return entry.gradient.new_zeros(entry.gradient.numel())
-        if entry.commit is not None:
-            entry.commit()
+            return arrival.gradient.new_zeros(arrival.gradient.numel())
+        if arrival.commit is not None:
+            arrival.commit()
         return result
 
-    def _sum_of(self, bucket: Bucket, entry: Entry, scale: float) -> torch.Tensor:
+    def _sum_of(self, bucket: Bucket, arrival: Arrival, scale: float) -> torch.Tensor:
         """Return a sum from its bucket; the first call decodes the bucket and clears the sent entries.
 
         Decoding a joint bucket may exchange values, so all of them are decoded, in the same order on all ranks.
         """
-        if entry.name not in bucket.sums:
+        if arrival.name not in bucket.sums:
             for one in (*self._plan, *self._late) if self.codec.is_joint else [bucket]:
                 members = self._members(one)
                 if one.is_started and members and not one.sums:
                     self._decode(one, members, scale)
         if scale != bucket.scale:
             raise ValueError(
-                f"hvd_sparse: the reduction of {entry.name} scales by {scale}, that of tensors in the same message by "
-                f"{bucket.scale}: reduce all gradients of an optimizer alike"
+                f"hvd_sparse: the reduction of {arrival.name} scales by {scale}, that of tensors in the same message "
+                f"by {bucket.scale}: reduce all gradients of an optimizer alike"
             )
-        total, dtype = bucket.sums[entry.name], entry.gradient.dtype
-        return self.feedback[entry.name].keep_excess(total, dtype, self.rank, self.units, scale)
+        total, dtype = bucket.sums[arrival.name], arrival.gradient.dtype
+        return self.feedback[arrival.name].keep_excess(total, dtype, self.rank, self.units, scale)
 
-    def _decode(self, bucket: Bucket, members: dict[str, Entry], scale: float) -> None:
+    def _decode(self, bucket: Bucket, members: dict[str, Arrival], scale: float) -> None:
         with self.traffic.timed("exchange"):
             if self._scatter.started:
                 self._scatter.finish(self._collectives)
@@ -285,59 +286,59 @@ class Step:
         with torch.no_grad():
             self.codec.decode(bucket, gathered, members, self.units.outgoing(scale))
 
-    def _members(self, bucket: Bucket) -> dict[str, Entry]:
-        """Return the entries of a bucket whose gradients have arrived."""
-        return {name: self.entries[name] for name in bucket.members if name in self.entries}
+    def _members(self, bucket: Bucket) -> dict[str, Arrival]:
+        """Return the gradients of a bucket that have arrived."""
+        return {name: self.arrivals[name] for name in bucket.members if name in self.arrivals}
 
     def _seal(self) -> None:
         """Send the expected buckets that have not been sent: all tensors have arrived, or no more will."""
         self._is_sealed = True
-        entries = [self.entries[name] for name in self.expected if name in self.entries]
+        arrivals = [self.arrivals[name] for name in self.expected if name in self.arrivals]
         if self.expected:
-            self._start_all(entries, [bucket for bucket in self._plan if not bucket.is_started], "")
+            self._start_all(arrivals, [bucket for bucket in self._plan if not bucket.is_started], "")
 
-    def _start_late(self, entries: list[Entry]) -> None:
-        sparse = [entry.name for entry in entries if entry.name not in self._dense]
+    def _start_late(self, arrivals: list[Arrival]) -> None:
+        sparse = [arrival.name for arrival in arrivals if arrival.name not in self._dense]
         self._late = self.codec.plan(sparse, "late")
         for bucket in self._late:
             bucket.begin_step()
             self._bucket_of.update(dict.fromkeys(bucket.members, bucket))
-        self._start_all(entries, self._late, "late.")
+        self._start_all(arrivals, self._late, "late.")
 
-    def _start_all(self, entries: list[Entry], buckets: list[Bucket], prefix: str) -> None:
-        """Send the buckets and those dense entries that Horovod does not all-reduce itself; start the vote."""
+    def _start_all(self, arrivals: list[Arrival], buckets: list[Bucket], prefix: str) -> None:
+        """Send the buckets and those dense gradients that Horovod does not all-reduce itself; start the vote."""
         if self._clips_model:
-            training = [entry.gradient for entry in entries if not entry.frozen]
+            training = [arrival.gradient for arrival in arrivals if not arrival.frozen]
             self._whole_factor = clip_ratio(self.algorithm, self.units, training) * self.units.incoming
         for bucket in buckets:
             self._start(bucket)
-        dense = [entry for entry in entries if entry.carries_token and entry.name in self._dense]
+        dense = [arrival for arrival in arrivals if arrival.carries_token and arrival.name in self._dense]
         whole = self._take_together(dense) if dense else None
         self._vote(f"{prefix}vote")
         if whole is not None:
             self.traffic.count(payload_bytes=whole.nbytes)
             dense_bucket = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
             self._collectives.append(dense_bucket.pending)
-            self._bucket_of.update(dict.fromkeys((entry.name for entry in dense), dense_bucket))
+            self._bucket_of.update(dict.fromkeys((arrival.name for arrival in dense), dense_bucket))
 
-    def _take_together(self, entries: Sequence[Entry]) -> torch.Tensor:
+    def _take_together(self, arrivals: Sequence[Arrival]) -> torch.Tensor:
         """Return the concatenated dense tensors for one all-reduce; all ranks have the same ones."""
-        for entry in entries:
-            self._scale(entry)
-        taken = self._together.take_all(entries, self.units)
+        for arrival in arrivals:
+            self._scale(arrival)
+        taken = self._together.take_all(arrivals, self.units)
         if taken is not None:
             self.codec.finite.append(taken.finite)
             self.traffic.count(sent=taken.sent.numel())
             return taken.sent
-        parts = [self._take_dense(entry).reshape(-1) for entry in entries]
+        parts = [self._take_dense(arrival).reshape(-1) for arrival in arrivals]
         return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
 
     def _start(self, bucket: Bucket) -> None:
         bucket.is_started = True
-        entries = self._members(bucket)
-        for entry in entries.values():
-            self._scale(entry)
-        self.codec.encode(bucket, entries)
+        arrivals = self._members(bucket)
+        for arrival in arrivals.values():
+            self._scale(arrival)
+        self.codec.encode(bucket, arrivals)
         if bucket.message is None:
             return
         if bucket.scattered is None:
@@ -348,16 +349,16 @@ class Step:
         else:
             self._deferred.append(bucket)
 
-    def _scale(self, entry: Entry) -> None:
+    def _scale(self, arrival: Arrival) -> None:
         """Set the factor from a gradient to units of its error feedback, with clipping by the tensor or model norm."""
-        if not entry.frozen:
-            feedback = self.feedback[entry.name]
-            entry.factor = self._whole_factor if self._clips_model else feedback.factor(entry.gradient, self.units)
+        if not arrival.frozen:
+            feedback = self.feedback[arrival.name]
+            arrival.factor = self._whole_factor if self._clips_model else feedback.factor(arrival.gradient, self.units)
 
-    def _take_dense(self, entry: Entry) -> torch.Tensor:
-        """Return the tensor that a dense entry, whose factor is set, sends; set the entry's `commit`."""
-        self.traffic.count(sent=entry.gradient.numel())
-        sent, finite = take_dense(entry, self.feedback[entry.name], self.units)
+    def _take_dense(self, arrival: Arrival) -> torch.Tensor:
+        """Return the tensor that is sent for a dense gradient, whose factor is set; set its `commit`."""
+        self.traffic.count(sent=arrival.gradient.numel())
+        sent, finite = take_dense(arrival, self.feedback[arrival.name], self.units)
         self.codec.finite += finite
         return sent
 
@@ -366,8 +367,8 @@ class Step:
         with self.traffic.timed("exchange"):
             if not self._presence.anywhere_frozen():
                 return frozenset()
-            names = sorted(self.entries)
-            trains = torch.tensor([float(not self.entries[name].frozen) for name in names], dtype=torch.float32)
+            names = sorted(self.arrivals)
+            trains = torch.tensor([float(not self.arrivals[name].frozen) for name in names], dtype=torch.float32)
             self.traffic.count(payload_bytes=trains.nbytes)
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)

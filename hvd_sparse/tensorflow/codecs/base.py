@@ -1,4 +1,4 @@
-"""The common part of all codecs: the entries of a step, and the interface of a codec."""
+"""The common part of all codecs: the gradients of a step, and the interface of a codec."""
 
 import abc
 import itertools
@@ -22,7 +22,7 @@ from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size, top_k_count
 
 
 @dataclass
-class Entry:
+class Arrival:
     """One gradient of a step."""
 
     name: str
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass
 class Round:
-    """The data that all entries of a step share."""
+    """The data that all gradients of a step share."""
 
     number: tf.Tensor  # int64, from 0
     seed: tf.Tensor  # int64
@@ -67,10 +67,10 @@ class Round:
 
 @dataclass
 class Bucket:
-    """The message of several entries: those of a bucket, or all."""
+    """The message of several gradients: those of a bucket, or all."""
 
     name: str  # of the collective
-    entries: list[Entry]
+    arrivals: list[Arrival]
     message: tf.Tensor | None  # uint8[bytes]; None: nothing to send
     most_bytes: int  # upper bound for any rank
     ks: tf.Tensor  # of the selections, int64[selections]
@@ -92,7 +92,7 @@ class Codec(abc.ABC):
         self.regions: Bounds = {}  # of reduce-scatters: part of a checkpoint
 
     @abc.abstractmethod
-    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
+    def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
         """Accumulate and select; add to `now.finite` which gradients were finite."""
 
     @property
@@ -114,19 +114,19 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Clear the sent entries; set each entry's `decode`; return the operations that the step must run."""
+        """Clear the sent entries; set each arrival's `decode`; return the operations that the step must run."""
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Update the thresholds or hints of the next step's selections."""
         return []
 
-    def accumulate(self, entries: list[Entry], now: Round) -> list[tf.Tensor]:
+    def accumulate(self, arrivals: list[Arrival], now: Round) -> list[tf.Tensor]:
         """Accumulate each gradient, and return the residuals."""
         residuals = []
-        for entry in entries:
-            finite = entry.feedback.accumulate(entry.gradient, entry.factor, now.units, now.is_active)
+        for arrival in arrivals:
+            finite = arrival.feedback.accumulate(arrival.gradient, arrival.factor, now.units, now.is_active)
             now.finite.append(finite)
-            residuals.append(read_after(entry.feedback.residual, finite))
+            residuals.append(read_after(arrival.feedback.residual, finite))
         return residuals
 
     def _counts(self, sizes: list[int], now: Round) -> tf.Tensor:
@@ -137,38 +137,40 @@ class Codec(abc.ABC):
             counts = tf.where(now.is_dense, tf.ones_like(counts), counts)
         return tf.cast(counts, tf.int64)
 
-    def _set_sum(self, entry: Entry, total: tf.Tensor, now: Round, cleared: list[tf.Operation]) -> list[tf.Operation]:
-        """Set an entry's `decode` to its sum, float32[n], clamped to the range of a 16-bit gradient.
+    def _set_sum(
+        self, arrival: Arrival, total: tf.Tensor, now: Round, cleared: list[tf.Operation]
+    ) -> list[tf.Operation]:
+        """Set an arrival's `decode` to its sum, float32[n], clamped to the range of a 16-bit gradient.
 
         The excess returns to the ranks' residuals, after these are `cleared` at the sent entries. Returns this
         operation.
         """
-        dtype = entry.dtype or entry.gradient.dtype
+        dtype = arrival.dtype or arrival.gradient.dtype
         if dtype.name not in HALF:
-            entry.decode = lambda: total
+            arrival.decode = lambda: total
             return []
         rounded, excess = round_to_half(total, dtype, self.exchange.rank(), now.units)
-        entry.decode = lambda: rounded
+        arrival.decode = lambda: rounded
         rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
         with tf.control_dependencies(cleared):
-            return [entry.feedback.residual.assign_add(rest)]
+            return [arrival.feedback.residual.assign_add(rest)]
 
-    def _cut(self, entries: list[Entry], indices: tf.Tensor, *columns: tf.Tensor) -> list[tuple]:
-        """Split ascending indices into the concatenated variables: for each, entry, indices in it, and columns."""
-        offsets = [0, *itertools.accumulate(entry.feedback.size for entry in entries)]
+    def _cut(self, arrivals: list[Arrival], indices: tf.Tensor, *columns: tf.Tensor) -> list[tuple]:
+        """Split ascending indices into the concatenated variables: for each, arrival, indices in it, and columns."""
+        offsets = [0, *itertools.accumulate(arrival.feedback.size for arrival in arrivals)]
         bounds = tf.searchsorted(indices, tf.constant(offsets, tf.int64), out_type=tf.int64)
         sizes = bounds[1:] - bounds[:-1]
-        inner, *others = (tf.split(tensor, sizes, num=len(entries)) for tensor in (indices, *columns))
+        inner, *others = (tf.split(tensor, sizes, num=len(arrivals)) for tensor in (indices, *columns))
         inner = [own - offset for own, offset in zip(inner, offsets, strict=False)]
-        return list(zip(entries, inner, *others, strict=True))
+        return list(zip(arrivals, inner, *others, strict=True))
 
     def _clear_parts(
-        self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
+        self, arrivals: list[Arrival], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
     ) -> list[tf.Operation]:
         """Clear the sent entries in each variable; left: their rounding errors."""
         done = []
-        for entry, own, old, rest in self._cut(entries, indices, values, left):
-            done += self._clear(entry.feedback, own, old, rest, now)
+        for arrival, own, old, rest in self._cut(arrivals, indices, values, left):
+            done += self._clear(arrival.feedback, own, old, rest, now)
         return done
 
     def _clear(self, feedback: ErrorFeedback, indices: tf.Tensor, values, left, now: Round) -> list[tf.Operation]:
@@ -180,14 +182,14 @@ class Codec(abc.ABC):
             operations.append(ops.scatter_update(feedback.buffers[kind], indices, new))
         return operations
 
-    def _largest_payload(self, entries: list[Entry], density: float) -> int:
-        """Return the maximum bytes of the payload of one selection in all of these entries."""
-        n, form = sum(entry.feedback.size for entry in entries), (self.algorithm.coding, self.algorithm.values)
-        return largest_payload(n, top_k_count(n, density), *form, self._segments(entries))
+    def _largest_payload(self, arrivals: list[Arrival], density: float) -> int:
+        """Return the maximum bytes of the payload of one selection in all of these gradients."""
+        n, form = sum(arrival.feedback.size for arrival in arrivals), (self.algorithm.coding, self.algorithm.values)
+        return largest_payload(n, top_k_count(n, density), *form, self._segments(arrivals))
 
-    def _segments(self, entries: list[Entry]) -> np.ndarray | None:
+    def _segments(self, arrivals: list[Arrival]) -> np.ndarray | None:
         """Return the groups that share the quantization levels of low-bit values."""
-        return segments_of([entry.feedback.variable.shape.as_list() for entry in entries], self.algorithm)
+        return segments_of([arrival.feedback.variable.shape.as_list() for arrival in arrivals], self.algorithm)
 
 
 class BucketCodec(Codec):
@@ -198,40 +200,42 @@ class BucketCodec(Codec):
         """The maximum bytes of a message. A single payload that is larger gets a separate message."""
         return self.algorithm.bucket_bytes
 
-    def _buckets(self, entries: list[Entry]) -> Iterator[tuple[str, list[Entry], slice]]:
-        """Cut the entries, sorted by name, into buckets; yield each bucket's name, entries and their slice."""
-        entries, begin = sorted(entries, key=lambda entry: entry.name), 0
-        planned = plan_buckets(self._settled_sizes(entries), self.bucket_bytes, "bucket")
+    def _buckets(self, arrivals: list[Arrival]) -> Iterator[tuple[str, list[Arrival], slice]]:
+        """Cut the arrivals, sorted by name, into buckets; yield each bucket's name, arrivals and their slice."""
+        arrivals, begin = sorted(arrivals, key=lambda arrival: arrival.name), 0
+        planned = plan_buckets(self._settled_sizes(arrivals), self.bucket_bytes, "bucket")
         for name, members in planned.items():
             part = slice(begin, begin + len(members))
-            yield name, entries[part], part
+            yield name, arrivals[part], part
             begin = part.stop
 
-    def _settled_sizes(self, entries: list[Entry]) -> dict[str, int]:
+    def _settled_sizes(self, arrivals: list[Arrival]) -> dict[str, int]:
         """Return the payloads' sizes at the final density, as a graph's buckets always have the same members."""
         density = self.algorithm.schedule.planned
         form, sizes = (self.algorithm.coding, self.algorithm.values), {}
-        for entry in entries:
-            n = entry.feedback.size
-            sizes[entry.name] = payload_size(n, top_k_count(n, density), *form, self._segments([entry]))
+        for arrival in arrivals:
+            n = arrival.feedback.size
+            sizes[arrival.name] = payload_size(n, top_k_count(n, density), *form, self._segments([arrival]))
         return sizes
 
-    def _form(self, entries: list[Entry], **options) -> dict:
+    def _form(self, arrivals: list[Arrival], **options) -> dict:
         """Return the coding of payloads, as arguments of the bucket operators."""
         algorithm = self.algorithm
         has_levels = self.values in LOW_BITS
-        channels = [channels_of(entry.feedback.variable.shape, algorithm) for entry in entries] if has_levels else []
+        channels = (
+            [channels_of(arrival.feedback.variable.shape, algorithm) for arrival in arrivals] if has_levels else []
+        )
         return {"coding": algorithm.coding, "value_dtype": self.values, "channels": channels, **options}
 
     def _delivered(self, bucket: Bucket, sums: list[tf.Tensor], now: Round, form: dict) -> list[tf.Operation]:
-        """Clear the sent entries, unless the step is skipped; set the entries' sums; return the operations to run."""
-        buffers = [entry.feedback.cleared() for entry in bucket.entries]
+        """Clear the sent entries, unless the step is skipped; set the arrivals' sums; return the operations to run."""
+        buffers = [arrival.feedback.cleared() for arrival in bucket.arrivals]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
-        retained = bucket.entries[0].feedback.retained
+        retained = bucket.arrivals[0].feedback.retained
         cleared = ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **form, retained=retained)
         done = [cleared]
-        for entry, total in zip(bucket.entries, sums, strict=True):
-            done += self._set_sum(entry, total, now, [cleared])
+        for arrival, total in zip(bucket.arrivals, sums, strict=True):
+            done += self._set_sum(arrival, total, now, [cleared])
         return done
 
 

@@ -95,30 +95,30 @@ class OwnedRegions(FixedCount):
         """Return the sums of all ranks' whole residuals at the kept elements, float32[kept]."""
         kept = tf.numpy_function(lambda payloads: bucket.scattered.join(payloads)[0], [gathered], tf.int64)
         kept = tf.ensure_shape(kept, [None])
-        own = [entry.feedback.residual.sparse_read(inner) for entry, inner in self._cut(bucket.entries, kept)]
+        own = [arrival.feedback.residual.sparse_read(inner) for arrival, inner in self._cut(bucket.arrivals, kept)]
         bucket.completing = kept, tf.concat(own, 0)
         now.counted.add(payload_bytes=4 * tf.size(kept, tf.int64))
         padded = tf.concat([bucket.completing[1], tf.zeros([1])], 0)  # so that Horovod never gets an empty tensor
         return self.exchange.allreduce(f"{bucket.name}.completed{now.suffix}", padded)[:-1]
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
-        """Clear the entries that this rank sent and an owner kept; set the entries' sums to the kept sums."""
+        """Clear the entries that this rank sent and an owner kept; set the arrivals' sums to the kept sums."""
         if not self.scatters:
             return super().decode(bucket, gathered, now)
         if bucket.completing is not None:
             sums, (kept, old) = gathered, bucket.completing
-            retained = bucket.entries[0].feedback.retained
-            done = self._clear_parts(bucket.entries, kept, old, retained * old, now)
+            retained = bucket.arrivals[0].feedback.retained
+            done = self._clear_parts(bucket.arrivals, kept, old, retained * old, now)
         else:
             outputs = (tf.int64, tf.float32, tf.int64, tf.float32, tf.float32)
             joined = tf.numpy_function(bucket.scattered.join, [gathered], outputs)
             kept, sums, indices, old, left = (tf.ensure_shape(part, [None]) for part in joined)
-            done = self._clear_parts(bucket.entries, indices, old, left, now)
+            done = self._clear_parts(bucket.arrivals, indices, old, left, now)
             done += self._add_excess(bucket, now, done)
         scaled = sums * tf.cast(now.units.outgoing(), tf.float32)
-        for entry, inner, total in self._cut(bucket.entries, kept, scaled):
-            whole = tf.scatter_nd(inner[:, None], total, tf.constant([entry.feedback.size], tf.int64))
-            done += self._set_sum(entry, whole, now, list(done))
+        for arrival, inner, total in self._cut(bucket.arrivals, kept, scaled):
+            whole = tf.scatter_nd(inner[:, None], total, tf.constant([arrival.feedback.size], tf.int64))
+            done += self._set_sum(arrival, whole, now, list(done))
         return done
 
     def _count(self, message: "Message", indices: tf.Tensor, now: Round) -> tf.Tensor:
@@ -132,9 +132,9 @@ class OwnedRegions(FixedCount):
             return []
         changes = []
         with tf.control_dependencies(before):
-            for entry, inner, rest in self._cut(bucket.entries, *bucket.excess):
+            for arrival, inner, rest in self._cut(bucket.arrivals, *bucket.excess):
                 rest = tf.where(now.ignores_payloads, tf.zeros_like(rest), rest)
-                changes.append(entry.feedback.residual.scatter_add(tf.IndexedSlices(rest, inner)))
+                changes.append(arrival.feedback.residual.scatter_add(tf.IndexedSlices(rest, inner)))
         return changes
 
 
@@ -143,13 +143,13 @@ class Message:
 
     def __init__(self, codec: OwnedRegions, bucket: Bucket):
         self.name = bucket.name
-        self.names = tuple(entry.name for entry in bucket.entries)
+        self.names = tuple(arrival.name for arrival in bucket.arrivals)
         self._codec, self._is_joint = codec, codec.is_joint
-        self._sizes = [entry.feedback.size for entry in bucket.entries]
+        self._sizes = [arrival.feedback.size for arrival in bucket.arrivals]
         self.n = sum(self._sizes)
-        shapes = [entry.feedback.variable.shape.as_list() for entry in bucket.entries]
+        shapes = [arrival.feedback.variable.shape.as_list() for arrival in bucket.arrivals]
         self._segments = segments_of(shapes, codec.algorithm)
-        self._retained = bucket.entries[0].feedback.retained
+        self._retained = bucket.arrivals[0].feedback.retained
         self._highest = codec.algorithm.schedule.highest
         self._regions: Regions | None = None
         self._sent: Sent | None = None

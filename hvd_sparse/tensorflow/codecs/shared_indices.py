@@ -14,7 +14,7 @@ from hvd_sparse.granularity import by_group
 from hvd_sparse.members import is_elastic
 from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Bucket, Codec, Entry, Round, gather, once
+from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, Codec, Round, gather, once
 from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
 from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.wire import LOW_BITS, largest_payload
@@ -37,11 +37,11 @@ class SharedIndices(Codec):
         self._selection = SELECTIONS[self.algorithm.selection](self)
         self.thresholds, self.threshold_rows = self._selection.thresholds, self._selection.threshold_rows
 
-    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
+    def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
-        n, coding = sum(entry.feedback.size for entry in entries), self.algorithm.coding
+        n, coding = sum(arrival.feedback.size for arrival in arrivals), self.algorithm.coding
         k = self._counts([n], now)
-        bucket = IndexBucket("model", entries, None, largest_payload(n, n, coding, "none"), k)
+        bucket = IndexBucket("model", arrivals, None, largest_payload(n, n, coding, "none"), k)
         self._selection.select_indices(bucket, now)
         if self._selection.sends_indices:
             count = tf.maximum(tf.size(bucket.indices, tf.int64), 1)
@@ -50,28 +50,30 @@ class SharedIndices(Codec):
 
     def decode(self, bucket: IndexBucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
-        entries, n = bucket.entries, sum(entry.feedback.size for entry in bucket.entries)
+        arrivals, n = bucket.arrivals, sum(arrival.feedback.size for arrival in bucket.arrivals)
         indices = bucket.indices if gathered is None else self._shared_indices(gathered, n)
-        values = tf.concat([entry.feedback.residual.sparse_read(own) for entry, own in self._cut(entries, indices)], 0)
+        values = tf.concat(
+            [arrival.feedback.residual.sparse_read(own) for arrival, own in self._cut(arrivals, indices)], 0
+        )
         count = tf.size(indices, tf.int64)
         now.counted.add(sent=count if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(count), count))
         is_exact = self.algorithm.values == "float32"
         sum_values = self._sum_values if is_exact else self._sum_quantized
-        total, sent, sketches = sum_values(entries, indices, values, self._rows(bucket.sketch, now), now)
+        total, sent, sketches = sum_values(arrivals, indices, values, self._rows(bucket.sketch, now), now)
         done = self._selection.learn(bucket, count, sketches, now)
         k = tf.maximum(count, 1)[None]
         packed = ops.pack(indices, total, n, k[0])
         if is_exact:
             done.append(
                 ops.clear_bucket(
-                    packed, k, now.ignores_payloads, [entry.feedback.residual for entry in entries], joint=True
+                    packed, k, now.ignores_payloads, [arrival.feedback.residual for arrival in arrivals], joint=True
                 )
             )
         else:
-            done += self._clear_parts(entries, indices, values, values - sent, now)
-        sizes = [entry.feedback.size for entry in entries]
+            done += self._clear_parts(arrivals, indices, values, values - sent, now)
+        sizes = [arrival.feedback.size for arrival in arrivals]
         parts = ops.reduce_bucket(packed, sizes, 1, k, joint=True)
-        return done + self._give_parts(entries, parts, now, list(done))
+        return done + self._give_parts(arrivals, parts, now, list(done))
 
     def _rows(self, sketch: tf.Tensor | None, now: Round) -> tf.Tensor:
         """Return the flat sketches to exchange with the values: zeros but for this rank's row; or an empty tensor."""
@@ -81,16 +83,16 @@ class SharedIndices(Codec):
         return tf.pad(sketch, [[rank * size, (now.units.world_size - 1 - rank) * size]])
 
     def _give_parts(
-        self, entries: list[Entry], parts: list[tf.Tensor], now: Round, cleared: list
+        self, arrivals: list[Arrival], parts: list[tf.Tensor], now: Round, cleared: list
     ) -> list[tf.Operation]:
-        """Set each entry's part of the sum; return the operations that update the error feedback."""
+        """Set each gradient's part of the sum; return the operations that update the error feedback."""
         return [
             change
-            for entry, part in zip(entries, parts, strict=True)
-            for change in self._set_sum(entry, part, now, cleared)
+            for arrival, part in zip(arrivals, parts, strict=True)
+            for change in self._set_sum(arrival, part, now, cleared)
         ]
 
-    def _sum_values(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
+    def _sum_values(self, arrivals: list[Arrival], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
         """Return the sums of all ranks' values, this rank's values as sent, and the sum of `rows`."""
         scaled = values * tf.cast(now.units.outgoing(), tf.float32)  # before the sum, which might overflow otherwise
         sent = once(now.present, tf.concat([scaled, rows], 0))
@@ -99,10 +101,12 @@ class SharedIndices(Codec):
         total, sketches = tf.split(total, [tf.size(values), tf.size(rows)])
         return total, values, sketches
 
-    def _sum_quantized(self, entries: list[Entry], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round):
+    def _sum_quantized(
+        self, arrivals: list[Arrival], indices: tf.Tensor, values: tf.Tensor, rows: tf.Tensor, now: Round
+    ):
         """Do `_sum_values` with a quantized payload, in which the elements of a group are adjacent."""
-        dtype, layout, segments = self.algorithm.values, self._segments(entries), None
-        n, count = sum(entry.feedback.size for entry in entries), tf.size(indices, tf.int64)
+        dtype, layout, segments = self.algorithm.values, self._segments(arrivals), None
+        n, count = sum(arrival.feedback.size for arrival in arrivals), tf.size(indices, tf.int64)
         places = order = tf.range(count)
         if dtype in LOW_BITS:
             grouped = tf.numpy_function(
@@ -149,7 +153,7 @@ class Selection(abc.ABC):
 
     @abc.abstractmethod
     def select_indices(self, bucket: IndexBucket, now: Round) -> None:
-        """Accumulate the entries; set ascending indices into their concatenation, and the data for `learn`."""
+        """Accumulate the gradients; set ascending indices into their concatenation, and the data for `learn`."""
 
     def learn(self, bucket: IndexBucket, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
         """Update the state for the next step. count: indices of all ranks. sketches: those of all ranks, flat."""
@@ -165,7 +169,7 @@ class Leader(Selection):
 
     def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices, and the threshold for the next step's hint."""
-        residuals, k = self._codec.accumulate(bucket.entries, now), bucket.ks[0]
+        residuals, k = self._codec.accumulate(bucket.arrivals, now), bucket.ks[0]
         residual = tf.concat(residuals, 0)
         hint = self._hints.values(["model"], bucket.ks)[0]
         world_size, rank = now.units.world_size, self._codec.exchange.rank()
@@ -199,7 +203,7 @@ class Partition(Selection):
 
     def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices, in one pass over the gradients."""
-        entries, k, n = bucket.entries, bucket.ks[0], sum(entry.feedback.size for entry in bucket.entries)
+        arrivals, k, n = bucket.arrivals, bucket.ks[0], sum(arrival.feedback.size for arrival in bucket.arrivals)
         rank, ranks = self._codec.exchange.rank(), now.units.world_size
         begin, end = partition(now.number, rank, ranks, n)
         threshold, share = self._threshold.plan(k, ranks)
@@ -208,9 +212,9 @@ class Partition(Selection):
             threshold = tf.bitcast(self._codec.exchange.furthest(f"threshold{now.suffix}", bits), tf.float64)
         bucket.threshold = threshold
         bucket.indices, sketch, finite = ops.accumulate_partition(
-            [entry.gradient for entry in entries],
-            [entry.feedback.residual for entry in entries],
-            factors=tf.stack([entry.factor for entry in entries]),
+            [arrival.gradient for arrival in arrivals],
+            [arrival.feedback.residual for arrival in arrivals],
+            factors=tf.stack([arrival.factor for arrival in arrivals]),
             begin=begin,
             end=end,
             threshold=threshold,
@@ -236,8 +240,8 @@ class Random(Selection):
 
     def select_indices(self, bucket: IndexBucket, now: Round) -> None:
         """Set the indices that all ranks draw."""
-        residuals = self._codec.accumulate(bucket.entries, now)
-        n = sum(entry.feedback.size for entry in bucket.entries)
+        residuals = self._codec.accumulate(bucket.arrivals, now)
+        n = sum(arrival.feedback.size for arrival in bucket.arrivals)
         with tf.control_dependencies(residuals):
             indices = tf.numpy_function(
                 lambda k, seed: stratified_sample(n, int(k), int(seed)),

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.codecs.base import Bucket, BucketCodec, Entry, Round
+from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, BucketCodec, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import make_thresholds
 
@@ -16,49 +16,49 @@ class Threshold(BucketCodec):
         self._thresholds = make_thresholds(self.algorithm, {name: one.size for name, one in self.feedback.items()})
         self.thresholds, self.threshold_rows = self._thresholds.variables, self._thresholds.rows
 
-    def encode(self, entries: list[Entry], now: Round) -> list[Bucket]:
+    def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
         """Accumulate, select the elements that reach the thresholds, and pack, bucket by bucket."""
-        entries = sorted(entries, key=lambda entry: entry.name)  # the order of buckets
-        names = [entry.name for entry in entries]
-        counts = self._counts([entry.feedback.size for entry in entries], now)
+        arrivals = sorted(arrivals, key=lambda arrival: arrival.name)  # the order of buckets
+        names = [arrival.name for arrival in arrivals]
+        counts = self._counts([arrival.feedback.size for arrival in arrivals], now)
         plan = self._thresholds.plan(now.number, names, counts, now.is_active)
         return [
             self._filter(name, members, {kind: numbers[part] for kind, numbers in plan.items()}, now)
-            for name, members, part in self._buckets(entries)
+            for name, members, part in self._buckets(arrivals)
         ]
 
     def learn(self, buckets: list[Bucket], now: Round) -> list[tf.Operation]:
         """Update the thresholds, after `encode` in the same trace."""
-        entries = [entry for bucket in buckets for entry in bucket.entries]
-        counts = self._counts([entry.feedback.size for entry in entries], now)
+        arrivals = [arrival for bucket in buckets for arrival in bucket.arrivals]
+        counts = self._counts([arrival.feedback.size for arrival in arrivals], now)
         infos = tf.concat([bucket.info for bucket in buckets], 0)
-        return self._thresholds.learn([entry.name for entry in entries], counts, infos, now.is_active)
+        return self._thresholds.learn([arrival.name for arrival in arrivals], counts, infos, now.is_active)
 
-    def _filter(self, name: str, entries: list[Entry], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
+    def _filter(self, name: str, arrivals: list[Arrival], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
         """Accumulate, select the elements that reach the thresholds in the members of a bucket, and pack."""
-        feedback = [entry.feedback for entry in entries]
+        feedback = [arrival.feedback for arrival in arrivals]
         payloads, finite, info = ops.filter_bucket(
-            [entry.gradient for entry in entries],
+            [arrival.gradient for arrival in arrivals],
             *destinations(feedback),
-            factors=tf.stack([entry.factor for entry in entries]),
+            factors=tf.stack([arrival.factor for arrival in arrivals]),
             weight_decay=decays(feedback, now.units),
             is_active=now.is_active,
             level=self.algorithm.level,
             **plan,
             **self.algorithm.fit(now.number),
-            **self._form(entries),
+            **self._form(arrivals),
             **feedback[0].rule(),
         )
         now.finite.append(finite)
         found = tf.cast(info[:, 1], tf.int64)
         now.counted.add(sent=tf.reduce_sum(found))
-        most_bytes = sum(self._largest_payload([entry], density=1.0) for entry in entries)
-        return Bucket(name, entries, payloads, most_bytes, tf.maximum(found, 1), info)
+        most_bytes = sum(self._largest_payload([arrival], density=1.0) for arrival in arrivals)
+        return Bucket(name, arrivals, payloads, most_bytes, tf.maximum(found, 1), info)
 
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
         """Sum the payloads, whose headers have their sizes, and clear the sent entries."""
-        form = self._form(bucket.entries)
-        sizes = [entry.feedback.size for entry in bucket.entries]
+        form = self._form(bucket.arrivals)
+        sizes = [arrival.feedback.size for arrival in bucket.arrivals]
         ranks, scale = now.units.world_size, now.units.outgoing()
         sums = ops.reduce_located_bucket(gathered, sizes, ranks, scale, **form)
         return self._delivered(bucket, sums, now, form)

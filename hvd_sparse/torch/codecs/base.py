@@ -22,7 +22,7 @@ from hvd_sparse.wire import LOW_BITS, top_k_count
 
 
 @dataclass(slots=True)
-class Entry:
+class Arrival:
     """One gradient between its compress and its decompress."""
 
     name: str
@@ -38,6 +38,9 @@ class Entry:
     def passed(self) -> torch.Tensor:
         """The tensor that Horovod passed."""
         return self.gradient if self.origin is None else self.origin
+
+
+Arrivals = Mapping[str, Arrival]  # by name
 
 
 @dataclass(frozen=True)
@@ -168,17 +171,17 @@ class Codec(abc.ABC):
         """Return the buckets of these tensors, in the order of names, at the step's density; none for no tensors."""
 
     @abc.abstractmethod
-    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+    def encode(self, bucket: Bucket, arrivals: Arrivals) -> None:
         """Accumulate and select in the members that take part; set the bucket's message, or None for no message."""
 
     @abc.abstractmethod
-    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
-        """Clear the sent entries; set the bucket's sums over ranks, times `scale`, for all of `entries`."""
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, arrivals: Arrivals, scale: float) -> None:
+        """Clear the sent entries; set the bucket's sums over ranks, times `scale`, for all of `arrivals`."""
 
-    def accumulate(self, entries: Mapping[str, Entry]) -> None:
+    def accumulate(self, arrivals: Arrivals) -> None:
         """Accumulate gradients in their error feedback."""
-        for name, entry in entries.items():
-            self.finite.append(self.feedback[name].accumulate(entry.gradient, entry.factor, self.now.units))
+        for name, arrival in arrivals.items():
+            self.finite.append(self.feedback[name].accumulate(arrival.gradient, arrival.factor, self.now.units))
 
     def _form(self) -> dict[str, str]:
         """Return the coding and value type of payloads, as arguments of the bucket operators."""
@@ -260,9 +263,9 @@ def cleared(feedback: Sequence[ErrorFeedback]) -> tuple[list[torch.Tensor], list
     return [own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]]
 
 
-def in_training(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries whose parameters are not frozen."""
-    return {name: entry for name, entry in entries.items() if not entry.frozen}
+def in_training(arrivals: Arrivals) -> dict[str, Arrival]:
+    """Return the arrivals whose parameters are not frozen."""
+    return {name: arrival for name, arrival in arrivals.items() if not arrival.frozen}
 
 
 def sum_buffer(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """The codec for exactly k elements of each tensor, or of all tensors jointly: all ranks' payloads have equal size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Codec, Entry, cleared, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, Codec, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import top_k_count
 
@@ -38,23 +38,23 @@ class FixedCount(BucketCodec):
             self._hints.update(zip(bucket.members, bucket.hints, strict=True))
         return buckets
 
-    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+    def encode(self, bucket: Bucket, arrivals: Arrivals) -> None:
         """Accumulate, select and pack in one call into the core; members that take no part send empty payloads."""
         if bucket.message is None:
             bucket.message = torch.zeros(bucket.size, dtype=torch.uint8, device=self.device)
-        training = in_training(entries)
+        training = in_training(arrivals)
         if not training or not self.is_joint:
             self._pack_absent(bucket, training)
         if not training:
             return
         feedback, members = [self.feedback[name] for name in training], bucket.numbers(training)
         _, finite = ops.accumulate_bucket(
-            [entry.gradient for entry in training.values()],
+            [arrival.gradient for arrival in training.values()],
             *destinations(feedback),
             layout=bucket.layout,
             members=members,
             out=bucket.message,
-            factors=[entry.factor for entry in training.values()],
+            factors=[arrival.factor for arrival in training.values()],
             weight_decay=decays(feedback, self.now.units),
             hints=bucket.hints,
             seed=self.now.seed,
@@ -66,22 +66,22 @@ class FixedCount(BucketCodec):
         ks = bucket.layout.ks
         self.traffic.count(sent=sum(ks if self.is_joint else (ks[member] for member in members)))
 
-    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, arrivals: Arrivals, scale: float) -> None:
         """Clear the sent entries, and sum the payloads of all ranks."""
-        training = in_training(entries)
+        training = in_training(arrivals)
         if training:
             self.clear(bucket, training)
-        bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
+        bucket.sums = {name: sum_buffer(arrival.gradient) for name, arrival in arrivals.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
-        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(entries), **self._form())
+        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(arrivals), **self._form())
 
-    def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+    def clear(self, bucket: Bucket, training: Arrivals) -> None:
         """Clear the sent entries in the error feedback of the members that took part."""
         feedback = [self.feedback[name] for name in training]
         form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
         ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
 
-    def _pack_absent(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+    def _pack_absent(self, bucket: Bucket, training: Arrivals) -> None:
         """Write empty payloads for members that take no part; for a joint selection, one if no member takes part."""
         offset = 0
         for name, payload in zip(bucket.members, bucket.payloads, strict=not self.is_joint):

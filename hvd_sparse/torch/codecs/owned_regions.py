@@ -4,7 +4,7 @@
 size for which `exchange` selects the all-gather, this codec is `FixedCount`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from hvd_sparse.reduce_scatter import (
     selected_entries,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Entry, Payload, Round, Scattered, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, Payload, Round, Scattered, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import FixedCount
 
 
@@ -72,9 +72,9 @@ class OwnedRegions(FixedCount):
                 bucket.scattered = Scattered(self._regions_of(bucket))
         return buckets
 
-    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+    def encode(self, bucket: Bucket, arrivals: Arrivals) -> None:
         """Accumulate and select; with regions, store the selected entries for the owners."""
-        super().encode(bucket, entries)
+        super().encode(bucket, arrivals)
         if bucket.scattered is not None:
             ns, ks = zip(*((payload.n, payload.k) for payload in bucket.payloads), strict=True)
             names, data = tuple(bucket.members), bucket.scattered
@@ -82,28 +82,28 @@ class OwnedRegions(FixedCount):
             data.regions.bounds = known_bounds(self.regions, names, data.regions.form.n, self.now.world_size)
             self._used[names] = data.regions
             if self.algorithm.complete:
-                data.residuals_at = partial(self._residuals_at, bucket, in_training(entries))
+                data.residuals_at = partial(self._residuals_at, bucket, in_training(arrivals))
 
-    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, arrivals: Arrivals, scale: float) -> None:
         """Clear the entries that this rank sent and an owner kept; set the bucket's sums to the kept sums."""
         if bucket.scattered is None:
-            super().decode(bucket, gathered, entries, scale)
+            super().decode(bucket, gathered, arrivals, scale)
             return
         data = bucket.scattered
         if data.residuals_at is None:
             kept = data.regions.join(gathered.numpy())
-            self._clear(bucket, kept, in_training(entries))
+            self._clear(bucket, kept, in_training(arrivals))
         else:
             kept = data.kept if gathered is None else SparseVector(data.kept.indices, gathered.numpy())
-            self._clear_all(bucket, kept, in_training(entries))
-        bucket.sums = {name: sum_buffer(entry.gradient) for name, entry in entries.items()}
+            self._clear_all(bucket, kept, in_training(arrivals))
+        bucket.sums = {name: sum_buffer(arrival.gradient) for name, arrival in arrivals.items()}
         scaled = kept.values * np.float32(scale)
         for name, indices, values in self._parts(bucket, SparseVector(kept.indices, scaled)):
             if name in bucket.sums:
                 out = bucket.sums[name].view(-1).zero_()
                 out.index_copy_(0, self._tensor(indices), self._tensor(values))
 
-    def _clear(self, bucket: Bucket, kept: SparseVector, training: Mapping[str, Entry]) -> None:
+    def _clear(self, bucket: Bucket, kept: SparseVector, training: Arrivals) -> None:
         """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
         retained = max((self.feedback[name].retained for name in training), default=0.0)
         data = bucket.scattered
@@ -116,7 +116,7 @@ class OwnedRegions(FixedCount):
             if inner.size:
                 self.feedback[name].residual.index_add_(0, self._tensor(inner), self._tensor(rest))
 
-    def _residuals_at(self, bucket: Bucket, training: Mapping[str, Entry], indices: np.ndarray) -> torch.Tensor:
+    def _residuals_at(self, bucket: Bucket, training: Arrivals, indices: np.ndarray) -> torch.Tensor:
         """Return this rank's residuals at these elements of a bucket, float32; zeros for frozen parameters."""
         parts = [
             self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
@@ -126,7 +126,7 @@ class OwnedRegions(FixedCount):
         ]
         return torch.cat(parts)
 
-    def _clear_all(self, bucket: Bucket, kept: SparseVector, training: Mapping[str, Entry]) -> None:
+    def _clear_all(self, bucket: Bucket, kept: SparseVector, training: Arrivals) -> None:
         """Clear the error feedback at all kept elements: with `complete`, whole residuals were sent there."""
         for name, indices, _ in self._parts(bucket, kept):
             if name in training and indices.size:

@@ -22,7 +22,7 @@ from hvd_sparse.threshold import (
     sketch_sample,
 )
 from hvd_sparse.torch import ops
-from hvd_sparse.torch.codecs.base import Bucket, Codec, Entry, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, Codec, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
@@ -64,19 +64,19 @@ class SharedIndices(Codec):
         bucket.most_bytes = largest_payload(bucket.payloads[0].n, bucket.payloads[0].n, self.algorithm.coding, "none")
         return [bucket]
 
-    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+    def encode(self, bucket: Bucket, arrivals: Arrivals) -> None:
         """Accumulate and select; pack the indices, without values, unless all ranks can compute them."""
         whole = self._whole_of(bucket)
-        self._set_frozen_aside([name for name, entry in entries.items() if entry.frozen])
+        self._set_frozen_aside([name for name, arrival in arrivals.items() if arrival.frozen])
         if not self.selection.sends_indices:
-            self.accumulate(in_training(entries))
+            self.accumulate(in_training(arrivals))
             return
-        indices = self.selection.select_indices(whole.residual, bucket, in_training(entries))
+        indices = self.selection.select_indices(whole.residual, bucket, in_training(arrivals))
         n, k, coding = bucket.payloads[0].n, max(1, len(indices)), self.algorithm.coding
         bucket.message = indices.new_empty(payload_size(n, k, coding, "none"), dtype=torch.uint8)
         ops.pack(indices, indices.new_zeros(len(indices), dtype=torch.float32), n, k, bucket.message, coding, "none")
 
-    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, arrivals: Arrivals, scale: float) -> None:
         """Sum the values of all ranks at the shared indices, and clear them in the residual."""
         whole, payload = self._whole_of(bucket), bucket.payloads[0]
         if gathered is None:
@@ -88,20 +88,20 @@ class SharedIndices(Codec):
         sketches = self.selection.sketches(bucket.name)
         sent, total, left = sum_values(bucket, whole.residual, indices, scale, sketches)
         self.selection.learn(bucket.name, payload.k, len(indices))
-        bucket.sums = self._spread(bucket, sent, total, entries)
+        bucket.sums = self._spread(bucket, sent, total, arrivals)
         whole.clear(sent, left)
 
     def _spread(
-        self, bucket: Bucket, indices: torch.Tensor, total: torch.Tensor, entries: Mapping[str, Entry]
+        self, bucket: Bucket, indices: torch.Tensor, total: torch.Tensor, arrivals: Arrivals
     ) -> dict[str, torch.Tensor]:
-        """Return the sums of `entries`: `total` at these indices into the bucket, zeros elsewhere."""
-        n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in entries]
+        """Return the sums of `arrivals`: `total` at these indices into the bucket, zeros elsewhere."""
+        n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in arrivals]
         if k == 0:
-            return {name: sum_buffer(entries[name].gradient).zero_() for name in names}
+            return {name: sum_buffer(arrivals[name].gradient).zero_() for name in names}
         order = indices.argsort() if self.algorithm.values in LOW_BITS else slice(None)
         packed = total.new_empty(payload_size(n, k), dtype=torch.uint8)
         ops.pack(indices[order], total[order], n, k, packed)
-        sums = {name: sum_buffer(entries[name].gradient) for name in names}
+        sums = {name: sum_buffer(arrivals[name].gradient) for name in names}
         layout = BucketLayout(bucket.layout.sizes, [k], [], True)
         ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
         return sums
@@ -196,8 +196,8 @@ class Selection(abc.ABC):
         self._codec = codec
 
     @abc.abstractmethod
-    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Accumulate the entries; return ascending indices into the whole model's residual."""
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
+        """Accumulate the gradients; return ascending indices into the whole model's residual."""
 
     def sketches(self, name: str) -> torch.Tensor | None:
         """Return sketches to sum with a bucket's values, float32[ranks, 65], zeros but for this rank's row; or None."""
@@ -214,10 +214,10 @@ class Leader(Selection):
         super().__init__(codec)
         self._hint = ThresholdHint()
 
-    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
         """Return the indices of the k largest elements, or none."""
         now, k = self._codec.now, bucket.payloads[0].k
-        self._codec.accumulate(entries)
+        self._codec.accumulate(arrivals)
         if now.number % now.world_size != now.rank:
             return residual.new_empty(0, dtype=torch.int64)
         indices, _, info = ops.select_top_k(residual, k, now.seed, self._hint.value(k))
@@ -235,9 +235,9 @@ class Partition(Selection):
         self.thresholds = {"model": PredictedThreshold() if self._predicts else ScaledThreshold()}
         self._sketches: dict[str, torch.Tensor] = {}  # by bucket
 
-    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
         """Return the indices selected in the partition, in one pass over the gradients."""
-        if not entries:  # all are frozen
+        if not arrivals:  # all are frozen
             self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS, dtype=torch.float32)
             return residual.new_empty(0, dtype=torch.int64)
         now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
@@ -245,10 +245,10 @@ class Partition(Selection):
         threshold, share = self.thresholds["model"].plan(k, now.world_size)
         starts = dict(zip(bucket.members, itertools.accumulate(sizes, initial=0), strict=False))
         indices, sketch, _, finite = ops.accumulate_partition(
-            [entry.gradient for entry in entries.values()],
-            [self._codec.feedback[name].residual for name in entries],
-            factors=[entry.factor for entry in entries.values()],
-            begins=[starts[name] for name in entries],
+            [arrival.gradient for arrival in arrivals.values()],
+            [self._codec.feedback[name].residual for name in arrivals],
+            factors=[arrival.factor for arrival in arrivals.values()],
+            begins=[starts[name] for name in arrivals],
             begin=begin,
             end=end,
             threshold=threshold,
@@ -284,8 +284,8 @@ class Random(Selection):
 
     sends_indices = False
 
-    def select_indices(self, residual: torch.Tensor, bucket: Bucket, entries: Mapping[str, Entry]) -> torch.Tensor:
-        """Return the indices that all ranks draw. The codec has accumulated the entries."""
+    def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
+        """Return the indices that all ranks draw. The codec has accumulated the gradients."""
         drawn = stratified_sample(len(residual), bucket.payloads[0].k, self._codec.now.seed)
         return torch.from_numpy(drawn).to(residual.device)
 

@@ -9,7 +9,7 @@ import torch
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import device, ops
-from hvd_sparse.torch.codecs.base import Bucket, BucketCodec, Entry, cleared, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
 
@@ -52,9 +52,9 @@ class Threshold(BucketCodec):
             bucket.most_bytes = sum(map(self._largest_payload, bucket.members))
         return buckets
 
-    def encode(self, bucket: Bucket, entries: Mapping[str, Entry]) -> None:
+    def encode(self, bucket: Bucket, arrivals: Arrivals) -> None:
         """Accumulate, select and pack the members that take part; add empty payloads for the others."""
-        training = in_training(entries)
+        training = in_training(arrivals)
         if training:
             self._own[bucket.name] = own = self._filter(training)
             for name, *found in zip(training, own.thresholds, own.counts, strict=True):
@@ -66,37 +66,37 @@ class Threshold(BucketCodec):
             whole = [payloads[name] if name in payloads else self._nothing(name) for name in bucket.members]
             bucket.message = torch.cat(whole)
 
-    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, entries: Mapping[str, Entry], scale: float) -> None:
+    def decode(self, bucket: Bucket, gathered: torch.Tensor | None, arrivals: Arrivals, scale: float) -> None:
         """Clear the sent entries, and sum the payloads of all ranks, whose headers have their sizes."""
-        training = in_training(entries)
+        training = in_training(arrivals)
         if training:
             self.clear(bucket, training)
         names = list(bucket.members)
-        places = [place for place, name in enumerate(names) if name in entries]
-        bucket.sums = {names[place]: sum_buffer(entries[names[place]].gradient) for place in places}
+        places = [place for place, name in enumerate(names) if name in arrivals]
+        bucket.sums = {names[place]: sum_buffer(arrivals[names[place]].gradient) for place in places}
         self._sum(gathered, names, places, list(bucket.sums.values()), scale)
 
-    def clear(self, bucket: Bucket, training: Mapping[str, Entry]) -> None:
+    def clear(self, bucket: Bucket, training: Arrivals) -> None:
         """Clear the sent entries in the error feedback of the members that took part."""
         own, feedback = self._own.pop(bucket.name), [self.feedback[name] for name in training]
         layout = self._layout_of(training, own)
         ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
 
-    def _filter(self, entries: Mapping[str, Entry]) -> Filtered:
+    def _filter(self, arrivals: Arrivals) -> Filtered:
         if device.is_cuda(self.device):
-            return self._filter_on_device(entries)
-        gradients = [entry.gradient for entry in entries.values()]
-        feedback, units = [self.feedback[name] for name in entries], self.now.units
-        plans = [self._plan_of(name) for name in entries]
+            return self._filter_on_device(arrivals)
+        gradients = [arrival.gradient for arrival in arrivals.values()]
+        feedback, units = [self.feedback[name] for name in arrivals], self.now.units
+        plans = [self._plan_of(name) for name in arrivals]
         payloads, info, finite = ops.filter_bucket(
             gradients,
             *destinations(feedback),
-            factors=[entry.factor for entry in entries.values()],
+            factors=[arrival.factor for arrival in arrivals.values()],
             weight_decay=decays(feedback, units),
             thresholds=[plan.threshold for plan in plans],
             ks=[plan.k for plan in plans],
             level=self.algorithm.level,
-            channels=self._channels(entries),
+            channels=self._channels(arrivals),
             stages=[plan.stages for plan in plans],
             **self.algorithm.fit(self.now.number),
             **self._form(),
@@ -106,11 +106,11 @@ class Threshold(BucketCodec):
         thresholds, counts, offsets = info.t().tolist()
         return Filtered(payloads, thresholds, list(map(int, counts)), list(map(int, offsets)))
 
-    def _filter_on_device(self, entries: Mapping[str, Entry]) -> Filtered:
+    def _filter_on_device(self, arrivals: Arrivals) -> Filtered:
         """Do `_filter` on a CUDA device, tensor by tensor; waits for it, as the host needs the payload sizes."""
         payloads, thresholds, counts = [], [], []
-        self.accumulate(entries)
-        for name, plan in zip(entries, self._plans_on_device(entries), strict=True):
+        self.accumulate(arrivals)
+        for name, plan in zip(arrivals, self._plans_on_device(arrivals), strict=True):
             residual, threshold = self.feedback[name].residual, plan.threshold
             if plan.k >= 0:
                 if plan.k > 0:
