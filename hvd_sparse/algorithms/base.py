@@ -170,6 +170,10 @@ class Algorithm(abc.ABC):
         if self.dense_fallback is not None:
             check_choice("dense_fallback", self.dense_fallback, DENSE_FALLBACKS)
 
+    def compresses(self, numel: int) -> bool:
+        """Return whether a tensor of this many elements is large enough to be sent as a payload."""
+        return numel >= max(self.min_numel, 1)
+
     @property
     def depends_on_reduction(self) -> bool:
         """Whether error feedback depends on `op`: with a clip_norm or a weight_decay."""

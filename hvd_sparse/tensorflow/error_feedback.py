@@ -32,7 +32,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         # In an object that TensorFlow does not look into: a checkpoint of error feedback must not restore the weights.
         self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
-        is_large = self.size >= max(algorithm.min_numel, 1)
+        is_large = algorithm.compresses(self.size)
         self.may_wait = is_large and not is_always_dense(algorithm.schedule)
         waits = is_large or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {

@@ -122,7 +122,8 @@ class ErrorFeedback:
         Horovod cannot reduce bfloat16. A float16 tensor that has a residual in other steps is sent as float32, as its
         residual may exceed the range of float16.
         """
-        may_wait = self.parameter.numel() >= self.algorithm.min_numel and not is_always_dense(self.algorithm.schedule)
+        is_large = self.algorithm.compresses(self.parameter.numel())
+        may_wait = is_large and not is_always_dense(self.algorithm.schedule)
         if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
             return torch.float32
         return gradient.dtype

@@ -44,7 +44,7 @@ class Pending:
         meanwhile: called again and again until it returns True, which the result waits for; it may raise an error.
         """
         deadline = monotonic() + seconds
-        while not (meanwhile() & self.is_done()):
+        while not all([meanwhile(), self.is_done()]):  # both are asked each time, so that both make progress
             if monotonic() > deadline:
                 raise RuntimeError(check_failed(seconds))
             sleep(0.0005)

@@ -19,7 +19,7 @@ from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
-from hvd_sparse.torch.hosts import Host, Part, Shard, Shards
+from hvd_sparse.torch.hosts import Host, Shard, ShardResult, Shards
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
@@ -116,7 +116,7 @@ class HierarchicalStep:
         if self.shard is not None:
             traffic = PartOfStep(self.traffic)
             column = Exchange(subsets[hierarchy.columns[self.shard]], traffic)
-            shards = Shards({name: self._part(name) for name in large})
+            shards = Shards({name: self._shard_of(name) for name in large})
             inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
             self.inner = Step(inner, shards, column, traffic)
         if self._laid_out_in is not None:
@@ -126,7 +126,7 @@ class HierarchicalStep:
     def _row(self, name: str) -> int:
         return channels_of(self.parameters[name].shape, self.algorithm)
 
-    def _part(self, name: str) -> Shard:
+    def _shard_of(self, name: str) -> Shard:
         begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
         return Shard(self.parameters[name], begin, end, self._row(name))
 
@@ -361,7 +361,7 @@ class HierarchicalStep:
                 self._collectives.append(pending)
             self._within[name] = arrival, pending
 
-    def _deliver(self, scale: float) -> dict[str, list[tuple[Part, int]]]:
+    def _deliver(self, scale: float) -> dict[str, list[tuple[ShardResult, int]]]:
         """Return, for each tensor, its shards: the gathered part of each, and the tensor's start in this part."""
         started = []
         for title, (names, _) in self._groups.items():
@@ -371,7 +371,7 @@ class HierarchicalStep:
                 for j in range(self._host.shards)
             ]
             started.append((names, self._host.gather(f"{title}.result", own, sizes)))
-        sums: dict[str, list[tuple[Part, int]]] = {}
+        sums: dict[str, list[tuple[ShardResult, int]]] = {}
         for names, pending in started:
             with self.traffic.timed("exchange"):
                 parts = pending.wait()

@@ -13,7 +13,7 @@ from hvd_sparse.torch.exchange import Exchange, Pending
 DENSE = -1  # in place of the number of entries: all elements follow
 
 
-class Part(NamedTuple):
+class ShardResult(NamedTuple):
     """A shard of results: its nonzero entries, or all of its elements."""
 
     size: int
@@ -74,13 +74,13 @@ class Host:
         return self.exchange.allreduce(name, own)
 
     def gather(self, name: str, pieces: Sequence[torch.Tensor], sizes: Sequence[int]) -> Pending:
-        """Start gathering the shards; the result is a list with a `Part` for each of `sizes`.
+        """Start gathering the shards; the result is a list with a `ShardResult` for each of `sizes`.
 
         pieces: this rank's shard, as float32[n_j] each; empty for a rank without one. A shard that is mostly zeros is
         sent as indices and values.
         """
         if self.size == 1:
-            return Pending(finish=lambda: [Part(sizes[0], None, torch.cat(list(pieces)))])
+            return Pending(finish=lambda: [ShardResult(sizes[0], None, torch.cat(list(pieces)))])
         most, packed = WORD_BYTES * (2 + max(sizes)), _packed(pieces)
         self.exchange.traffic.count(payload_bytes=packed.numel())
         gathered = self.exchange.allgather(name, packed, most)
@@ -134,7 +134,7 @@ def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpacked(message: torch.Tensor, sizes: Sequence[int]):
-    """Yield a `Part` for each of the concatenated results of `_packed`; `sizes` are those of the vectors."""
+    """Yield a `ShardResult` for each of the concatenated results of `_packed`; `sizes` are those of the vectors."""
     words, at = message.view(torch.int64), 0
     for size in sizes:
         count, at = int(words[at]), at + 1
@@ -143,4 +143,4 @@ def _unpacked(message: torch.Tensor, sizes: Sequence[int]):
         at += max(0, count)
         values = words[at : at + (entries + 1) // 2].view(torch.float32)[:entries]
         at += (entries + 1) // 2
-        yield Part(size, indices, values)
+        yield ShardResult(size, indices, values)

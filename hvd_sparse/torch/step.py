@@ -49,7 +49,7 @@ class Step:
             for name in parameters
         }
         self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
-        self._small = [name for name in parameters if parameters[name].numel() < max(algorithm.min_numel, 1)]
+        self._small = [name for name in parameters if not algorithm.compresses(parameters[name].numel())]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self.expected: tuple[str, ...] = ()
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.model_parallel import message, tree
-from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel import pipeline as shared
 from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
 from hvd_sparse.model_parallel.batch import Batch
 from hvd_sparse.model_parallel.message import Tensor
@@ -20,7 +20,7 @@ eager = tf.autograph.experimental.do_not_convert
 Boundary = ThresholdBoundary | float | None
 
 
-class Pipeline(stages.Pipeline):
+class Pipeline(shared.Pipeline):
     """This rank's stage of a pipeline, on an mpi4py communicator whose ranks are the stages.
 
         pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=cross_entropy)
@@ -68,7 +68,7 @@ class Pipeline(stages.Pipeline):
         schedule: str = "gpipe",
         loss: Callable | None = None,
         reduction: str = "mean",
-        timeout: float = stages.TIMEOUT,
+        timeout: float = shared.TIMEOUT,
         communicator=None,
     ):
         self._gradients: list[tf.Tensor] | None = None
@@ -102,7 +102,7 @@ class Pipeline(stages.Pipeline):
             self._gradients = None  # those of the micro-batches that have run
             raise
 
-    evaluate, predict = eager(stages.Pipeline.evaluate), eager(stages.Pipeline.predict)
+    evaluate, predict = eager(shared.Pipeline.evaluate), eager(shared.Pipeline.predict)
 
     def gradients(self) -> list[tf.Tensor]:
         """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
@@ -190,7 +190,7 @@ class Pipeline(stages.Pipeline):
             mask = boundary.mask(leaf, training).numpy()
         return Tensor(_as_array(leaf), dtype, mask, bool(name) and training and dtype in message.DIFFERENTIABLE)
 
-    def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
+    def _forward(self, run: shared.Pass, targets, weight: float, training: bool):
         if not training:
             outputs = self._call(tree.unflatten(run.inputs, run.structure), False)
             run.loss = None if targets is None else self._compared(outputs, targets) * weight
@@ -212,7 +212,7 @@ class Pipeline(stages.Pipeline):
         run.tape = tape
         return outputs
 
-    def _backward(self, run: stages.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+    def _backward(self, run: shared.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
         roots, seeds = [run.loss], None
         if gradients is not None:
             roots = [leaf for leaf, sent in zip(run.outputs, run.passed_on, strict=True) if sent.gradient]
@@ -245,7 +245,7 @@ class Pipeline(stages.Pipeline):
         return loss
 
 
-def _wanted(run: stages.Pass) -> list[tf.Tensor]:
+def _wanted(run: shared.Pass) -> list[tf.Tensor]:
     """Return the inputs whose gradients the stage before wants."""
     return [leaf for leaf, tensor in zip(run.inputs, run.received, strict=False) if tensor.gradient]
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hvd_sparse.model_parallel import message, tree
-from hvd_sparse.model_parallel import pipeline as stages
+from hvd_sparse.model_parallel import pipeline as shared
 from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
@@ -16,7 +16,7 @@ DTYPES = {getattr(torch, name): name for name in message.DTYPES if hasattr(torch
 Boundary = ThresholdBoundary | float | None
 
 
-class Pipeline(stages.Pipeline):
+class Pipeline(shared.Pipeline):
     """This rank's stage of a pipeline, on an mpi4py communicator whose ranks are the stages.
 
         pipeline = Pipeline(stage, boundary=0.05, micro_batches=4, loss=torch.nn.functional.cross_entropy)
@@ -59,7 +59,7 @@ class Pipeline(stages.Pipeline):
         schedule: str = "gpipe",
         loss: Callable | None = None,
         reduction: str = "mean",
-        timeout: float = stages.TIMEOUT,
+        timeout: float = shared.TIMEOUT,
         communicator=None,
     ):
         boundaries = Boundaries(self)
@@ -99,7 +99,7 @@ class Pipeline(stages.Pipeline):
             mask = boundary.train(training).mask(leaf).cpu().numpy()
         return Tensor(_as_array(leaf), dtype, mask, leaf.requires_grad)
 
-    def _forward(self, run: stages.Pass, targets, weight: float, training: bool):
+    def _forward(self, run: shared.Pass, targets, weight: float, training: bool):
         self.stage.train(training)
         with torch.set_grad_enabled(training):
             # no leaves: a stage may begin with an in-place operation, which autograd refuses for them
@@ -120,7 +120,7 @@ class Pipeline(stages.Pipeline):
             raise ValueError(f"loss must return a scalar, got shape {list(loss.shape)}: reduce it over samples")
         return loss
 
-    def _backward(self, run: stages.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+    def _backward(self, run: shared.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
         if gradients is None:
             run.tape.backward()
         else:
