@@ -262,7 +262,15 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self._parts.step.reset()
 
     def reset(self, session=None) -> None:
-        """Clear residuals and step number, on every rank. Keep the loss scale."""
+        """Clear residuals, step number and statistics, on every rank. Keep the loss scale.
+
+        Args:
+            session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
+
+        Raises:
+            ValueError: A graph of TensorFlow 1 needs `session`.
+            RuntimeError: Inside a `tf.function`.
+        """
         own = [self.step, *self._parts.traffic.variables, *self._buffers(), *self.thresholds]
         zeros = [(variable, np.zeros(variable.shape.as_list(), variable.dtype.as_numpy_dtype)) for variable in own]
         assign_all([*zeros, *self._own_place()], session)

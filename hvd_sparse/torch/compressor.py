@@ -152,7 +152,10 @@ class Compressor(abc.ABC):
 
     @torch.inference_mode(False)
     def reset(self) -> None:
-        """Clear residuals, step number and pending work, on every rank; check settings again. Keep the loss scale."""
+        """Clear residuals, step number, statistics and pending work, on every rank; check settings again.
+
+        Keep the loss scale.
+        """
         with self._lock:
             self._drop()
             self._optimizer_checks.forget_reductions()
