@@ -90,7 +90,7 @@ class SparseCompressor(Compressor):
                     self._optimizer_checks.check_reduction([parameters[name]], DISCARDED)
                 if name in step.arrivals:  # the step was given up: its optimizer never stepped
                     self._begin()
-                arrival = self._entry(name, tensor, not parameters[name].requires_grad)
+                arrival = self._arrival_of(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(arrival)
                 arrival.version = tensor._version
                 if not arrival.carries_token:

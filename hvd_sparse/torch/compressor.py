@@ -197,7 +197,7 @@ class Compressor(abc.ABC):
         )
         return [*self.algorithm.describe(), where, *self._parameters.describe(), *self._step.describe()]
 
-    def _entry(self, name: str, gradient: torch.Tensor, frozen: bool) -> Arrival:
+    def _arrival_of(self, name: str, gradient: torch.Tensor, frozen: bool) -> Arrival:
         """Return a gradient as the step takes it: on the device where it works."""
         if not self._crosses:
             return Arrival(name, gradient, frozen)

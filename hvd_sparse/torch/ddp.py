@@ -226,7 +226,7 @@ class DDPCompressor(Compressor):
         unused = {name for name in names if name not in self._used} if self._leaves_out() else ()
         arrivals, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
         for name, gradient in zip(names, gradients, strict=True):
-            arrival = self._entry(name, gradient, name in unused)
+            arrival = self._arrival_of(name, gradient, name in unused)
             carried = self._step.add(arrival)
             arrivals.append(arrival)
             if not arrival.carries_token:
