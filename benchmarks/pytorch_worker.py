@@ -7,7 +7,7 @@ from entries import draw_entries
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
-from hvd_sparse.torch.codecs.base import Entry, Round
+from hvd_sparse.torch.codecs.base import Arrival, Round
 from hvd_sparse.torch.error_feedback import make_error_feedback
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.units import Units
@@ -118,9 +118,9 @@ class Codec:
         self.sent = 0
         self.codec.begin(Round(self.step, self.density, self.step, Units(1), 0))
         self.buckets = self.buckets or self.codec.plan(self.names, "bucket")
-        entries = {name: Entry(name, one, False) for name, one in zip(self.names, gradients, strict=True)}
+        arrivals = {name: Arrival(name, one, False) for name, one in zip(self.names, gradients, strict=True)}
         for bucket in self.buckets:
-            members = {name: entries[name] for name in bucket.members}
+            members = {name: arrivals[name] for name in bucket.members}
             self.codec.encode(bucket, members)
             self.codec.clear(bucket, members)
         self.codec.end()

@@ -10,7 +10,7 @@ from entries import draw_entries
 
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
-from hvd_sparse.tensorflow.codecs.base import Entry, Round
+from hvd_sparse.tensorflow.codecs.base import Arrival, Round
 from hvd_sparse.tensorflow.error_feedback import make_error_feedback
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 from hvd_sparse.units import Units
@@ -130,11 +130,11 @@ class Codec:
 
     def _compress(self, gradients: list[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
         now = Round(step, step, self.density, None, Units(1, 1.0, tf.ones([], tf.float64)), "", void=tf.constant(False))
-        entries = [
-            Entry(name, gradient, feedback, True, factor=tf.ones([]))
+        arrivals = [
+            Arrival(name, gradient, feedback, True, factor=tf.ones([]))
             for gradient, (name, feedback) in zip(gradients, self.feedback.items(), strict=True)
         ]
-        buckets = self.codec.encode(entries, now)
+        buckets = self.codec.encode(arrivals, now)
         self.codec.learn(buckets, now)
         for bucket in buckets:
             self.codec.decode(bucket, bucket.message, now)  # ops whose results are unused do not run
