@@ -173,7 +173,7 @@ class MiCRO(SharedIndices):
         check_choice("controller", self.controller, CONTROLLERS)
 
     def index_bytes(self, n: int, k: int, world_size: int) -> int:
-        """Return the bytes of the indices of every rank, each of its own partition."""
+        """Return the bytes of the indices: each rank sends those in its partition."""
         return world_size * payload_size(n, max(1, k // world_size), self.coding, "none")
 
 

@@ -71,6 +71,23 @@ def assert_refuses(call, *arguments, says: str = "", **options) -> None:
     raise AssertionError(f"{call} took it")
 
 
+def assert_nothing_wrong(results: list[dict], least: int) -> None:
+    """Assert that each rank compared at least so many cases with the CPU, and found no difference."""
+    for result in results:
+        assert result["cases"] >= least
+        assert result["wrong"] == []
+
+
+def assert_trained(results: list[dict]) -> None:
+    """Assert that each rank trained every method on the GPU, with the same bits as the others, and well."""
+    for result in results:
+        print(result)
+        for method, found in result.items():
+            assert found["ranks_agree"], method
+            assert found["device"] == "cuda", method
+            assert found["accuracy"] > 90, (method, found)
+
+
 def draw_entries(n: int, k: int, value_dtype: str = "float32", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """k ascending indices of n, and values, on the CPU."""
     rng = np.random.default_rng([seed, n, k])

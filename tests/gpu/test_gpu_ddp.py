@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_helpers import SMALL, need
+from gpu_helpers import SMALL, assert_nothing_wrong, assert_trained, need
 
 HERE = Path(__file__).resolve().parent
 LIMIT_SECONDS = 180
@@ -32,28 +32,17 @@ def run_job(what, ranks=RANKS):
 
 
 def test_payloads_and_parameters_are_those_of_the_cpu():
-    for result in run_job("parity"):
-        assert result["cases"] > 5
-        assert result["wrong"] == []
+    assert_nothing_wrong(run_job("parity"), 6)
 
 
 def test_one_rank_over_nccl():
-    [result] = run_job("nccl", ranks=1)
-    assert result["cases"] > 5
-    assert result["wrong"] == []
+    assert_nothing_wrong(run_job("nccl", ranks=1), 6)
 
 
 def test_eventful_steps_are_those_of_the_cpu():
-    for result in run_job("events"):
-        assert result["cases"] > 10
-        assert result["wrong"] == []
+    assert_nothing_wrong(run_job("events"), 11)
 
 
 def test_a_thousand_steps_of_a_real_model():
     need(not SMALL, "it has no small form")
-    for result in run_job("train"):
-        print(result)
-        for method, found in result.items():
-            assert found["ranks_agree"], method
-            assert found["device"] == "cuda", method
-            assert found["accuracy"] > 90, (method, found)
+    assert_trained(run_job("train"))
