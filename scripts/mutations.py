@@ -298,6 +298,20 @@ PYTHON = [
         "torch test_device copy_back",
     ),
     (
+        "a state keeps the names of a model that was not saved, Keras 3",
+        "hvd_sparse/tensorflow/state.py",
+        "    state = with_names(state, feedback)\n",
+        "",
+        "single test_tensorflow_jobs saved_and_loaded",
+    ),
+    (
+        "regions keep the names of the saved state",
+        "hvd_sparse/checkpoint.py",
+        "regions = [([new[name] for name in joint], bounds)",
+        "regions = [(list(joint), bounds)",
+        "single test_checkpoint_files",
+    ),
+    (
         "a saved model has old buffers",
         "hvd_sparse/parameter_server/session.py",
         "        if self._connection is not None:\n            self.share_buffers()\n",

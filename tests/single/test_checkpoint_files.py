@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_sparse import checkpoint
-from hvd_sparse.checkpoint import atomic_file, share_of
+from hvd_sparse.checkpoint import atomic_file, share_of, with_names
 
 
 def test_a_file_is_there_once_it_is_complete(tmp_path):
@@ -56,6 +56,46 @@ def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "nowhere" / "state"):
         pass
+
+
+SAVED = {"m/a/kernel": {"residual": 1}, "m/a/bias": {"residual": 2}, "m/b/kernel": {"residual": 3}}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_state_takes_the_names_of_a_model_whose_paths_begin_otherwise(turned):
+    """In all of its parts, and in both directions: Keras 3 shortens names when a model is saved and loaded."""
+    long, short = list(SAVED), [name.removeprefix("m/") for name in SAVED]
+    own, names = (short, long) if turned else (long, short)
+    memory = dict(zip(own, SAVED.values(), strict=True))
+    state = {
+        "version": 2,
+        "memory": memory,
+        "thresholds": {own[2]: [0.5], "model": [1.0]},
+        "regions": [(own[:2], [0, 9])],
+    }
+    assert with_names(state, names) == {
+        "version": 2,
+        "memory": dict(zip(names, SAVED.values(), strict=True)),
+        "thresholds": {names[2]: [0.5], "model": [1.0]},
+        "regions": [(names[:2], [0, 9])],
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        list(SAVED),
+        ["a/kernel", "a/bias"],
+        ["a/kernel", "a/bias", "c/kernel"],
+        ["a/kernel", "a/bias", "kernel"],  # is the end of two
+        ["nm/a/kernel", "nm/a/bias", "nm/b/kernel"],  # another first part, and not the end of a path
+    ],
+)
+def test_any_other_state_keeps_its_names(names):
+    state = {"memory": SAVED, "thresholds": {}}
+    assert with_names(state, names) is state
+    for other in (None, [], {}, {"memory": None}):
+        assert with_names(other, names) is other
 
 
 @pytest.mark.parametrize("place", [0, 1])
