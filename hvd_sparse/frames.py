@@ -1,7 +1,10 @@
 """The functions that are running in this thread: Horovod tells a compressor neither parameter nor optimizer."""
 
 import sys
+import warnings
 from types import FrameType
+
+LIBRARIES = {"hvd_sparse", "horovod", "torch", "tensorflow", "keras", "tf_keras"}  # between a user's line and a warning
 
 
 def frames(depth: int = 30) -> list[FrameType]:
@@ -28,3 +31,16 @@ def local(frame: FrameType, name: str):
     if name in code.co_varnames or name in code.co_cellvars or name in code.co_freevars:
         return frame.f_locals.get(name)
     return None
+
+
+def warn(message: str) -> None:
+    """Give a UserWarning at the innermost line that a user wrote."""
+    around = frames(100)  # a traced function of TensorFlow has many
+    levels = (level for level, frame in enumerate(around) if _is_users(frame))
+    warnings.warn(message, stacklevel=2 + next(levels, len(around) - 1))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a function is not this package's, Horovod's, a framework's, or one that TensorFlow generated."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in LIBRARIES and "__autograph_generated_file" not in frame.f_code.co_filename

@@ -4,7 +4,6 @@ The variable is in a local list of Horovod's own stack frames while it traces `c
 """
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.frames import frames, local
+from hvd_sparse.frames import frames, local, warn
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round
@@ -181,18 +180,17 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
     inner = algorithm.local_momentum
     outer = _momentum_of(call.optimizer or applier) if inner > 0.0 else 0.0
     if outer > 0.0 and exchange.rank() == 0:
-        warnings.warn(two_momenta(outer, algorithm.name, inner), stacklevel=5)
+        warn(two_momenta(outer, algorithm.name, inner))
     has_no_effect = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
     scales = hasattr(call.applier, "dynamic_growth_steps") or getattr(call.applier, "loss_scale_factor", None)
     if scales and not is_scaled and not has_no_effect:
         raise RuntimeError(NOT_SCALED)
     steps = getattr(applier, "gradient_accumulation_steps", None)
     if steps and exchange.rank() == 0:
-        warnings.warn(
+        warn(
             f"hvd_sparse: the optimizer has gradient_accumulation_steps={steps}, but each micro-batch is reduced and "
             "counts as a step of the compressor: its momentum and warm-up are too fast. Leave it at None, sum the "
-            "micro-batches' gradients, and reduce the sum with hvd_sparse.tensorflow.reduce_gradients",
-            stacklevel=5,
+            "micro-batches' gradients, and reduce the sum with hvd_sparse.tensorflow.reduce_gradients"
         )
 
 
@@ -224,20 +222,18 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
         return Counter((tuple(variables[name].shape.as_list()), variables[name].dtype.base_dtype) for name in names)
 
     if own and kinds(own) <= kinds(set(variables) - own):
-        warnings.warn(
+        warn(
             f"hvd_sparse: this call reduces {len(own)} variables of the compressor, and others have the same shapes. "
-            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another",
-            stacklevel=5,
+            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another"
         )
 
 
 def warn_of_turns(names: set[str], reduced: set[str], variables: Iterable[str]) -> None:
     """Warn if a call reduces no variable of the calls before it, `reduced`, which it then updates: each is a step."""
     if names and reduced and names.isdisjoint(reduced):
-        warnings.warn(
+        warn(
             "hvd_sparse: one compressor reduces different variables in several calls, and each counts as a step: a "
-            "warm-up ends too early, and life-spans are cut. Build a compressor for each tape or optimizer",
-            stacklevel=5,
+            "warm-up ends too early, and life-spans are cut. Build a compressor for each tape or optimizer"
         )
         reduced.update(variables)  # so that it warns once
     reduced.update(names)

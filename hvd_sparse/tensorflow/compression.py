@@ -5,7 +5,6 @@ Also for `horovod.tensorflow.keras.DistributedOptimizer` and `hvd.DistributedOpt
 """
 
 import itertools
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.frames import warn
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
 from hvd_sparse.tensorflow.calls import (
@@ -79,10 +79,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             self._make_error_feedback()
         exchange = self._parts.exchange
         if algorithm.replaces_optimizer and hvd.is_initialized() and (exchange.is_alone() or not exchange.is_used()):
-            warnings.warn(
-                "Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
-                f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
-                stacklevel=5,
+            warn(
+                "hvd_sparse: Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
+                f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run"
             )
 
     def __hash__(self):
@@ -181,7 +180,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """
         parts, exchange = self._parts, self._parts.exchange
         if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_alone():
-            warnings.warn(NEVER_CALLED, stacklevel=2)
+            warn(NEVER_CALLED)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
         rule = {"rule": self.algorithm.dense_fallback}
@@ -338,7 +337,6 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         check_optimizer(call, parts.algorithm, exchange, parts.is_scaled)
         self._load()
         self._mark_place()
-        warn_of_twins(call, parts.variables)
         description = [exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
         if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
@@ -350,8 +348,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 name = parts.variables.name_of(variable)
                 gradients[name], positions[position] = gradient, name
             elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
-                warnings.warn(not_compressed(f"the sparse gradient of {variable.name}", parts.algorithm), stacklevel=4)
+                warn(not_compressed(f"the sparse gradient of {variable.name}", parts.algorithm))
         if exchange.rank() == 0:
+            warn_of_twins(call, parts.variables)
             warn_of_turns(set(gradients), parts.reduced, parts.variables)
         graph = tf.compat.v1.get_default_graph()
         outer = getattr(graph, "outer_graph", graph)

@@ -5,7 +5,6 @@ waits, sums the payloads of all ranks in rank order, and scales the sum by the r
 and gradient_predivide_factor work as usual.
 """
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -14,6 +13,7 @@ import torch
 from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.frames import warn
 from hvd_sparse.members import not_compressed
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Arrival
@@ -67,10 +67,10 @@ class SparseCompressor(Compressor):
         self._start_check()
         self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
-            warnings.warn(
-                "Horovod calls no compressor with one process: nothing is compressed, and momentum, weight_decay and "
-                f"clip_norm of Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run",
-                stacklevel=5,
+            warn(
+                "hvd_sparse: Horovod calls no compressor with one process: nothing is compressed, and momentum, "
+                f"weight_decay and clip_norm of Compression.{algorithm.name} are not applied. Give them to the "
+                "optimizer for such a run"
             )
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
@@ -205,9 +205,7 @@ class SparseCompressor(Compressor):
     def _warn_of_sparse(self) -> None:
         """Warn once of a sparse gradient, which Horovod does not give to `compress`, if that changes the training."""
         if self.algorithm.replaces_optimizer and not self._has_warned_of_sparse and self._collectives.is_first():
-            warnings.warn(
-                not_compressed("a sparse gradient, as of Embedding(sparse=True),", self.algorithm), stacklevel=4
-            )
+            warn(not_compressed("a sparse gradient, as of Embedding(sparse=True),", self.algorithm))
         self._has_warned_of_sparse = True
 
     def _drop(self) -> None:
@@ -243,10 +241,9 @@ class SparseCompressor(Compressor):
         if self._last_optimizer is None or self._last_optimizer() is not optimizer:
             if optimizer in self._optimizers and not self._is_shared:
                 self._is_shared = True
-                warnings.warn(
-                    "several optimizers use one compressor: each counts as a step, and sends payloads for the "
-                    "parameters of the others, too. Build a compressor for each, from its own named parameters",
-                    stacklevel=4,
+                warn(
+                    "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for "
+                    "the parameters of the others, too. Build a compressor for each, from its own named parameters"
                 )
             self._optimizers.add(optimizer)
             self._last_optimizer = weakref.ref(optimizer)

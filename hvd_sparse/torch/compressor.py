@@ -2,12 +2,12 @@
 
 import abc
 import threading
-import warnings
 from collections.abc import Iterable
 
 import torch
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.frames import warn
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED
 from hvd_sparse.torch.codecs.base import Arrival
@@ -56,7 +56,7 @@ class Compressor(abc.ABC):
         self._under_way = self._finished = self._overflowed = False
         self._check = ConfigurationCheck(self._exchange)
         if self._crosses and collectives.is_first() and not collectives.is_alone():
-            warnings.warn(crossing(algorithm, self._parameters.device, collectives), stacklevel=6)
+            warn(crossing(algorithm, self._parameters.device, collectives))
 
     def __reduce__(self):
         raise TypeError(NOT_COPIED)
@@ -127,7 +127,7 @@ class Compressor(abc.ABC):
             RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
         """
         if self._under_way:
-            warnings.warn(WITHIN_A_STEP, stacklevel=3)
+            warn(WITHIN_A_STEP)
         return gather_state(self._step, self._number, self._exchange, summed, self._averages)
 
     @torch.inference_mode(False)

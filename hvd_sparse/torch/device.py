@@ -45,7 +45,7 @@ def device_of(parameters: torch.device, collectives: Collectives) -> torch.devic
 def crossing(algorithm: Algorithm, parameters: torch.device, collectives: Collectives) -> str:
     """Return the warning for parameters on a CUDA device whose gradients are compressed on the CPU."""
     why = 'exchange="hierarchical" works on the CPU' if algorithm.is_hierarchical else why_not(parameters, collectives)
-    return f"the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
+    return f"hvd_sparse: the parameters are on a CUDA device, but their gradients cross to the CPU and back: {why}"
 
 
 def refuse_damage(exchange: Exchange, damage: torch.Tensor) -> None:

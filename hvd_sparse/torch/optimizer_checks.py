@@ -1,7 +1,6 @@
 """Finds wrong uses that gradients do not show: a loss scale not set or old, two momenta, two passes for a step."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -9,6 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_sparse.algorithms import Algorithm
+from hvd_sparse.frames import warn
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch.caller import stepping_scaler
@@ -82,7 +82,7 @@ class OptimizerChecks:
         if not self._has_told and set(map(id, parameters)) & self._due & self._stepped:
             self._has_told = True
             if self._warns():
-                warnings.warn(message, stacklevel=4)
+                warn(message)
 
     def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
         """Expect an optimizer to step with these before their next reduction."""
@@ -108,7 +108,7 @@ class OptimizerChecks:
             outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
             if outer > 0.0:
                 self._told_of_momentum.add(optimizer)
-                warnings.warn(two_momenta(outer, self._algorithm.name, inner), stacklevel=5)
+                warn(two_momenta(outer, self._algorithm.name, inner))
 
 
 def _momentum_of(group: dict) -> float:

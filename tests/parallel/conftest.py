@@ -23,6 +23,6 @@ def start():
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # the tests have a lone process's hooks called too, see helpers.distributed
-    config.addinivalue_line("filterwarnings", "ignore:Horovod calls no compressor with one process")
+    config.addinivalue_line("filterwarnings", "ignore:hvd_sparse. Horovod calls no compressor with one process")
     config.pluginmanager.register(Job(hvd, start))
     torch.set_num_threads(1)

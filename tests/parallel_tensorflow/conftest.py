@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # nothing of the plugin is at work in a lone process, and that is tested too
-    config.addinivalue_line("filterwarnings", "ignore:Horovod compresses nothing with one process")
+    config.addinivalue_line("filterwarnings", "ignore:hvd_sparse. Horovod compresses nothing with one process")
     config.pluginmanager.register(Job(hvd, start))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
