@@ -11,15 +11,17 @@ run=scripts/run.sh
 both="native_tests kernel_tests"  # with the kernels of the device, run on the host
 pytest="pytest -q -x --tb=short --color=no --durations=40"  # not python -m: that would put the source tree before what is installed
 
+limit="timeout --foreground 1800"  # in the group of processes that `lanes` ends
+
 suite() {  # TITLE COMMAND... WHAT: what is tested comes last
-    local title=$1 start=$SECONDS log again
+    local title=$1 start=$SECONDS log found again
     shift
     mkdir -p "$LOGS"
     log=$LOGS/test-$(printf '%s' "$title" | tr -cs 'A-Za-z0-9.' '-').log
     printf '==> %s\n' "$title"
     if "$@" >"$log" 2>&1; then
-        grep -E '[0-9]+ passed|tests passed|^left out' "$log" | tail -n 1 || true
-        printf '    in %d s\n' $((SECONDS - start))
+        found=$(grep -E '[0-9]+ passed|tests passed|^left out' "$log" | tail -n 1 | sed -E 's/ in [0-9.]+s.*//' || true)
+        printf '    %s: %s%d s\n' "$title" "${found:+$found, }" $((SECONDS - start))
         return
     fi
     again=$(grep -oE '(FAILED|ERROR|failed:|collecting) +tests/[^ ]+\.py.*' "$log" | head -n 1 | sed -E 's/^[A-Za-z:]+ +//; s/ (- |_|\(call|\(setup|\(teardown).*//' || true)
@@ -37,7 +39,7 @@ suite() {  # TITLE COMMAND... WHAT: what is tested comes last
 ranks() {  # TITLE MARKS LAUNCHER... FOLDER
     local only=()
     [ "$tier" = all ] || [ -z "$2" ] || only=(-m "$2")
-    suite "$1" timeout 1800 $run "${@:3:$#-3}" $pytest "${only[@]}" "${@: -1}"
+    suite "$1" $limit $run "${@:3:$#-3}" $pytest "${only[@]}" "${@: -1}"
 }
 
 torchrun="torchrun --standalone --no-python --nproc-per-node"
@@ -46,14 +48,14 @@ torchrun="torchrun --standalone --no-python --nproc-per-node"
 launcher() {  # TITLE LAUNCHER... FOLDER
     local what=${*: -1}
     [ "$tier" = all ] || what=$(echo "$what"/test_*ranks_agree.py)
-    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest "$what"
+    suite "$1" $limit $run "${@:2:$#-2}" $pytest "$what"
 }
 
 # Two hosts of two ranks each need four ranks. In the quick tier, one file of tests is enough.
 hosts() {  # TITLE LAUNCHER... FOLDER
     local what=${*: -1}
     [ "$tier" = all ] || what=$what/test_hierarchical_hosts.py
-    suite "$1" timeout 1800 $run "${@:2:$#-2}" $pytest -k hierarchical "$what"
+    suite "$1" $limit $run "${@:2:$#-2}" $pytest -k hierarchical "$what"
 }
 
 compile() {  # TARGETS DIRECTORY OPTION...
@@ -120,6 +122,20 @@ cuda() {
     if [ "$tier" = all ]; then scripts/cuda.sh; else scripts/cuda.sh --one; fi
 }
 
+# Lists of suites side by side, as a suite of several processes waits half of its time. The first failure ends all.
+lanes() {  # "PART..." ...
+    local lane
+    set -m  # each lane is a group of processes
+    for lane in "$@"; do
+        (for part in $lane; do "$0" "$part"; done) </dev/null &
+        groups+=(-$!)
+    done
+    trap 'kill -- "${groups[@]}" 2>/dev/null || true' EXIT
+    trap 'exit 130' INT TERM
+    for lane in "$@"; do wait -n; done
+}
+groups=()
+
 suites=${1:-all}
 case $suites in
 native) suite "native tests" native "$both" "$BUILD" ;;
@@ -156,9 +172,11 @@ tensorflow)
     ;;
 cuda) suite "CUDA code, compiled" cuda ;;
 all)
-    parts="kernels sanitize threads single parallel cuda"
-    [ "$tier" != all ] || parts="native sanitize threads fuzz single parallel cuda"
-    for part in $parts; do "$0" "$part"; done
+    if [ "$tier" = all ]; then
+        for part in native sanitize threads fuzz single parallel cuda; do "$0" "$part"; done
+    else
+        lanes parallel "kernels sanitize threads single cuda"
+    fi
     ;;
 *) fail "no suite named $1" "native, kernels, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
 esac
