@@ -18,11 +18,11 @@ from hvd_sparse.schedule import Constant
 from hvd_sparse.trials import Trials
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
-VALUE_BYTES = 4
+FLOAT32_BYTES = 4
 MOST_DRIFT = 1.5  # ways are timed anew when the density has changed by more than this factor
 
 
-class Tensor(NamedTuple):
+class TensorSize(NamedTuple):
     """A parameter's shape and the bytes of a gradient element, which is sent with at least 4 bytes (float32)."""
 
     shape: Sequence[int]
@@ -43,7 +43,7 @@ class DenseFallback:
     tensors: the tensors that the method would send as payloads, by name.
     """
 
-    def __init__(self, algorithm: Algorithm, tensors: Mapping[str, Tensor], world_size: int):
+    def __init__(self, algorithm: Algorithm, tensors: Mapping[str, TensorSize], world_size: int):
         self.algorithm = algorithm
         self.world_size = world_size
         self._tensors = dict(tensors)
@@ -129,7 +129,7 @@ class DenseFallback:
         return self._payload_bytes(names, density) > self._dense_bytes(names)
 
     def _dense_bytes(self, names: Sequence[str]) -> int:
-        return sum(2 * max(VALUE_BYTES, tensor.itemsize) * tensor.numel for tensor in map(self._tensors.get, names))
+        return sum(2 * max(FLOAT32_BYTES, tensor.itemsize) * tensor.numel for tensor in map(self._tensors.get, names))
 
     def _payload_bytes(self, names: Sequence[str], density: float) -> int:
         """Return N / (N - 1) times the bytes that a rank receives for these tensors."""
@@ -138,7 +138,7 @@ class DenseFallback:
             selections = [tensors] if algorithm.selection == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)
-            completing = 2 * VALUE_BYTES * kept if algorithm.complete else 0  # an all-reduce
+            completing = 2 * FLOAT32_BYTES * kept if algorithm.complete else 0  # an all-reduce
             return 2 * (size + self.world_size * HEADER_BYTES) + completing  # entries to the owners, and kept sums
         if algorithm.selection in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
@@ -147,12 +147,12 @@ class DenseFallback:
         n = sum(tensor.numel for tensor in tensors)
         k = top_k_count(n, density)
         if algorithm.values == "float32":
-            values = 2 * VALUE_BYTES * k  # an all-reduce
+            values = 2 * FLOAT32_BYTES * k  # an all-reduce
         else:
             values = self.world_size * payload_size(k, k, "dense", algorithm.values)
         return values + algorithm.index_bytes(n, k, self.world_size)
 
-    def _payload(self, tensors: Sequence[Tensor], density: float) -> int:
+    def _payload(self, tensors: Sequence[TensorSize], density: float) -> int:
         """Return the bytes of one rank's payload of tensors with a joint selection."""
         algorithm, n = self.algorithm, sum(tensor.numel for tensor in tensors)
         segments = segments_of([tensor.shape for tensor in tensors], algorithm)

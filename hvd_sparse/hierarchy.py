@@ -91,7 +91,7 @@ def find_hierarchy(
     return by_name(everywhere("hosts", socket.gethostname()))
 
 
-def between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> Algorithm:
+def algorithm_between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> Algorithm:
     """Return the method of a column: without clipping, as gradients are clipped before the sum, and without min_numel.
 
     weight_decays: of each sharded tensor.

@@ -26,18 +26,21 @@ class Units:
     """The units of one step.
 
     world_size: N. reduction: s, the factor of sums over ranks; None if it is unknown and nothing depends on it.
-    loss_scale: S, a number, or in a graph a float64 scalar tensor; the methods return the same type. averages: whether
-    s is 1 / N for every N.
+    loss_scale: S, a number, or in a graph a float64 scalar tensor; the methods return the same type.
     """
 
     world_size: int
     reduction: float | None = 1.0
     loss_scale: Any = 1.0
-    averages: bool = True
+
+    @property
+    def averages(self) -> bool:
+        """Whether s is known and at most 1 / N: a result then exceeds no rank's gradient."""
+        return self.reduction is not None and self.reduction * self.world_size <= 1.0
 
     @property
     def incoming(self):
-        """Return the factor of a gradient when it is accumulated."""
+        """The factor of a gradient when it is accumulated."""
         return 1.0 / self.loss_scale
 
     def outgoing(self, reduction: float | None = None):

@@ -14,7 +14,7 @@ from hvd_sparse.schedule import Schedule
 from hvd_sparse.wire import payload_size
 
 CONTROLLERS = ("histogram", "scaling")
-EXCHANGES = ("gather", "hierarchical")  # indices are shared: a reduce-scatter would save nothing
+SHARED_EXCHANGES = ("gather", "hierarchical")  # indices are shared: a reduce-scatter would save nothing
 
 
 class SharedIndicesMethods(Methods[Parameters, Compressor]):
@@ -137,7 +137,7 @@ class SharedIndices(AtDensity):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("exchange", self.exchange, SHARED_EXCHANGES)
         object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
 
     @property

@@ -31,9 +31,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     Raises what the frameworks' `hybrid` lists.
     """
     world = mpi().COMM_WORLD
-    grid = ProcessGrid(world.Get_rank(), world.Get_size(), stages, order).checked()
-    if hvd.is_initialized():
-        raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
+    grid = _agreed(world, hvd, ProcessGrid(world.Get_rank(), world.Get_size(), stages, order))
     if grid.stages == 1:
         hvd.init()
         process_set = hvd.global_process_set
@@ -52,6 +50,29 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     sys.excepthook = notices.excepthook(sys.excepthook)
     atexit.register(leave_together, world.Dup(), notices)  # runs before Horovod's own shutdown, which came first
     return Hybrid(grid, process_set, communicator)
+
+
+def _agreed(world, hvd, grid: ProcessGrid) -> ProcessGrid:
+    """Return the checked grid; raise on every rank if any rank's arguments are wrong or differ from the first's."""
+    refused: Exception | None = None
+    try:
+        grid = grid.checked()
+        if hvd.is_initialized():
+            raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
+    except (TypeError, ValueError, RuntimeError) as error:
+        refused = error
+    own = f"stages={grid.stages!r}, order={grid.order!r}"
+    found = world.allgather((own, None if refused is None else str(refused)))  # hvd.init() would wait for all, too
+    if refused is not None:
+        raise refused
+    for rank, (theirs, reason) in enumerate(found):
+        if reason is not None:
+            raise ValueError(f"rank {rank} refuses hybrid({theirs}): {reason}")
+        if theirs != found[0][0]:
+            raise ValueError(
+                f"every rank must call hybrid() with the same arguments: rank 0 has {found[0][0]}, rank {rank} {theirs}"
+            )
+    return grid
 
 
 def leave_together(communicator, notices: Notices, timeout: float = LEAVE_TIMEOUT) -> None:

@@ -16,7 +16,7 @@ from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
-from hvd_sparse.model_parallel.traffic import Traffic
+from hvd_sparse.model_parallel.traffic import PipelineTraffic
 
 TIMEOUT = 600.0  # seconds
 
@@ -48,7 +48,7 @@ class Pipeline(abc.ABC):
         self._channel = Channel(communicator, timeout)
         self.stage, self.index, self.stages = stage, self._channel.stage, self._channel.stages
         self._step = self._trained = 0  # numbers of batches, and of those to train with
-        self._traffic = Traffic()
+        self._traffic = PipelineTraffic()
         self._unfinished: deque[Batch] = deque()  # whose LOSS has not come yet
         try:
             if error is not None:

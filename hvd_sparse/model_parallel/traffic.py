@@ -7,7 +7,7 @@ import numpy as np
 from hvd_sparse.model_parallel.message import Tensor
 
 
-class Traffic:
+class PipelineTraffic:
     """Counts the messages of a stage, and the elements that its boundaries keep."""
 
     def __init__(self):

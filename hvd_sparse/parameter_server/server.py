@@ -20,7 +20,7 @@ from hvd_sparse.parameter_server.layout import RENAMED, ParameterLayout, is_rena
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
-from hvd_sparse.parameter_server.updates import Update, segments_of, unpack
+from hvd_sparse.parameter_server.updates import Update, piece_segments, unpack
 
 RESTORED = "restore = a file"  # what a worker says that was started with one; its servers must have been, too
 MOST_DIFFERENCES = 10  # of each side, in an error
@@ -86,7 +86,7 @@ class Server:
         self._others, self._start = others, parameters if others else None
         self._introduction, self._restored = introduction(layout, method, servers), restored
         pieces = layout.pieces(*shard)
-        self._segments = segments_of(pieces, shard[0])
+        self._segments = piece_segments(pieces, shard[0])
         if method.is_mirrored:
             self._tracker = MirrorTracker(self.parameters, method, pieces, shard[0])
         else:

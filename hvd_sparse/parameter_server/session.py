@@ -93,8 +93,9 @@ class Session:
         # A rank has one end for messages from servers, as they arrive only once. The first server does not need any.
         asks = self.is_worker or self.rank != self.placement.servers[0]
         self._worker_end = self._endpoint(background=True) if asks else None
-        where = (self.rank, self.placement, self.layout, method)
-        self._local = LocalServers(*where, self._endpoint, self._worker_end, timeout, silence)
+        self._local = LocalServers(
+            self.rank, self.placement, self.layout, method, self._endpoint, self._worker_end, timeout, silence
+        )
         if self.is_server:
             try:
                 self._local.make(parameters, buffers, restore)
@@ -152,8 +153,8 @@ class Session:
     def _join(self, parameters: dict[str, np.ndarray]) -> None:
         """Join as a worker. Answers update `parameters`, {name: float32[n]}, in place."""
         incarnation = time.time_ns() % 2**31  # differs if this rank is started again
-        place = (len(self.placement.servers), incarnation, self._restores)
-        worker = Worker(self.rank, self.layout, self.method, parameters, *place)
+        servers = len(self.placement.servers)
+        worker = Worker(self.rank, self.layout, self.method, parameters, servers, incarnation, self._restores)
         connection = Connection(worker, self._worker_end, self.placement.serving_ranks, self._timeout)
         if self._silence is not None:  # while other servers are still to come, too
             self._heartbeat = Heartbeat(worker, self._endpoint(), self._silence / 4.0)

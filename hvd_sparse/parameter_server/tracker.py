@@ -17,7 +17,7 @@ from hvd_sparse.parameter_server.change_log import ChangeLog
 from hvd_sparse.parameter_server.layout import Piece
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form
-from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of
+from hvd_sparse.parameter_server.updates import Update, groups_of, pack, piece_segments, rounded
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import payload_size
 
@@ -139,7 +139,7 @@ class MirrorTracker:
         self._markings: dict[int, Marking] = {}
         self._groups = groups_of(pieces, begin, method)
         self._density = method.pull_density or 1.0
-        self._segments = segments_of(pieces, begin)
+        self._segments = piece_segments(pieces, begin)
         self._log = ChangeLog(parameters.size)
 
     @property

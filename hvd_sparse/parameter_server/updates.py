@@ -118,7 +118,7 @@ def select(values: np.ndarray, groups: list[Group], density: float) -> np.ndarra
 def rounded(update: Update, method: Method, values: str, segments: np.ndarray) -> Update:
     """Return the update that the receiver will decode: rounded values, and no zeros unless the update is dense.
 
-    segments: the segments of the quantization levels, see `segments_of`.
+    segments: the segments of the quantization levels, see `piece_segments`.
     """
     indices, numbers = update
     if values == "float32" and indices is None:
@@ -171,7 +171,7 @@ def finite(update: Update) -> Update:
     return update
 
 
-def segments_of(pieces: list[Piece], begin: int) -> np.ndarray:
+def piece_segments(pieces: list[Piece], begin: int) -> np.ndarray:
     """Return the segments of the quantization levels, int64[pieces, 2], relative to `begin`. Each piece is a group."""
     return np.array([(piece.begin - begin, 1) for piece in pieces], np.int64)
 

@@ -21,8 +21,8 @@ from hvd_sparse.parameter_server.updates import (
     KeptSelection,
     Update,
     groups_of,
+    piece_segments,
     rounded,
-    segments_of,
     select,
     unpack,
 )
@@ -76,10 +76,10 @@ class Worker:
         self.step = 0  # for the density schedule; continues when this worker joins again
         self.changed: set[str] = set()  # tensors changed by answers; the code that copies them clears this set
         self._pieces = layout.tensors()
-        self._segments = segments_of(self._pieces, 0)
+        self._segments = piece_segments(self._pieces, 0)
         self._parts = {piece.name: slice(piece.begin, piece.end) for piece in self._pieces}
         self._shard_pieces = [layout.pieces(*shard) for shard in self.shards]
-        self._shard_segments = [segments_of(pieces, pieces[0].begin) for pieces in self._shard_pieces]
+        self._shard_segments = [piece_segments(pieces, pieces[0].begin) for pieces in self._shard_pieces]
         self._clocks = [0] * servers
         self._joined: set[int] = set()
         self._waiting: set[int] = set()  # servers that have not answered the last message

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvd_sparse.partition import HISTOGRAM_SHIFT, SKETCH_BINS
 from hvd_sparse.reference.accumulation import accumulate
 from hvd_sparse.reference.selection import RUN, filter_threshold, sampled_runs, select_top_k
 from hvd_sparse.sampling import hash_index
-from hvd_sparse.threshold import HISTOGRAM_SHIFT, SKETCH_BINS, SMALLEST
+from hvd_sparse.threshold import SMALLEST
 
 SKETCH_BELOW = 48
 

@@ -37,7 +37,7 @@ from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
 from hvd_sparse.tensorflow.step import Step
-from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
 from hvd_sparse.units import checked_loss_scale
 
@@ -74,7 +74,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
         self.names: tf.Variable | None = None  # a digest of the variables' names
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
-        self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), Traffic())
+        self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), TrafficVariables())
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
@@ -185,7 +185,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
         rule = {"rule": self.algorithm.dense_fallback}
         chosen = self._parts.step.explain(int(number)) if self.feedback else rule
-        return {**Traffic.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
+        return {**TrafficVariables.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
     def _residual_norm(self) -> tf.Tensor:
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]

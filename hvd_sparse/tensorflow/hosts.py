@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.half import HALF
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy, shard_shape
+from hvd_sparse.hierarchy import algorithm_between_hosts, find_hierarchy, shard_shape
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once, round_to_half
@@ -77,7 +77,7 @@ class Hosts:
                 self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
         # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
         self.dense_algorithm = dataclasses.replace(algorithm, min_numel=least)
-        self.algorithm = between_hosts(algorithm, {name: decays[name] for name in self.cuts})
+        self.algorithm = algorithm_between_hosts(algorithm, {name: decays[name] for name in self.cuts})
         self.shards = {name: Shard(variables[name], *self.bounds(name), rows[name]) for name in self.cuts}
 
     def bounds(self, name: str) -> tuple[int, int]:

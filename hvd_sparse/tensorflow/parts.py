@@ -9,7 +9,7 @@ from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.tensorflow.calls import TracedCall
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.step import Step
-from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.tensorflow.variables import Variables
 
 
@@ -24,7 +24,7 @@ class Parts:
         loss_scale: tf.Variable,
         variables: Variables,
         exchange: Exchange,
-        traffic: Traffic,
+        traffic: TrafficVariables,
     ):
         self.algorithm = algorithm
         self.loss_scale = loss_scale

@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.checks import checked_density
-from hvd_sparse.dense_fallback import DenseFallback, Tensor
+from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
 from hvd_sparse.schedule import Constant
@@ -35,7 +35,7 @@ from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.presence import check_presence
-from hvd_sparse.tensorflow.traffic import Traffic
+from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.units import Units
 
 TOKEN_ELEMENTS = 2  # elements of `ops.token`
@@ -51,7 +51,7 @@ class Step:
         number: tf.Variable,
         loss_scale: tf.Variable,
         exchange: Exchange,
-        traffic: Traffic,
+        traffic: TrafficVariables,
         hosts: Hosts | None = None,
     ):
         self.algorithm = algorithm
@@ -78,7 +78,7 @@ class Step:
         size = exchange.size()
         if self._fallback is None or self._fallback.world_size != size:
             waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
-            tensors = {name: Tensor(tuple(one.shape.as_list()), one.dtype.size) for name, one in waiting.items()}
+            tensors = {name: TensorSize(tuple(one.shape.as_list()), one.dtype.size) for name, one in waiting.items()}
             self._fallback, self._timings = DenseFallback(algorithm, tensors, size), 0
         return self._fallback
 
@@ -315,8 +315,8 @@ class Step:
 
     def _take_all(self, arrival: Arrival, units: Units) -> tuple[tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Return a gradient's dense tensor, the next content of its buffers, and whether the tensor is finite."""
-        averages = units.reduction * units.world_size <= 1.0
-        most = largest_sent(units.world_size, averages) if arrival.gradient.dtype == tf.float16 else math.inf
+        half = arrival.gradient.dtype == tf.float16
+        most = largest_sent(units.world_size, units.averages) if half else math.inf
         return arrival.feedback.take_all(arrival.gradient, arrival.factor, units, most)
 
     def _scale(self, arrivals: list[Arrival], units: Units) -> None:

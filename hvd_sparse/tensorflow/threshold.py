@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
-import hvd_sparse.threshold
+import hvd_sparse.partition
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
+from hvd_sparse.partition import threshold_scale
 from hvd_sparse.stages import ADAPT_STEPS, Stages
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import (
@@ -23,7 +24,6 @@ from hvd_sparse.threshold import (
     lowered,
     most_passed,
     raised,
-    threshold_scale,
 )
 
 NEVER = np.finfo(np.float64).max  # no float32 reaches it; tf.debugging.enable_check_numerics() refuses infinity
@@ -186,7 +186,7 @@ class FittedThresholds:
 
 
 class ScaledThreshold:
-    """The scaled threshold of MiCRO: `hvd_sparse.threshold.ScaledThreshold`, in tf.Variables."""
+    """The scaled threshold of MiCRO: `hvd_sparse.partition.ScaledThreshold`, in tf.Variables."""
 
     rows: Mapping[str, int] = {"model": 0}
 
@@ -211,7 +211,7 @@ class ScaledThreshold:
 
 
 class PredictedThreshold:
-    """The predicted threshold of MiCRO: `hvd_sparse.threshold.PredictedThreshold`, in tf.Variables."""
+    """The predicted threshold of MiCRO: `hvd_sparse.partition.PredictedThreshold`, in tf.Variables."""
 
     rows: Mapping[str, int] = {"model": 0}
 
@@ -250,8 +250,8 @@ class PredictedThreshold:
         return tf.concat([variable.read_value() for variable in self.variables], 0)
 
 
-def _restored(numbers: np.ndarray) -> hvd_sparse.threshold.PredictedThreshold:
-    threshold = hvd_sparse.threshold.PredictedThreshold()
+def _restored(numbers: np.ndarray) -> hvd_sparse.partition.PredictedThreshold:
+    threshold = hvd_sparse.partition.PredictedThreshold()
     threshold.restore(numbers.tolist())
     return threshold
 

@@ -31,7 +31,7 @@ class Counted:
         return tf.stack([tf.add_n([tf.constant(self._fixed[n], tf.int64), *self._varying[n]]) for n in COUNTERS])
 
 
-class Traffic:
+class TrafficVariables:
     """Counters of one compressor on this rank: see `hvd_sparse.traffic.Traffic`. A graph knows no seconds."""
 
     def __init__(self):

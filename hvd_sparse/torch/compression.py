@@ -233,8 +233,8 @@ class SparseCompressor(Compressor):
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
             )
-        average = getattr(optimizer, "op", hvd.Average) == hvd.Average
-        return Units(size, 1.0 / size if average else 1.0, self._loss_scale, average)
+        self._averages = getattr(optimizer, "op", hvd.Average) == hvd.Average
+        return Units(size, 1.0 / size if self._averages else 1.0, self._loss_scale)
 
     def _note(self, optimizer) -> None:
         """Warn once if several optimizers use this compressor in turn, not if one has replaced another."""

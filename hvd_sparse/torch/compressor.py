@@ -207,8 +207,6 @@ class Compressor(abc.ABC):
         """Begin a step."""
         self._drop()
         units = self._units()
-        if units.reduction is not None:
-            self._averages = units.averages
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.begin_step()
         self._step.begin(self._number, units)

@@ -109,7 +109,6 @@ def take_dense(arrival: Arrival, feedback: ErrorFeedback, units: Units) -> tuple
     gradient = arrival.gradient
     if arrival.frozen:
         return gradient.new_zeros(gradient.numel(), dtype=feedback.dense_dtype(gradient)), []
-    averages = units.reduction is not None and units.reduction * units.world_size <= 1.0
-    most = largest_sent(units.world_size, averages) if gradient.dtype == torch.float16 else math.inf
+    most = largest_sent(units.world_size, units.averages) if gradient.dtype == torch.float16 else math.inf
     sent, finite, arrival.commit = feedback.take_all(gradient, arrival.factor, units, most)
     return sent, [finite]

@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.threshold import SKETCH_BINS
+from hvd_sparse.partition import SKETCH_BINS
 
 
 def register(with_cuda: bool) -> None:

@@ -14,7 +14,7 @@ from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
-from hvd_sparse.hierarchy import between_hosts, find_hierarchy
+from hvd_sparse.hierarchy import algorithm_between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
 from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
@@ -41,6 +41,7 @@ class HierarchicalStep:
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self._kinds = make_error_feedback(algorithm, torch.empty(0), self.device).BUFFERS
         self._laid_out_in: object | None = None
+        self.has_state = False  # the hosts are not known, and to find them takes all ranks
         self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
@@ -117,11 +118,11 @@ class HierarchicalStep:
             traffic = PartOfStep(self.traffic)
             column = Exchange(subsets[hierarchy.columns[self.shard]], traffic)
             shards = Shards({name: self._shard_of(name) for name in large})
-            inner = between_hosts(self.algorithm, {name: self._decays[name] for name in large})
+            inner = algorithm_between_hosts(self.algorithm, {name: self._decays[name] for name in large})
             self.inner = Step(inner, shards, column, traffic)
         if self._laid_out_in is not None:
             self._move(before)
-        self._laid_out_in = collectives.incarnation()
+        self._laid_out_in, self.has_state = collectives.incarnation(), True
 
     def _row(self, name: str) -> int:
         return channels_of(self.parameters[name].shape, self.algorithm)

@@ -14,7 +14,8 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
     if summed:
         exchange.meet("sum")
-    memory = {name: _copies(part, every=summed) for name, part in sorted(step.state_parts(summed).items())}
+    parts = step.state_parts(summed) if summed or step.has_state else {}  # a state of one rank waits for no other
+    memory = {name: _copies(part, every=summed) for name, part in sorted(parts.items())}
     if summed:
         for name, buffers in memory.items():
             for kind, buffer in buffers.items():
@@ -52,7 +53,7 @@ def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange
     exchange.refuse_together(refused(lambda: _check(step, state, exchange)))
     for name, part in step.state_parts(state["summed"]).items():
         if part.feedback is not None:
-            _fill(part, state["memory"][name], growth(state, exchange.size()) if state["summed"] else None)
+            _fill(part, state["memory"].get(name, {}), growth(state, exchange.size()) if state["summed"] else None)
     step.reset()
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())

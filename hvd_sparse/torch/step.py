@@ -15,7 +15,7 @@ import torch
 
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.dense_fallback import DenseFallback, Tensor
+from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Arrival, Bucket, Round
@@ -36,6 +36,7 @@ class Step:
     """Runs the optimizer steps of one compressor, one at a time."""
 
     shard: int | None = None  # this rank has whole parameters
+    has_state = True  # of its own, before the first step, too
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm = algorithm
@@ -123,7 +124,7 @@ class Step:
         """Return the rule that decides which tensors are sent dense at this world size."""
         if self._fallback is None or self._fallback.world_size != world_size:
             waiting = {name: self.parameters[name] for name in self.parameters if name not in self._small}
-            tensors = {name: Tensor(one.shape, one.element_size()) for name, one in waiting.items()}
+            tensors = {name: TensorSize(one.shape, one.element_size()) for name, one in waiting.items()}
             self._fallback = DenseFallback(self.algorithm, tensors, world_size)
         return self._fallback
 

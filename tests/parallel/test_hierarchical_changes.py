@@ -82,3 +82,17 @@ def test_a_loaded_state_replaces_all_error_feedback_where_hosts_have_changed(loa
         gradients = draw(SHAPES, t, hvd.rank())
         found, wanted = (drive(one, own, gradients) for one, own in ((first, parameters), (second, others)))
         assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
+
+
+def test_before_the_first_step_a_rank_reads_its_state_alone():
+    make = functools.partial(Compression.dgc, density=0.05, min_numel=100, exchange="hierarchical", dense_fallback=None)
+    parameters, others = make_parameters(), make_parameters()
+    first, second = make(parameters.items(), ranks_per_host=1), make(others.items(), ranks_per_host=1)
+    early = first.state_dict() if hvd.rank() == 0 else None  # to find the hosts would wait for the others
+    for t in range(3):
+        drive(first, parameters, draw(SHAPES, t, hvd.rank()))
+    first.load_state_dict(early or second.state_dict())
+    for t in range(3):
+        gradients = draw(SHAPES, t, hvd.rank())
+        found, wanted = (drive(one, own, gradients) for one, own in ((first, parameters), (second, others)))
+        assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)

@@ -9,7 +9,8 @@ from helpers import drive, make_parameters, memory_of
 from micro_oracle import MicroOracle
 from test_conservation import Ledger
 
-from hvd_sparse.threshold import SMALLEST, histogram_cut
+from hvd_sparse.partition import histogram_cut
+from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.torch import Compression
 
 N = 100_000

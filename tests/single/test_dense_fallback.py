@@ -8,7 +8,7 @@ import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.algorithms.base import AtDensity
-from hvd_sparse.dense_fallback import DenseFallback, Tensor
+from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.schedule import Constant, Schedule, WarmUp
 from hvd_sparse.wire import payload_size
 
@@ -18,7 +18,7 @@ METHODS = ["dgc", "gradient_dropping", "topk", "samomentum", "dct", "sidco", "cl
 
 def rule(world_size, method="dgc", tensors=None, **settings):
     algorithm = getattr(Settings, method)(None, **settings)
-    return DenseFallback(algorithm, tensors or {"w": Tensor((1000, 1000), 4)}, world_size)
+    return DenseFallback(algorithm, tensors or {"w": TensorSize((1000, 1000), 4)}, world_size)
 
 
 def received(world_size, payload):
@@ -47,7 +47,7 @@ def test_a_warm_up_begins_dense_on_many_ranks_and_ends_sparse():
 
 
 def test_small_tensors_whose_payloads_always_cost_more_are_always_dense():
-    tensors = {"small": Tensor((50,), 4), "large": Tensor((300, 300), 4)}
+    tensors = {"small": TensorSize((50,), 4), "large": TensorSize((300, 300), 4)}
     for world_size in (2, 8, 9, 64):
         chosen = rule(world_size, tensors=tensors, min_numel=0, warmup=WarmUp(0.001, 8))
         gathered = world_size * payload_size(50, 1)
@@ -91,7 +91,7 @@ def test_a_selection_of_the_users_own_is_charged_the_indices_that_it_names():
 
     settings = {field.name: getattr(Settings.random_k(None), field.name) for field in dataclasses.fields(Block)}
     costs = [
-        DenseFallback(kind(**settings), {"w": Tensor((1000, 1000), 4)}, 8).explain(0, 0.01)["payload_bytes"]
+        DenseFallback(kind(**settings), {"w": TensorSize((1000, 1000), 4)}, 8).explain(0, 0.01)["payload_bytes"]
         for kind in (Block, Told)
     ]
     values = 2 * 4 * 10_000
@@ -109,7 +109,7 @@ def test_values_of_another_type_count_as_they_are_sent():
 def test_gradients_of_16_bits_are_sent_as_float32_and_those_of_64_as_they_are():
     for itemsize, most in ((2, 5), (4, 5), (8, 10)):
         for world_size, dense in ((most, False), (most + 1, True)):
-            chosen = rule(world_size, tensors={"w": Tensor((1000, 1000), itemsize)}, warmup=WarmUp(0.001, 9))
+            chosen = rule(world_size, tensors={"w": TensorSize((1000, 1000), itemsize)}, warmup=WarmUp(0.001, 9))
             assert (chosen.density(0.25) == 1.0) == dense
 
 
@@ -135,7 +135,7 @@ class Falling(Periodic):
 
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_a_schedule_of_the_users_own_is_asked_for_its_steps_alone(scope):
-    tensors = {f"w{i}": Tensor((1000, 1000), 4) for i in range(3)}
+    tensors = {f"w{i}": TensorSize((1000, 1000), 4) for i in range(3)}
     fallback = rule(8, "dgc", tensors, density=Periodic(), scope=scope)
     assert fallback.always == frozenset()
     assert fallback.choose(0, 0.25) == 1.0 and fallback.choose(1, 0.001) == 0.001
@@ -149,7 +149,7 @@ class Decaying(Periodic):
 
 def test_measured_steps_are_compared_while_the_density_changes_in_every_step():
     """Dense steps take 0.01 s, sparse ones 1 s; a step's duration is known when the next but one begins."""
-    fallback = rule(2, tensors={"w": Tensor((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
+    fallback = rule(2, tensors={"w": TensorSize((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
     ways = []
     for step in range(2000):
         if step > 1:
@@ -157,7 +157,7 @@ def test_measured_steps_are_compared_while_the_density_changes_in_every_step():
         ways.append(fallback.choose(step, Decaying().density(step)) >= 1.0)
     assert ways.count(True) > 1800
     fallback.reset()
-    fresh = rule(2, tensors={"w": Tensor((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
+    fresh = rule(2, tensors={"w": TensorSize((1000, 1000), 4)}, density=Decaying(), dense_fallback="measured")
     for step in range(2000, 2500):  # a rank that joins now decides as one that restarts its timing
         density = Decaying().density(step)
         assert fallback.choose(step, density) == fresh.choose(step, density)

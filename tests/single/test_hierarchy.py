@@ -6,7 +6,7 @@ import pytest
 from hvd_sparse import process_sets
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.granularity import channels_of
-from hvd_sparse.hierarchy import between_hosts, by_name, by_size
+from hvd_sparse.hierarchy import algorithm_between_hosts, by_name, by_size
 
 
 def test_hosts_by_name():
@@ -56,9 +56,9 @@ def test_rows_are_kept_whole_where_channels_share_a_magnitude():
 
 def test_a_column_does_not_clip_again():
     algorithm = Settings.dgc(None, clip_norm=1.0, scope="model", clip_scope="model", exchange="hierarchical")
-    inner = between_hosts(algorithm, {"a": 0.5, "b": 0.0})
+    inner = algorithm_between_hosts(algorithm, {"a": 0.5, "b": 0.0})
     assert (inner.clip_norm, inner.min_numel, inner.exchange, inner.weight_decay) == (None, 0, "auto", {"a": 0.5})
-    assert between_hosts(Settings.micro(None, exchange="hierarchical"), {}).exchange == "gather"
+    assert algorithm_between_hosts(Settings.micro(None, exchange="hierarchical"), {}).exchange == "gather"
 
 
 class Horovod:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 
 import launching
 import numpy as np
@@ -90,6 +91,28 @@ def test_stages_are_an_integer_of_python_or_numpy():
     with pytest.raises(TypeError, match=r"stages must be an integer of at least 1, got 2\.0 of type float"):
         ProcessGrid(0, 4, 2.0).checked()
     assert ProcessGrid(0, 4, np.int64(2)).checked() == ProcessGrid(0, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("hybrid(hvd, 3)", "stages must divide the number of ranks, got stages=3 on 2 ranks"),
+        ("hybrid(hvd, 1)", "rank 0 has stages=2, order='pipeline', rank 1 stages=1, order='pipeline'"),
+    ],
+)
+def test_wrong_arguments_of_one_rank_end_all_ranks(second, message):
+    script = f"""
+        import horovod.torch as hvd
+        from mpi4py import MPI
+        from hvd_sparse.model_parallel.hybrid import hybrid
+        try:
+            hybrid(hvd, 2) if MPI.COMM_WORLD.Get_rank() == 0 else {second}
+        except ValueError as error:
+            print("refused:", error, flush=True)
+    """
+    code, output = launch([*mpirun(2), sys.executable, "-c", textwrap.dedent(script)])
+    assert code == 0, output
+    assert output.count("refused:") == output.count(message) == 2, output
 
 
 @pytest.mark.exhaustive  # that each rank refuses them: test_without_sparsity_it_is_training_on_one_process

@@ -9,7 +9,7 @@ from hvd_sparse import reference
 from hvd_sparse.parameter_server import METHODS, ParameterLayout
 from hvd_sparse.parameter_server import protocol as wire
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
-from hvd_sparse.parameter_server.updates import Update, groups_of, rounded, segments_of, unpack
+from hvd_sparse.parameter_server.updates import Update, groups_of, piece_segments, rounded, unpack
 from hvd_sparse.wire import top_k_count
 
 SHAPES = {"a": (300, 7), "b": (33,), "c": (66_000,), "d": (5,)}
@@ -35,7 +35,7 @@ def values_in(tracker, worker, have, method):
     """Return what an answer holds, as its worker reads it."""
     k, encoded = tracker.answer(worker, have)
     message = wire.decode(wire.seal(encoded, wire.Message(wire.Kind.REPLY, worker, k=k, form=tracker.form)))
-    return unpack(message, NUMEL, method.coding, method.pull_values, segments_of(PIECES, 0))
+    return unpack(message, NUMEL, method.coding, method.pull_values, piece_segments(PIECES, 0))
 
 
 @pytest.mark.parametrize("coding", ["auto", "run_length", "bitmap"])
@@ -96,7 +96,7 @@ class Scan:
 
     def __init__(self, parameters, method, workers):
         self.method, self.mirrors = method, [parameters.copy() for _ in range(workers)]
-        self.groups, self.segments = groups_of(PIECES, 0, method), segments_of(PIECES, 0)
+        self.groups, self.segments = groups_of(PIECES, 0, method), piece_segments(PIECES, 0)
 
     def difference(self, parameters, worker):
         with np.errstate(all="ignore"):

@@ -13,7 +13,7 @@ from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, Worker, protocol
 from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason, decode, encode
 from hvd_sparse.parameter_server.server import introduction
-from hvd_sparse.parameter_server.updates import Update, pack, segments_of, unpack
+from hvd_sparse.parameter_server.updates import Update, pack, piece_segments, unpack
 from hvd_sparse.wire import LOW_BITS
 
 SHAPES = {"a": (30, 4), "b": (7,), "c": (50,)}
@@ -161,7 +161,7 @@ def test_any_bytes_are_damage(data, right_start):
 @pytest.mark.parametrize("coding", ["auto", "elias_fano", "run_length", "bitmap"])
 def test_updates_that_are_damaged_under_a_right_checksum(values, coding):
     """Every bit of a payload flipped, every count, every size: DamagedMessage, or an update that is in range."""
-    n, segments = 187, segments_of(ParameterLayout(SHAPES).tensors(), 0)
+    n, segments = 187, piece_segments(ParameterLayout(SHAPES).tensors(), 0)
     random = np.random.default_rng(3)
     indices = np.sort(random.choice(n, 20, replace=False))
     numbers = np.sign(random.standard_normal(20)).astype(np.float32)

@@ -3,7 +3,8 @@
 import pytest
 
 from hvd_sparse.algorithms import Settings
-from hvd_sparse.threshold import KeptThreshold, ScaledThreshold
+from hvd_sparse.partition import ScaledThreshold
+from hvd_sparse.threshold import KeptThreshold
 
 K, N = 10, 1000
 

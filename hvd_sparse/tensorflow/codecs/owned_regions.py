@@ -22,6 +22,7 @@ from hvd_sparse.reduce_scatter import (
 )
 from hvd_sparse.tensorflow.codecs.base import Bucket, Round, once
 from hvd_sparse.tensorflow.codecs.fixed_count import FixedCount
+from hvd_sparse.wire import top_k_count
 
 
 class OwnedRegions(FixedCount):
@@ -158,7 +159,7 @@ class Message:
     def most_kept_bytes(self) -> int:
         """The maximum bytes of the payload of a region's kept sums."""
         counts = [self.n] if self._is_joint else self._sizes
-        return self._make(sum(max(1, round(self._highest * n)) for n in counts)).most_kept_bytes
+        return self._make(sum(top_k_count(n, self._highest) for n in counts)).most_kept_bytes
 
     def select(self, message: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the selected entries: indices into the concatenated members, and residuals."""

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from hvd_sparse.granularity import by_group
 from hvd_sparse.members import is_elastic
+from hvd_sparse.partition import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, Codec, Round, gather, once
 from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
-from hvd_sparse.threshold import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -219,7 +219,7 @@ class Partition(Selection):
             end=end,
             threshold=threshold,
             share=share,
-            sample=tf.maximum(-(-(end - begin) * SAMPLED // k), FEWEST_SAMPLED),  # `hvd_sparse.threshold.sketch_sample`
+            sample=tf.maximum(-(-(end - begin) * SAMPLED // k), FEWEST_SAMPLED),  # `hvd_sparse.partition.sketch_sample`
             seed=now.seed,
             is_active=now.is_active,
         )

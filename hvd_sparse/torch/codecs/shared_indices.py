@@ -12,15 +12,9 @@ import torch
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.granularity import by_group
+from hvd_sparse.partition import SKETCH_BINS, PredictedThreshold, ScaledThreshold, partition, sketch_sample
 from hvd_sparse.sampling import stratified_sample
-from hvd_sparse.threshold import (
-    SKETCH_BINS,
-    PredictedThreshold,
-    ScaledThreshold,
-    ThresholdHint,
-    partition,
-    sketch_sample,
-)
+from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, Codec, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import plan_joint

@@ -112,14 +112,14 @@ class Threshold(BucketCodec):
         self.accumulate(arrivals)
         for name, plan in zip(arrivals, self._plans_on_device(arrivals), strict=True):
             residual, threshold = self.feedback[name].residual, plan.threshold
-            if plan.k >= 0:
+            if plan.exact_count:
+                indices, values, info = ops.select_top_k(residual, plan.exact_count)
+                threshold, is_there = max(info[0].item(), SMALLEST), values != 0
+                indices, values = indices[is_there], values[is_there]
+            else:
                 if plan.k > 0:
                     threshold = max(ops.select_threshold(residual, plan.k).item(), SMALLEST)
                 indices, values = ops.filter_threshold(residual, threshold)
-            else:
-                indices, values, info = ops.select_top_k(residual, -plan.k)
-                threshold, is_there = max(info[0].item(), SMALLEST), values != 0
-                indices, values = indices[is_there], values[is_there]
             payloads.append(self._packed(name, indices, values))
             thresholds.append(threshold)
             counts.append(len(indices))
@@ -137,7 +137,7 @@ class Threshold(BucketCodec):
             return plans
         ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
         fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **fit)
-        return [Plan(0.0, -k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
+        return [Plan.exactly(k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
